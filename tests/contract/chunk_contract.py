@@ -91,7 +91,7 @@ class ChunkContract(FormatContract):
         for name, array in arrays.items():
             if not array.size:
                 continue
-            for forged in (array[:-1], np.full_like(array, 255), array.astype(np.float16)):
+            for forged in (array[:-1], np.full_like(array, 255), array.astype(np.float32)):
                 has_kind = forged.shape == array.shape and forged.dtype == array.dtype
                 if name in ("ends", "present", "shared", "parameters") and has_kind:
                     continue  # those of another shard: chunks do not decode to them

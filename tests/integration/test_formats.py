@@ -3,11 +3,13 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
+from array_record.python import array_record_module
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
@@ -181,6 +184,24 @@ def store_tfrecord(folder: Path) -> Stored:
     return Stored({"format": "tfrecord"}, samples)
 
 
+def store_arrayrecord(folder: Path) -> Stored:
+    """Single records of the first half, groups of the second."""
+    samples: list[Sample] = []
+    ways = itertools.cycle(["group_size:1", "group_size:8"])
+    for path, some in parts(folder, "array_record"):
+        write_records(path, [text.encode() for _, text, _ in some], next(ways))
+        found = array_record_module.ArrayRecordReader(str(path)).read_all()
+        samples += [{"record": record.decode()} for record in found]
+    return Stored({"format": "arrayrecord"}, samples)
+
+
+def write_records(path: Path, records: Sequence[bytes], options: str) -> None:
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
 def store_files(folder: Path) -> Stored:
     for number, text, _ in rows():
         path = folder / f"part-{number % 3}" / f"{number * 7919 % 101}.JPG"
@@ -207,6 +228,7 @@ FORMATS: list[Callable[[Path], Stored]] = [
     store_compressed_mds,
     store_npy,
     store_tfrecord,
+    store_arrayrecord,
     store_files,
 ]
 
@@ -251,7 +273,9 @@ def test_every_sample_is_that_of_the_formats_own_reader(
         check(Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address), stored)
 
 
-@pytest.mark.parametrize("store", [store_jsonl, store_mds, store_npy, store_tfrecord])
+@pytest.mark.parametrize(
+    "store", [store_jsonl, store_mds, store_npy, store_tfrecord, store_arrayrecord]
+)
 def test_a_file_that_was_cut_off_is_named_wherever_it_lies(
     store: Callable[[Path], Stored], gyred: StartDaemon, tmp_path: Path
 ) -> None:
@@ -313,6 +337,10 @@ def unnamed(name: str, number: int) -> bytes:
                 records.write(Event(step=step).SerializeToString())
         case "parquet":
             pq.write_table(table, stream)
+        case "arrayrecord":
+            with tempfile.NamedTemporaryFile() as file:
+                write_records(Path(file.name), [b"record"] * 7, "group_size:1")
+                stream.write(Path(file.name).read_bytes())
         case "arrow":
             with pa.ipc.new_file(stream, table.schema) as writer:
                 writer.write_table(table)
@@ -323,7 +351,9 @@ def unnamed(name: str, number: int) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("name", ["jsonl", "npy", "tfrecord", "parquet", "arrow", "webdataset"])
+@pytest.mark.parametrize(
+    "name", ["jsonl", "npy", "tfrecord", "parquet", "arrow", "arrayrecord", "webdataset"]
+)
 def test_files_whose_names_say_nothing_are_known_by_their_first_bytes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

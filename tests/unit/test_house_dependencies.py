@@ -71,7 +71,13 @@ def of_google(modules: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("room", "extras"),
     [
-        ("daemon", ["daemon", "s3", "images", "tfrecord", "parquet", "zstd", "ray", "hf", "text"]),
+        (
+            "daemon",
+            [
+                *("daemon", "s3", "images", "tfrecord", "parquet", "arrayrecord", "zstd"),
+                *("ray", "hf", "text"),
+            ],
+        ),
         ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),
         ("trainer", ["trainer", "huggingface"]),
         ("protos", []),

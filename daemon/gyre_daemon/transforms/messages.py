@@ -86,6 +86,7 @@ class Described(msgspec.Struct, frozen=True):
         versions: of its transforms.
         made, passed, read, cost: see `Chain`.
         engines: that may do it faster, the fastest first.
+        random: the places of the transforms that may draw random numbers.
     """
 
     error: str = ""
@@ -95,6 +96,7 @@ class Described(msgspec.Struct, frozen=True):
     read: list[str] = []
     cost: Cost = "heavy"
     engines: list[str] = []
+    random: list[int] = []
 
 
 class Input(msgspec.Struct, frozen=True):

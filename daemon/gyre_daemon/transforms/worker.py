@@ -98,7 +98,15 @@ class _Worker:
             return Described(text[:_MAX_REASON_CHARS])
         versions = [transform.version for _, transform in steps]
         engines = dict.fromkeys(name for _, transform in steps for name in transform.engines)
-        return Described("", versions, made, chain.passed, chain.read, chain.cost, list(engines))
+        return Described(
+            versions=versions,
+            made=made,
+            passed=chain.passed,
+            read=chain.read,
+            cost=chain.cost,
+            engines=list(engines),
+            random=[place for place, (_, transform) in enumerate(steps) if transform.is_random],
+        )
 
     def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
         """Transform or measure some samples of the portion that lies in an exchange."""

@@ -186,6 +186,12 @@ OTHERS: dict[str, tuple[str, str, bytes, str]] = {
     "arrow of noise": ("arrow", "x.arrow", bytes(range(256)) * 9, "x.arrow"),
     "mds of noise": ("mds", "x.mds", bytes(range(256)) * 9, "x.mds"),
     "tfrecord of noise": ("tfrecord", "x.tfrecord", bytes(range(256)) * 9, "x.tfrecord"),
+    "arrayrecord of noise": (
+        "arrayrecord",
+        "x.array_record",
+        bytes(range(256)) * 9,
+        "shard x.array_record at byte 0: it does not begin as an ArrayRecord file",
+    ),
     "jsonl of noise": ("jsonl", "x.jsonl", bytes(range(256)) * 9, "x.jsonl"),
 }
 

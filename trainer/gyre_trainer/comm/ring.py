@@ -134,6 +134,10 @@ class Ring:
         self._transports = transports
         self.group = group
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Ring":
+        """The ring itself: a copy of a model rotates on the same one."""
+        return self
+
     def shift(
         self,
         outgoing: Tensor,

@@ -7,6 +7,7 @@ the module's output, so that they take part in backward as well, in the same ord
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -30,6 +31,13 @@ class _Calls:
         self._no_tokens: Tensor | None = None  # outside of a forward
         self._next = 0
         self._outputs: list[Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        """The calls of the copied experts."""
+        copied = memo[id(self)] = _Calls([], self._owner)
+        experts = [expert() for expert in self._experts]
+        copied._experts = [ref(deepcopy(each, memo)) for each in experts if each is not None]
+        return copied
 
     def begin(self, no_tokens: Tensor) -> None:
         self._no_tokens, self._next = no_tokens, 0

@@ -1,7 +1,8 @@
 """A module whose forward runs slice by slice."""
 
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -11,6 +12,7 @@ from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT, DropoutMasks, ne
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 
 # Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This
 # one imports the compiler at the first call; that of `torch.compiler` would import it here.
@@ -20,7 +22,7 @@ _MIXED = "_mixed_in"  # marks classes that `mix_in` made
 _MIXED_CLASSES: WeakValueDictionary[tuple[type, type], type] = WeakValueDictionary()
 
 
-class RotatedModule:
+class RotatedModule(ShardedModule):
     """Mixed in before a module's class: the module's forward goes round the ring.
 
     Attributes:
@@ -51,6 +53,21 @@ class RotatedModule:
         if rule not in self._by_rule:
             self._by_rule[rule] = replace(self.rotation, rule=rule)
         return self._by_rule[rule]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module with a copy of this rank's slice, which rotates by itself on the same ring."""
+        rotation = self.rotation
+        copy_shards(list(rotation.module.parameters()), memo)
+        copied: Any = self._copy(memo, "rotation", "_by_rule")
+        copied.rotation = replace(
+            rotation,
+            module=copied,
+            forward=deepcopy(rotation.forward, memo),
+            sharded=memo[id(rotation.sharded)],
+            number=rotation.sharded.ring.modules.add(copied),
+        )
+        copied._by_rule = {}
+        return cast("Self", copied)
 
 
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:

@@ -76,6 +76,12 @@ def as_parameter(
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
 
 
+def with_local(parameter: DTensor, local: Tensor) -> nn.Parameter:
+    """A DTensor parameter as ``parameter`` is, on the same mesh, with another local tensor."""
+    tensor = DTensor(local.detach(), parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:

@@ -7,18 +7,19 @@ packed.
 
 import weakref
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
+from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of, with_local
 from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 
@@ -107,8 +108,27 @@ def shard_parameters(
 ) -> ShardedParameters:
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
+    _find_from(sharded, (*sources, *sharded.parameters))
+    return sharded
+
+
+def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
+    """Other parameters with the same values, which travel on the same ring."""
+    copied = copy(sharded)
+    copied.flat = sharded.flat.clone()
+    views = copied.layout.views(copied.flat, copied.ring.rank)
+    copied.parameters = [
+        with_local(parameter, view)
+        for parameter, view in zip(sharded.parameters, views, strict=True)
+        if isinstance(parameter, DTensor)
+    ]
+    _find_from(copied, copied.parameters)
+    return copied
+
+
+def _find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:
+    """Let `sharded_parameters_of` find it, and average its gradients over the replicas."""
     if sharded.ring.replicas is not None:
         sharded.replica_gradients = ReplicaGradients(sharded.parameters, sharded.flat, sharded.ring)
-    for parameter in (*sources, *sharded.parameters):
+    for parameter in parameters:
         _SHARDED[parameter] = weakref.ref(sharded)
-    return sharded

@@ -118,7 +118,10 @@ def check_limit(
 def _lines(corrupt: Sequence[CorruptRecord]) -> list[bytes]:
     lines = []
     for each in corrupt[:MAX_LINES]:
-        texts = {key: printable(getattr(each, key))[:_MAX_CHARS] for key in ("shard", "reason")}
+        texts = {
+            key: printable(getattr(each, key)[:_MAX_CHARS])[:_MAX_CHARS]
+            for key in ("shard", "reason")
+        }
         lines.append(json.dumps(asdict(each) | texts))
     if len(corrupt) > MAX_LINES:
         lines.append(json.dumps({"num_left_out": len(corrupt) - MAX_LINES}))

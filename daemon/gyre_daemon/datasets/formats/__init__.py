@@ -8,6 +8,7 @@ write a format; `indexes` has the indexes that formats share; each format is a p
 from collections.abc import Mapping
 
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
 from gyre_daemon.datasets.formats.arrow import ArrowFormat
 from gyre_daemon.datasets.formats.arrow_columns import ColumnOptions
 from gyre_daemon.datasets.formats.base import (
@@ -66,6 +67,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "parquet": FormatEntry.of(ParquetFormat, ColumnOptions),
     "tfrecord": FormatEntry.of(TfrecordFormat, TfrecordOptions),
     "arrow": FormatEntry.of(ArrowFormat, ColumnOptions),
+    "arrayrecord": FormatEntry.of(ArrayRecordFormat, ArrayRecordOptions),
     SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
 }
 

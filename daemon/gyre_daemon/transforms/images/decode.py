@@ -40,6 +40,11 @@ class DecodeImage(OfField):
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 100_000_000
     exact: bool = True
 
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         stored = fields[self.field]

@@ -19,6 +19,11 @@ MANY = (None,)
 class OfText(OfField):
     """A transform of text in UTF-8."""
 
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
     def check_text(self, fields: Mapping[str, Field]) -> None:
         """Refuse a field that is none.
 

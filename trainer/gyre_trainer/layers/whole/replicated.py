@@ -5,6 +5,7 @@ Their gradients are averaged in one all-reduce per backward.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
@@ -28,12 +29,13 @@ from gyre_trainer.layers.whole.read_parameters import ReadableParameters
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
 from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.local_shards import as_parameter, local_of
 from gyre_trainer.shards.replica_gradients import require_equal_replicas
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 
-class ReplicatedModule:
+class ReplicatedModule(ShardedModule):
     """Mixed in before a module's class: its forward reads plain local tensors instead of DTensors.
 
     Attributes:
@@ -89,6 +91,11 @@ class ReplicatedGradients:
         self._is_compared = self._ring.replicas is None
         self._watched = WeakIdKeyDictionary()
         self.watch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
+        """Averages the gradients of the copied model's parameters."""
+        copy_shards(self._parameters, memo)
+        return ReplicatedGradients([deepcopy(p, memo) for p in self._parameters], self._mesh)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._watched
