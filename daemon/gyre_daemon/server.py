@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -25,6 +26,7 @@ from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring import Measurer
 from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry
@@ -174,6 +176,7 @@ class _Daemon:
         self._transforms = Transforms(
             TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
             config.installed_transforms,
+            partial(keep_records, self._cache, workers) if self._cache else None,
             allow_modules=is_private,
         )
         self._measurer = Measurer(sidecars, workers)

@@ -80,6 +80,11 @@ class Dataset:
         return self.index
 
     @property
+    def stored(self) -> "Dataset":
+        """Its samples as they are stored; itself where nothing is done to them."""
+        return self
+
+    @property
     def has_equal_samples(self) -> bool:
         """Whether no field is ragged, so that all batches of one size have one layout."""
         return not any(spec.ragged for spec in self.fields)

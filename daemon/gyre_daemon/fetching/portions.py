@@ -42,11 +42,11 @@ _MAX_GIVEN_UP = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Staging:
-    """Memory of an exchange that stored fields are read into; see `Place`.
+class Staging:
+    """Memory outside of arenas that fields are read into; see `Place`.
 
     Attributes:
-        owner: all memory of the exchange, which stays as long as anything refers to this.
+        owner: all memory around it, which stays as long as anything refers to this.
         memory: the part that they get.
         address: of its first byte.
         key: that of no arena, so that no copy worker has it mapped.
@@ -57,11 +57,18 @@ class _Staging:
     address: int
     key: int = 0
 
+    @classmethod
+    def of(cls, memory: npt.NDArray[np.uint8]) -> "Staging":
+        """All of an array."""
+        return cls(memory, memory.data, memory.ctypes.data)
+
     @property
-    def arena(self) -> "_Staging":
+    def arena(self) -> "Staging":
+        """See `Place.arena`."""
         return self
 
     def lease(self) -> AbstractContextManager[None]:
+        """See `WritableArena.lease`; `owner` keeps the memory."""
         return nullcontext()
 
 
@@ -169,7 +176,7 @@ class PortionReader:
         async with self._dataset.pool.room.hold(where.stop, flow, plan.urgency) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
             memory = exchange.memory[: staged.num_bytes]
-            staging = _Staging(exchange.memory, memory.data, memory.ctypes.data)
+            staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
             own = Delays()
             fetch = Fetch(plan.alone, plan.extents, staged)
             await self._reader.fill(fetch, staging, flow, ahead, own)
@@ -255,8 +262,9 @@ class PortionReader:
         dataset, stored = self._dataset, [*self._dataset.read, *self._stored]
         column = next(self._stored.index(name) for name in stored if name in self._stored)
         sample_id = int(plan.sample_ids[number])
-        offset = int(plan.extents.start[number, column])
-        shard = dataset.storage.shards[int(plan.extents.shard[number])].name
+        extents = dataset.stored.index.locate(plan.sample_ids[number : number + 1])
+        offset = int(extents.start[0, min(column, extents.start.shape[1] - 1)])
+        shard = dataset.shards[int(extents.shard[0])].name
         by = failure.transform or " or ".join(dict.fromkeys(dataset.transform_names))
         return CorruptSample(
             f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) cannot "

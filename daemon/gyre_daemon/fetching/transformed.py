@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import indexed_fields, stored_fields
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import lay_out_packed, rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
-from gyre_daemon.memory.arena import Slot
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
@@ -97,7 +96,7 @@ class TransformingFetcher:
     async def fill(
         self,
         fetch: Fetch,
-        slot: Slot,
+        slot: Place,
         flow: Flow,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
@@ -129,7 +128,7 @@ class TransformingFetcher:
             delays.storage_s = delays.read_s
         delays.finish_s = time.monotonic() - began - delays.read_s
 
-    def _write_own(self, fetch: Fetch, slot: Slot) -> None:
+    def _write_own(self, fetch: Fetch, slot: Place) -> None:
         with slot.arena.lease():
             if self._dataset.packed and fetch.rows:
                 packed = self._dataset.packed
@@ -143,7 +142,7 @@ class TransformingFetcher:
         part: PortionPlan,
         fetch: Fetch,
         begin: int,
-        slot: Slot,
+        slot: Place,
         flow: Flow,
         ahead: Ahead,
         delays: Delays,
@@ -154,7 +153,7 @@ class TransformingFetcher:
             work = partial(copy, portion, fetch, begin, slot)
             await self._threads.run(flow, portion.request.start, part.urgency, work)
 
-    def _copy(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Slot) -> None:
+    def _copy(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Place) -> None:
         """Copy made and passing fields into the slot; runs in a thread.
 
         Args:
@@ -175,7 +174,7 @@ class TransformingFetcher:
                     at, end = stored[first, source, 0], stored[stop - 1, source, 1]
                     into[begins[column] : ends[column]] = memory[at:end]
 
-    def _copy_documents(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Slot) -> None:
+    def _copy_documents(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Place) -> None:
         """Copy parts of documents into their sequences; see `_copy`."""
         packed, rows = self._dataset.packed, fetch.rows
         assert packed

@@ -75,7 +75,7 @@ class SessionOpener:
         order = self._joined(owner, request, order, dataset)
         stored = dataset
         if isinstance(dataset, TransformedDataset) and not dataset.packed:
-            stored = dataset.source
+            stored = dataset.stored
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
             order,
             request.cursor,

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,17 @@ from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.fair import NO_JOB
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.transforms.kept import Keep, KeptDataset, cut, kept, record_fields
 from gyre_daemon.transforms.measured import MeasuredIndex
-from gyre_daemon.transforms.messages import ENCODER, Described, MadeField, Recipe, SourceField
+from gyre_daemon.transforms.messages import (
+    ENCODER,
+    Described,
+    MadeField,
+    Recipe,
+    SourceField,
+    Step,
+)
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import TransformWorkers
@@ -23,6 +33,9 @@ from gyre_daemon.transforms.workers import TransformWorkers
 # Memory of samples that are being read and transformed, of all jobs; it is not part of any budget.
 # Less would leave processes idle while a slow storage is read.
 _MAX_BYTES_AT_ONCE = 128 << 20
+# Datasets and chains before `cache` whose records are known. Another one forgets where the records
+# in memory are, and has those on disk looked up again.
+_MAX_KEPT = 64
 _DTYPES = frozenset(
     np.dtype(f"{kind}{size}").str
     for kind, sizes in (("b", [1]), ("i", [1, 2, 4, 8]), ("u", [1, 2, 4, 8]), ("f", [2, 4, 8]))
@@ -66,6 +79,11 @@ class TransformedDataset(Dataset):
     measured: MeasuredIndex | None = None
 
     @property
+    def stored(self) -> Dataset:
+        """See `Dataset.stored`."""
+        return self.source.stored
+
+    @property
     def sized(self) -> SampleIndex:
         """See `Dataset.sized`."""
         return self.measured or self.index
@@ -85,18 +103,28 @@ class Transforms:
     """Makes transformed datasets for a daemon."""
 
     def __init__(
-        self, workers: TransformWorkers, installed: Collection[str], *, allow_modules: bool
+        self,
+        workers: TransformWorkers,
+        installed: Collection[str],
+        keep: Keep | None,
+        *,
+        allow_modules: bool,
     ) -> None:
         """Start no process yet.
 
         Args:
             workers: of the daemon.
             installed: names of other packages' transforms that the operator enables.
+            keep: see `Keep`; None where the node has no cache.
             allow_modules: whether clients may name classes of their own.
         """
         self._pool = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
+        # Who waits for records holds an exchange meanwhile, so these have a room of their own.
+        self._pool_of_records = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
         self._installed = installed
+        self._keep = keep
         self._allow_modules = allow_modules
+        self._kept: OrderedDict[tuple[Storage, str, bytes], KeptDataset] = OrderedDict()
 
     async def apply(
         self, dataset: Dataset, declared: Sequence[Mapping[str, Any]], *, by_client: bool
@@ -118,42 +146,80 @@ class Transforms:
         steps = to_steps(
             declared, self._installed, allow_modules=allow_modules, allow_files=allow_files
         )
-        source = [SourceField(each.name, each.dtype.str, _shape(each)) for each in dataset.fields]
-        recipe = ENCODER.encode(Recipe(steps, source))
+        described = await self._described(dataset, steps)
+        place = cut(steps, described.random)
+        source = dataset
+        if place >= 0:
+            source = await self._records(dataset, steps[:place])
+            # What follows is known by all of the chain, `cache` left out: it changes nothing.
+            declared = [*declared[:place], *declared[place + 1 :]]
+            del described.versions[place]
+        fingerprint = _fingerprint(declared, described)
+        if place >= 0:
+            described = await self._described(source, steps[place + 1 :])
+        names = tuple(step.name for step in steps)
+        made = self._transformed(source, steps[place + 1 :], described, self._pool)
+        return replace(made, transforms=fingerprint, transform_names=names)
+
+    async def _described(self, dataset: Dataset, steps: Sequence[Step]) -> Described:
+        recipe = ENCODER.encode(Recipe(list(steps), _source(dataset)))
         described = await self._pool.workers.describe(recipe, NO_JOB)
         if described.error:
             raise ConfigError(described.error)
-        recipe = ENCODER.encode(Recipe(steps, source, described.versions))
+        return described
+
+    async def _records(self, dataset: Dataset, steps: Sequence[Step]) -> KeptDataset:
+        """What the transforms before `cache` make; the same object for all who ask for the same."""
+        if self._keep is None:
+            raise ConfigError(
+                "a chain has the transform `cache`, and this daemon has no cache; set cache_memory"
+            )
+        described = await self._described(dataset, steps)
+        prefix = self._transformed(dataset, steps, described, self._pool_of_records)
+        passed = prefix.fields[len(prefix.made) :]
+        prefix = replace(prefix, chosen=record_fields(prefix.made, passed))
+        key = dataset.storage, dataset.fingerprint, prefix.recipe
+        if key not in self._kept:
+            self._kept[key] = kept(dataset, prefix, prefix.recipe, self._keep)
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _transformed(
+        self, dataset: Dataset, steps: Sequence[Step], described: Described, pool: TransformPool
+    ) -> TransformedDataset:
         made = [_checked(each) for each in described.made]
         passed = [spec for spec in dataset.fields if spec.name in described.passed]
         chosen = [*made, *passed]
         _check_names(chosen)
         values = {each.name: getattr(dataset, each.name) for each in fields(Dataset)}
-        values |= {
-            "chosen": chosen,
-            "transforms": _fingerprint(declared, described),
-            "transform_names": tuple(step.name for step in steps),
-        }
+        values |= {"chosen": chosen, "transform_names": tuple(step.name for step in steps)}
         return TransformedDataset(
             **values,
             source=dataset,
-            recipe=recipe,
+            recipe=ENCODER.encode(Recipe(list(steps), _source(dataset), described.versions)),
             made=made,
             read=described.read,
             cost=described.cost,
-            pool=self._pool,
+            pool=pool,
         )
 
     def close(self) -> None:
         """End the processes and give back the memory."""
         self._pool.workers.close()
         self._pool.room.close()
+        self._pool_of_records.room.close()
 
 
 def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) -> str:
     """Tells one list of transforms from another, by options as they were written and versions."""
     text = json.dumps([list(map(dict, declared)), described.versions], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _source(dataset: Dataset) -> list[SourceField]:
+    return [SourceField(each.name, each.dtype.str, _shape(each)) for each in dataset.fields]
 
 
 def _shape(spec: FieldSpec) -> tuple[int | None, ...]:

@@ -81,6 +81,7 @@ class Described(msgspec.Struct, frozen=True):
         error: why there can be none; empty if there can.
         versions: of its transforms.
         made, passed, read, cost: see `Chain`.
+        random: the places of the transforms that may draw random numbers.
     """
 
     error: str = ""
@@ -89,6 +90,7 @@ class Described(msgspec.Struct, frozen=True):
     passed: list[str] = []
     read: list[str] = []
     cost: Cost = "heavy"
+    random: list[int] = []
 
 
 class Input(msgspec.Struct, frozen=True):

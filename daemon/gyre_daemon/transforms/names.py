@@ -11,6 +11,7 @@ from gyre_daemon.transforms.messages import Step
 GROUP = "gyre.transforms"
 _HERE = "gyre_daemon.transforms"
 BUILT_IN: Mapping[str, str] = {
+    "cache": f"{_HERE}.cache:Cache",
     "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
     "decode_image": f"{_HERE}.images.decode:DecodeImage",
     "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",

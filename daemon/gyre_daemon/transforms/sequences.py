@@ -33,6 +33,11 @@ class CropOrPad(Transform):
         """See `Transform.inputs`."""
         return [self.field]
 
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return self.start == "random"
+
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         before = fields[self.field]

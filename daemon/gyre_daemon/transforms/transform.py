@@ -68,6 +68,11 @@ class Transform(ABC):
         """The fields that a sample no longer has afterwards."""
         return ()
 
+    @property
+    def is_random(self) -> bool:
+        """Whether `apply` may draw random numbers. Only what draws none can be cached."""
+        return True
+
     @abstractmethod
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """The fields that it makes, new ones or others in place of those of the same name.

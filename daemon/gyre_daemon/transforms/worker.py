@@ -96,7 +96,8 @@ class _Worker:
             text = f"the transforms cannot be made: {type(error).__name__}: {error}"
             return Described(text[:_MAX_REASON_CHARS])
         versions = [transform.version for _, transform in steps]
-        return Described("", versions, made, chain.passed, chain.read, chain.cost)
+        random = [place for place, (_, transform) in enumerate(steps) if transform.is_random]
+        return Described("", versions, made, chain.passed, chain.read, chain.cost, random)
 
     def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
         """Transform or measure some samples of the portion that lies in an exchange."""

@@ -1,6 +1,6 @@
 """Colours of images, and images as the numbers that models take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from gyre_daemon.transforms.images.pixels import Pixels, check_image
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
+from gyre_daemon.transforms.transform import Field, Sample
 
 _Factor = Annotated[float, Meta(ge=0, le=100)]
 _Hue = Annotated[float, Meta(ge=0, le=0.5)]
@@ -20,7 +20,7 @@ _GRAY = np.array([0.2989, 0.587, 0.114], np.float32)  # torchvision's weights
 
 
 @dataclass(frozen=True)
-class ColorJitter(Transform):
+class ColorJitter(ImageTransform):
     """Changes brightness, contrast, saturation and hue at random, in a random order.
 
     The first three are multiplied by a factor from `[max(0, 1 - x), 1 + x]`.
@@ -39,16 +39,16 @@ class ColorJitter(Transform):
     hue: _Hue = 0.0
     field: str = "image"
 
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         if check_image(self.field, fields[self.field]) != 3:
             raise ValueError(f"{self.field!r:.100} is gray; colour jitter needs colours")
         return {self.field: fields[self.field]}
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -72,7 +72,7 @@ class ColorJitter(Transform):
 
 
 @dataclass(frozen=True)
-class Normalize(Transform):
+class Normalize(ImageTransform):
     """Makes floating-point numbers of pixels: (pixel / 255 - mean) / std.
 
     Attributes:
@@ -88,11 +88,6 @@ class Normalize(Transform):
     dtype: Literal["float32", "float16"] = "float32"
     layout: Literal["chw", "hwc"] = "chw"
     field: str = "image"
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -123,7 +118,7 @@ class Normalize(Transform):
 
 
 @dataclass(frozen=True)
-class ToChw(Transform):
+class ToChw(ImageTransform):
     """Lays images out as [channels, height, width], as convolutions of torch take them.
 
     Attributes:
@@ -131,11 +126,6 @@ class ToChw(Transform):
     """
 
     field: str = "image"
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""

@@ -51,6 +51,11 @@ class DecodeImage(Transform):
         """See `Transform.drops`."""
         return [self.field]
 
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         stored = fields[self.field]

@@ -1,7 +1,7 @@
 """Crops, sizes and flips of images."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,8 +9,14 @@ import cv2
 import numpy as np
 from msgspec import Meta
 
-from gyre_daemon.transforms.images.pixels import Interpolation, Pixels, check_image, resized
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.images.pixels import (
+    ImageTransform,
+    Interpolation,
+    Pixels,
+    check_image,
+    resized,
+)
+from gyre_daemon.transforms.transform import Field, Sample
 
 Size = int | tuple[int, int]  # with bounds, msgspec 0.22 crashes on this union
 _MAX_LENGTH = 1 << 16
@@ -19,8 +25,28 @@ Probability = Annotated[float, Meta(ge=0, le=1)]
 _MAX_TRIES = 10  # torchvision's
 
 
+class _Crop(ImageTransform):
+    """An image becomes a part of it, of one size.
+
+    Attributes:
+        size: of a square, or height and width.
+    """
+
+    size: Size
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        _pair(self.size)
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        channels = check_image(self.field, before)
+        return {self.field: Field(before.dtype, (*_pair(self.size), channels))}
+
+
 @dataclass(frozen=True)
-class RandomResizedCrop(Transform):
+class RandomResizedCrop(_Crop):
     """Cuts out a random rectangle and gives it one size.
 
     Attributes:
@@ -41,23 +67,16 @@ class RandomResizedCrop(Transform):
 
     def __post_init__(self) -> None:
         """Refuse sizes and ranges that are none."""
-        _pair(self.size)
+        super().__post_init__()
         for name in ("scale", "ratio"):
             least, greatest = getattr(self, name)
             if least > greatest:
                 raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
 
     @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        before = fields[self.field]
-        return {
-            self.field: Field(before.dtype, (*_pair(self.size), check_image(self.field, before)))
-        }
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -94,7 +113,7 @@ class RandomResizedCrop(Transform):
 
 
 @dataclass(frozen=True)
-class Resize(Transform):
+class Resize(ImageTransform):
     """Gives images another size.
 
     Attributes:
@@ -112,11 +131,6 @@ class Resize(Transform):
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
         _pair(self.size)
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -140,7 +154,7 @@ class Resize(Transform):
 
 
 @dataclass(frozen=True)
-class CenterCrop(Transform):
+class CenterCrop(_Crop):
     """Cuts out the middle of images; smaller ones get a black border.
 
     Attributes:
@@ -150,22 +164,6 @@ class CenterCrop(Transform):
 
     size: Size
     field: str = "image"
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
-        _pair(self.size)
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        before = fields[self.field]
-        return {
-            self.field: Field(before.dtype, (*_pair(self.size), check_image(self.field, before)))
-        }
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -180,7 +178,7 @@ class CenterCrop(Transform):
 
 
 @dataclass(frozen=True)
-class HorizontalFlip(Transform):
+class HorizontalFlip(ImageTransform):
     """Mirrors some images.
 
     Attributes:
@@ -192,14 +190,9 @@ class HorizontalFlip(Transform):
     field: str = "image"
 
     @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        check_image(self.field, fields[self.field])
-        return {self.field: fields[self.field]}
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

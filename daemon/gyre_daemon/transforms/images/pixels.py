@@ -5,6 +5,7 @@ gets the same bits. A pixel differs from torchvision's result for tensors by 1 a
 `bicubic` by 2. Without, OpenCV does, eight times as fast, and smaller images get jagged edges.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import cv2
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from gyre_daemon.transforms.transform import Field
+from gyre_daemon.transforms.transform import Field, Transform
 
 Pixels = npt.NDArray[np.uint8]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
@@ -29,6 +30,31 @@ _OPENCV = {
     "bilinear": cv2.INTER_LINEAR,
     "bicubic": cv2.INTER_CUBIC,
 }
+
+
+class ImageTransform(Transform):
+    """A transform of one image; it draws no random numbers and keeps the shape, unless it says so.
+
+    Attributes:
+        field: the image.
+    """
+
+    field: str
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return False
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        check_image(self.field, fields[self.field])
+        return {self.field: fields[self.field]}
 
 
 def check_image(name: str, field: Field) -> int:

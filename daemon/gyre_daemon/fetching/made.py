@@ -1,0 +1,187 @@
+"""The storage of records; see [Note: How transformed samples are cached] in `transforms.kept`.
+
+A read has its samples transformed. Reads that come at the same time, as those of a cache do, which
+fetches block by block, are transformed together.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.errors import StorageUnavailable
+from gyre_daemon.fetching.portions import Staging
+from gyre_daemon.fetching.transformed import TransformingFetcher
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.local.gather import memory_at
+from gyre_daemon.storage.shard import Shard
+from gyre_daemon.transforms.declared import TransformedDataset
+from gyre_daemon.transforms.kept import RECORD_BLOCKS, RecordIndex
+
+_Record = npt.NDArray[np.uint8]
+# Samples that are transformed together: as many as a worker is given of images.
+_MAX_TOGETHER = 16
+
+
+class CachedRecords(CachedStorage):
+    """Records behind the node's cache. Orders know no blocks of them."""
+
+    @property
+    def block_cache(self) -> BlockCache | None:
+        """See `Storage.block_cache`."""
+        return None
+
+
+def keep_records(
+    cache: NodeCache, threads: FairExecutor, prefix: Dataset, index: RecordIndex, shard: Shard
+) -> Storage:
+    """The storage of records, behind the node's cache; see `transforms.kept.Keep`."""
+    assert isinstance(prefix, TransformedDataset)
+    records = MadeStorage(prefix, index, shard, threads)
+    starts = np.arange(index.num_samples) * index.record_bytes
+    blocks = BlockMap(np.zeros_like(starts), starts, starts + index.record_bytes)
+    return CachedRecords(records, shard.name, cache, lambda _: blocks, RECORD_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A record that somebody waits for."""
+
+    sample_id: int
+    urgency: int
+    record: "asyncio.Future[_Record]"
+
+
+class MadeStorage:
+    """The records of a dataset, in one shard that nobody stores.
+
+    Attributes:
+        shards: that one.
+    """
+
+    block_cache = None
+    checksums: ShardChecksums | None = None
+    is_node_local = False
+
+    def __init__(
+        self, prefix: TransformedDataset, index: RecordIndex, shard: Shard, threads: FairExecutor
+    ) -> None:
+        """Transform nothing yet.
+
+        Args:
+            prefix: makes the fields of records.
+            index: of the records.
+            shard: all of them.
+            threads: the daemon's.
+        """
+        self.shards: Sequence[Shard] = [shard]
+        self._bounds = ShardBounds(self.shards)
+        self._record_bytes = index.record_bytes
+        self._threads = threads
+        self._fetcher = TransformingFetcher(prefix, threads, 0, _no_epochs)
+        self._wishes: dict[Flow, list[_Wish]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`."""
+        reads = plan.part(slice(None))
+        self._bounds.check(reads)
+        reads = reads.nonempty()
+        ids, rows = np.unique(reads.start // self._record_bytes, return_inverse=True)
+        wishes = [self._wish(sample_id, reads) for sample_id in ids.tolist()]
+        records = await asyncio.gather(*wishes)
+        work = partial(self._copy, records, rows, reads)
+        await self._threads.run(reads.flow, reads.num_bytes, reads.urgency, work)
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+        raise StorageUnavailable("samples that are transformed are no file, and cannot be streamed")
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return self.shards[shard].name
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`: records are no files."""
+        return None
+
+    def _copy(self, records: Sequence[_Record], rows: Int64Array, reads: Reads) -> None:
+        """Copy parts of records to where they are wanted; runs in a thread."""
+        with reads.lease():
+            begins = (reads.start % self._record_bytes).tolist()
+            ranges = zip(rows.tolist(), begins, reads.size.tolist(), reads.target, strict=True)
+            for row, begin, size, target in ranges:
+                memory_at(int(target), size)[:] = records[row][begin : begin + size].data
+
+    def _wish(self, sample_id: int, reads: Reads) -> "asyncio.Future[_Record]":
+        """A record, which is made with all that the same job asks for meanwhile."""
+        wish = _Wish(sample_id, reads.urgency, asyncio.get_running_loop().create_future())
+        if reads.flow not in self._wishes:
+            self._wishes[reads.flow] = []
+            task = asyncio.create_task(self._make_all(reads.flow), name="make records")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._wishes[reads.flow].append(wish)
+        return wish.record
+
+    async def _make_all(self, flow: Flow) -> None:
+        await asyncio.sleep(0)  # until all that is ready to ask has asked
+        wishes = sorted(self._wishes.pop(flow), key=lambda wish: wish.urgency)
+        together = range(0, len(wishes), _MAX_TOGETHER)
+        await asyncio.gather(
+            *(self._make(wishes[begin : begin + _MAX_TOGETHER], flow) for begin in together)
+        )
+
+    async def _make(self, wishes: Sequence[_Wish], flow: Flow) -> None:
+        """Make some records; one that cannot be made fails for those alone who asked for it."""
+        try:
+            records = await self._made([wish.sample_id for wish in wishes], wishes[0].urgency, flow)
+        except Exception as error:
+            if len(wishes) > 1:
+                for wish in wishes:
+                    await self._make([wish], flow)
+            elif not wishes[0].record.done():
+                wishes[0].record.set_exception(error)
+        except BaseException:
+            for wish in wishes:
+                wish.record.cancel()
+            raise
+        else:
+            for wish, record in zip(wishes, records, strict=True):
+                if not wish.record.done():
+                    wish.record.set_result(record)
+
+    async def _made(self, sample_ids: list[int], urgency: int, flow: Flow) -> Sequence[_Record]:
+        plan = GroupPlan(urgency, np.array([sample_ids], np.int64), None, np.zeros(1, np.int64))
+        (fetch,) = self._fetcher.prepare(plan, 1)
+        memory = np.empty(fetch.layout.num_bytes, np.uint8)
+        await self._fetcher.fill(fetch, Staging.of(memory), flow)
+        work = partial(self._joined, memory, fetch.layout.destinations)
+        return await self._threads.run(flow, memory.nbytes, urgency, work)
+
+    def _joined(self, memory: _Record, places: Int64Array) -> Sequence[_Record]:
+        """The records, out of the tensors of a batch."""
+        records = np.empty((len(places), self._record_bytes), np.uint8)
+        for record, its in zip(records, places.tolist(), strict=True):
+            at = 0
+            for begin, end in its:
+                record[at : at + end - begin] = memory[begin:end]
+                at += end - begin
+        return list(records)
+
+
+def _no_epochs(first_step: int, num_steps: int) -> Int64Array:
+    """No transform before `cache` draws random numbers, so all epochs are alike."""
+    return np.zeros((num_steps, _MAX_TOGETHER), np.int64)

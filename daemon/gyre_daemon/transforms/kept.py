@@ -1,0 +1,192 @@
+"""Samples that the node's cache keeps as the first transforms of a chain make them.
+
+[Note: How transformed samples are cached] The step `cache` cuts a chain in two. What the transforms
+before it make of a sample draws no random numbers, so it is the same for every seed, epoch and job.
+It is a record of one size, and record i begins at byte i times that size of one large shard, which
+nobody stores: a read from it has the samples transformed. Before it lies the node's cache, with
+blocks of one record each. So memory, disk, eviction by next use and counters are those of any
+cached shard. The transforms behind the step read their samples there, as from a dataset.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats import (
+    Extents,
+    FieldSpec,
+    indexed_fields,
+    stored_fields,
+)
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.shard import Shard
+from gyre_daemon.transforms.messages import Step
+
+STEP = "cache"
+# No order has blocks of this size, so it can stand for blocks of one record.
+RECORD_BLOCKS = 1
+
+
+class RecordIndex:
+    """A `SampleIndex` of the records of one dataset.
+
+    Attributes:
+        record_bytes: the size of each.
+    """
+
+    def __init__(self, source: Dataset, fields: Sequence[FieldSpec]) -> None:
+        """Lay out a record.
+
+        Args:
+            source: the samples as they are stored.
+            fields: of the records; those that are not indexed have one size.
+        """
+        self.fields = fields
+        self._source = source.index
+        sizes = [spec.element_bytes for spec in stored_fields(fields)]
+        ends = list(accumulate(sizes))
+        self.record_bytes = ends[-1]
+        self._sizes = np.array(sizes, np.int64)
+        self._begins = np.array(ends, np.int64) - self._sizes
+        names = [spec.name for spec in indexed_fields(source.fields)]
+        self._indexed = [names.index(spec.name) for spec in indexed_fields(fields)]
+        self._records = BlockTables(
+            lambda size: blocks_of_equal_samples(np.array([self.num_samples]), size, size)
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return self._source.num_samples
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        size = np.broadcast_to(self._sizes, (len(sample_ids), len(self._sizes)))
+        start = sample_ids[:, None] * self.record_bytes + self._begins
+        indexed: tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], ...] = ()
+        if self._indexed:
+            values = self._source.locate(sample_ids).indexed
+            indexed = tuple(values[column] for column in self._indexed)
+        return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=indexed)
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`; no field is ragged."""
+        return 0
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
+        if io_block_bytes == RECORD_BLOCKS:
+            return self._records.of(io_block_bytes)
+        return self._source.blocks(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        return b"records" + self._source.digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDataset(Dataset):
+    """A dataset whose samples are records that the cache keeps.
+
+    Attributes:
+        source: the samples as they are stored.
+    """
+
+    source: Dataset
+
+    @property
+    def stored(self) -> Dataset:
+        """See `Dataset.stored`."""
+        return self.source.stored
+
+
+def cut(steps: Sequence[Step], random: Sequence[int]) -> int:
+    """The place of the step `cache`; -1 if there is none.
+
+    Args:
+        steps: of a chain.
+        random: the places of those that may draw random numbers.
+
+    Raises:
+        ConfigError: what is before it cannot be cached.
+    """
+    places = [place for place, step in enumerate(steps) if step.name == STEP]
+    if not places:
+        return -1
+    first = places[0]
+    where = f"transforms[{first}] ({STEP})"
+    if len(places) > 1:
+        raise ConfigError(f"transforms[{places[1]}] is a second `{STEP}`; a chain has one at most")
+    if not first:
+        raise ConfigError(f"{where} is the first transform, so there is nothing to cache")
+    drawing = [place for place in random if place < first]
+    if drawing:
+        raise ConfigError(
+            f"{where} is behind transforms[{drawing[0]}] ({steps[drawing[0]].name}), which draws "
+            "random numbers: every epoch has others, so it would be cached in vain; put "
+            f"`{STEP}` before it"
+        )
+    return first
+
+
+def record_fields(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[FieldSpec]:
+    """The fields of records.
+
+    Args:
+        made: by the transforms before `cache`.
+        passed: the fields that they leave as they are.
+
+    Raises:
+        ConfigError: the samples of a field differ in length.
+    """
+    fields = [
+        *made,
+        *(replace(each, codec="bytes", forms=(), default=b"") for each in stored_fields(passed)),
+        *indexed_fields(passed),
+    ]
+    for spec in fields:
+        if spec.ragged:
+            raise ConfigError(
+                f"`{STEP}`: the samples of {spec.name!r:.100} differ in length there; give them "
+                "one length before it, as resize with two lengths, center_crop or crop_or_pad do"
+            )
+    return fields
+
+
+def record_shard(index: RecordIndex, source: Dataset, recipe: bytes) -> Shard:
+    """The shard of all records, whose version changes with all that they are made of."""
+    digest = hashlib.blake2b(recipe, digest_size=16)
+    digest.update(source.fingerprint.encode() + index.digest())
+    for shard in source.shards:
+        digest.update(f"{shard.name} {shard.version}\n".encode())
+    is_known = all(shard.version for shard in source.shards)
+    num_bytes = index.record_bytes * index.num_samples
+    return Shard("transformed samples", num_bytes, digest.hexdigest() if is_known else "")
+
+
+# Takes the samples as the transforms before `cache` make them, the index of their records, and the
+# shard of these; returns the storage of that shard, behind the cache.
+Keep = Callable[["Dataset", RecordIndex, Shard], Storage]
+
+
+def kept(source: Dataset, prefix: Dataset, recipe: bytes, keep: Keep) -> KeptDataset:
+    """The samples that the transforms before `cache` make, as a dataset.
+
+    Args:
+        source: the samples as they are stored.
+        prefix: as these transforms make them.
+        recipe: of these transforms.
+        keep: makes the storage.
+    """
+    index = RecordIndex(source, prefix.fields)
+    shard = record_shard(index, source, recipe)
+    values = {name: getattr(prefix, name) for name in Dataset.__dataclass_fields__}
+    values |= {"index": index, "storage": keep(prefix, index, shard), "chosen": prefix.fields}
+    return KeptDataset(**values, source=source)
