@@ -83,6 +83,17 @@ def store_jsonl(folder: Path) -> Stored:
     return Stored({"format": "jsonl"}, samples)
 
 
+def store_json_columns(folder: Path) -> Stored:
+    stored = store_jsonl(folder)
+    keys = {"columns": ["*"], "rename": {"id": "number"}, "cast": {"number": "int16"}}
+    return Stored({**stored.keys, **keys}, [_columns(each["json"]) for each in stored.samples])
+
+
+def _columns(document: str) -> Sample:
+    found: Sample = json.loads(document)
+    return {"number": found.pop("id"), **found}
+
+
 def store_compressed_jsonl(folder: Path) -> Stored:
     samples: list[Sample] = []
     for path, some in parts(folder, "jsonl.zst"):
@@ -222,6 +233,7 @@ def store_files(folder: Path) -> Stored:
 FORMATS: list[Callable[[Path], Stored]] = [
     store_text,
     store_jsonl,
+    store_json_columns,
     store_compressed_jsonl,
     store_csv,
     store_mds,

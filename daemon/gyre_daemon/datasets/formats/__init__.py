@@ -26,7 +26,12 @@ from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, 
 from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.installed import installed_format, installed_names
-from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
+from gyre_daemon.datasets.formats.lines import (
+    JsonlFormat,
+    JsonlOptions,
+    LinesOptions,
+    TextFormat,
+)
 from gyre_daemon.datasets.formats.listed import ListedFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
 from gyre_daemon.datasets.formats.parquet import ParquetFormat
@@ -59,7 +64,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "tokens": FormatEntry.of(TokensFormat, TokensOptions),
     "webdataset": FormatEntry.of(WebdatasetFormat, WebdatasetOptions),
     "text": FormatEntry.of(TextFormat, LinesOptions),
-    "jsonl": FormatEntry.of(JsonlFormat, LinesOptions),
+    "jsonl": FormatEntry.of(JsonlFormat, JsonlOptions),
     "csv": FormatEntry.of(CsvFormat, DelimitedOptions),
     "tsv": FormatEntry.of(TsvFormat, DelimitedOptions),
     "mds": FormatEntry.of(MdsFormat, MdsOptions),

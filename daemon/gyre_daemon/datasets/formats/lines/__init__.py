@@ -3,6 +3,11 @@
 In: UTF-8 text files. Out: where each line begins and ends. The end of a line belongs to no sample.
 """
 
-from gyre_daemon.datasets.formats.lines.format import JsonlFormat, LinesOptions, TextFormat
+from gyre_daemon.datasets.formats.lines.format import (
+    JsonlFormat,
+    JsonlOptions,
+    LinesOptions,
+    TextFormat,
+)
 
-__all__ = ["JsonlFormat", "LinesOptions", "TextFormat"]
+__all__ = ["JsonlFormat", "JsonlOptions", "LinesOptions", "TextFormat"]

@@ -1,31 +1,91 @@
 """The options of `text` and `jsonl`, and the index of all their shards."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+)
+from gyre_daemon.datasets.formats.chunks import (
+    check_chunks,
+    fields_of,
+    num_rows,
+    refuse_damaged,
+)
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.stored import check_extents
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
+from gyre_daemon.datasets.formats.lines.columns import ColumnsDecoder, JsonColumns
 from gyre_daemon.datasets.formats.lines.frames import LineFrames
 from gyre_daemon.datasets.formats.lines.scan import scan_lines
+from gyre_daemon.datasets.formats.lines.values import TYPES, TypeName
+from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.datasets.formats.schemas import SchemaOptions
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.datasets.formats.zstd import recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
 _UINT8 = np.dtype(np.uint8)
+_NOUN = "block of lines"
 
 
 @dataclass(frozen=True, slots=True)
 class LinesOptions:
-    """The keys of a `text` or `jsonl` dataset: none."""
+    """The keys of a `text` dataset: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonlOptions(SchemaOptions):
+    """The keys of a `jsonl` dataset.
+
+    Attributes:
+        columns: keys of the objects to serve, such as `text`, or `label=class` to serve the key
+            `class` under the name `label`; `*` alone for all. Empty to serve the documents.
+        types: of columns by their keys, where their values do not say: `int64`, `float64`, `bool`,
+            `text` or `json`.
+    """
+
+    columns: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse columns that no batch can have.
+
+        Raises:
+            ConfigError: says why.
+        """
+        SchemaOptions.__post_init__(self)
+        renamed(self.columns, "columns")
+        if "*" in self.columns and len(self.columns) > 1:
+            raise ConfigError('`columns` has "*" and names; "*" alone serves all keys')
+        if not self.columns and (self.types or self.schema == "union"):
+            raise ConfigError(
+                '`types` and `schema` are of columns; name some in `columns`, or `["*"]`'
+            )
+        for name, column_type in self.types.items():
+            if column_type not in TYPES:
+                raise ConfigError(
+                    f"the type of column {name!r:.100} is {column_type!r:.100}; it must be one of "
+                    f"{', '.join(TYPES)}"
+                )
+
+    @property
+    def wanted(self) -> JsonColumns:
+        """The columns that are chosen."""
+        pairs = () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
+        types = tuple((name, cast("TypeName", kind)) for name, kind in self.types.items())
+        return JsonColumns(pairs, types, may_lack=self.schema == "union")
 
 
 class TextFormat:
@@ -50,7 +110,7 @@ class TextFormat:
         compressed = [shard.name for shard, scan in pairs if "rows" in scan]
         if len(compressed) == len(shards):
             identity = f"{self._field.name} lines".encode()
-            return ChunkIndex(shards, inspected, self._frames, "block of lines", identity)
+            return ChunkIndex(shards, inspected, self._frames, _NOUN, identity)
         if compressed:
             raise ConfigError(
                 f"some shards are compressed with zstd, such as {compressed[0]}, and some are not; "
@@ -87,11 +147,56 @@ class TextFormat:
 
 
 class JsonlFormat(TextFormat):
-    """A `Format`: every line of a file is one JSON document; empty lines are none."""
+    """A `Format`: every line of a file is one JSON document; empty lines are none.
+
+    A sample is the document, or the values of some keys.
+    """
 
     pattern = "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst}"
     _field = FieldSpec("json", _UINT8, (), ragged=True, codec="json")
     _keeps_empty = False
+
+    def __init__(self, options: JsonlOptions) -> None:
+        """Keep what was chosen."""
+        self._options = options
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        if not self._options.columns:
+            return super().inspection
+        wanted = self._options.wanted
+        return Scan(f"json-columns/1 {wanted}", wanted, num_rows, check_chunks)
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`."""
+        if not self._options.columns:
+            return super().assemble(shards, inspected)
+        refuse_damaged(shards, inspected, _NOUN)
+        return self._of_columns(shards, inspected)
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: of columns, all lines of a block that cannot be parsed.
+
+        They are found when all blocks are tried.
+        """
+        if not self._options.columns:
+            return super().assemble(shards, inspected), ()
+        return self._of_columns(shards, inspected), ()
+
+    def _of_columns(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        pairs = self._options.wanted.pairs
+        return assemble_union(
+            self._options,
+            [name for name, _ in pairs],
+            shards,
+            inspected,
+            lambda scan: scan["fields"].tobytes(),
+            num_rows,
+            lambda some, scans: _index_of_columns(dict(pairs), some, scans),
+        )
 
     @staticmethod
     def recognises(head: bytes) -> bool:
@@ -105,6 +210,21 @@ class JsonlFormat(TextFormat):
         scan = super()._scan(shard, file)
         is_document = scan["size"] > 0
         return {name: values[is_document] for name, values in scan.items()}
+
+
+def _index_of_columns(
+    keys: Mapping[str, str], shards: Sequence[Shard], inspected: Sequence[Arrays]
+) -> ChunkIndex:
+    """The index of shards that have the same columns.
+
+    Args:
+        keys: of the objects, by the names of their fields; a field without one has its key's name.
+        shards: of the dataset.
+        inspected: of each.
+    """
+    specs = next((fields_of(scan) for scan in inspected if num_rows(scan)), [])
+    decode = ColumnsDecoder(tuple(specs), tuple(keys.get(spec.name, spec.name) for spec in specs))
+    return ChunkIndex(shards, inspected, decode, _NOUN, f"json columns {decode.keys}".encode())
 
 
 def _num_samples(scan: Arrays) -> int:

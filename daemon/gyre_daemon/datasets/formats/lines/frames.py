@@ -21,14 +21,15 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Frames, and the bytes `[begin, ...)` of what they have."""
+class FramedLines:
+    """Pieces of a file, and the bytes `[begin, ...)` of what they have, which are lines."""
 
     begin: int = 0
     pieces: list[tuple[int, int]] = field(default_factory=list)
     data: bytearray = field(default_factory=bytearray)
 
     def add(self, start: int, stop: int, data: bytes) -> None:
+        """Take bytes `[start, stop)` of the file, which have this data."""
         self.data += data
         if self.pieces and self.pieces[-1][1] == start:
             self.pieces[-1] = (self.pieces[-1][0], stop)
@@ -63,10 +64,8 @@ class LineFrames:
         pieces: list[Sequence[tuple[int, int]]] = []
         columns: list[Sequence[Column]] = []
         cuts: list[tuple[int, int]] = []
-        for chunk in _chunks(file):
-            if not rows and chunk.data.startswith(_UTF8_MARK, chunk.begin):
-                chunk.begin += len(_UTF8_MARK)
-            lines = self._lines(bytes(memoryview(chunk.data)[chunk.begin :]))
+        for chunk in framed_lines(file):
+            lines = self._lines(memoryview(chunk.data)[chunk.begin :])
             if not rows:
                 check(next((line for line in lines if line), b""))
             if lines:
@@ -79,21 +78,35 @@ class LineFrames:
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """The lines of a chunk; a `Decode`."""
         begin, stop = chunk.parameters
-        return [_column(self._lines(decompress(chunk.pieces)[begin:stop]))]
+        return [_column(self._lines(memoryview(decompress(chunk.pieces))[begin:stop]))]
 
-    def _lines(self, data: bytes) -> list[bytes]:
-        """The lines without their ends; the last one needs none."""
-        lines = data.split(b"\n")
-        last = lines.pop()
-        if b"\r" in data:
-            lines = [line.removesuffix(b"\r") for line in lines]
-        lines += [last] * bool(last)
-        return lines if self.keeps_empty else [line for line in lines if line]
+    def _lines(self, data: memoryview) -> list[bytes]:
+        return lines_of(bytes(data), keeps_empty=self.keeps_empty)
 
 
-def _chunks(file: BinaryIO) -> Iterator[_Chunk]:
-    """All chunks of a file, each to the end of the last line that begins in it."""
-    current, unfinished = _Chunk(), None
+def lines_of(data: bytes, *, keeps_empty: bool = False) -> list[bytes]:
+    """The lines without their ends; the last one needs none."""
+    lines = data.split(b"\n")
+    last = lines.pop()
+    if b"\r" in data:
+        lines = [line.removesuffix(b"\r") for line in lines]
+    lines += [last] * bool(last)
+    return lines if keeps_empty else [line for line in lines if line]
+
+
+def framed_lines(file: BinaryIO) -> Iterator[FramedLines]:
+    """All chunks of a file, each to the end of the last line that begins in it.
+
+    A byte order mark at the beginning of the file is left out.
+    """
+    for number, chunk in enumerate(_framed(file)):
+        if number == 0 and chunk.data.startswith(_UTF8_MARK):
+            chunk.begin = len(_UTF8_MARK)
+        yield chunk
+
+
+def _framed(file: BinaryIO) -> Iterator[FramedLines]:
+    current, unfinished = FramedLines(), None
     for start, stop, data in frames(file):
         if unfinished:
             end = data.find(b"\n") + 1
@@ -101,9 +114,9 @@ def _chunks(file: BinaryIO) -> Iterator[_Chunk]:
             if not end:
                 continue
             yield unfinished
-            current, unfinished = _Chunk(begin=end), None
+            current, unfinished = FramedLines(begin=end), None
             if end == len(data):
-                current = _Chunk()
+                current = FramedLines()
                 continue
         current.add(start, stop, data)
         if len(current.data) - current.begin >= _MIN_CHUNK_BYTES:
@@ -111,7 +124,7 @@ def _chunks(file: BinaryIO) -> Iterator[_Chunk]:
                 yield current
             else:
                 unfinished = current
-            current = _Chunk()
+            current = FramedLines()
     yield unfinished or current
 
 

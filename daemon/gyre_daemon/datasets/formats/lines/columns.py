@@ -1,0 +1,323 @@
+"""The keys of JSON lines as columns: lines are rows of chunks, which are parsed as a whole. Pure.
+
+A chunk is some lines, or frames of zstd with the lines that begin in them. Which kind a column has
+is known when all lines of a file have been seen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
+from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays, lacking
+from gyre_daemon.datasets.formats.lines.frames import FramedLines, framed_lines, lines_of
+from gyre_daemon.datasets.formats.lines.scan import chunks
+from gyre_daemon.datasets.formats.lines.values import (
+    NULL,
+    Seen,
+    TypedLines,
+    TypeName,
+    Written,
+    seen,
+    spec_of,
+)
+from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.datasets.formats.zstd import decompress, recognised
+from gyre_daemon.errors import ConfigError, CorruptSample
+
+# Lines that lie next to each other are one chunk until they have as much. A decoder takes about a
+# millisecond for the smallest chunk; but to read a line costs to parse all.
+_MIN_CHUNK_BYTES = 64 << 10
+# A file of which each line has keys of its own is a dictionary, and no table.
+_MAX_COLUMNS = 1000
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A column of a file.
+
+    Attributes:
+        lines: for each kind of value, the first line that has one.
+        sizes: of each chunk by its place: int64 [R, 2], bytes as text or list, and as JSON.
+        present: of each chunk by its place: bool [R].
+    """
+
+    lines: dict[Written, int] = field(default_factory=dict)
+    sizes: dict[int, np.ndarray] = field(default_factory=dict)
+    present: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def add_typed(self, place: int, column: Column, num_rows: int) -> None:
+        """Take a chunk whose values have the kind that those before had."""
+        ends = np.zeros(num_rows, np.int64) if column.ends is None else column.ends
+        self.sizes[place] = np.diff(ends, prepend=0).repeat(2).reshape(-1, 2)
+        assert column.present is not None
+        self.present[place] = column.present
+
+    def add(self, place: int, raws: Sequence[bytes | None], first_line: int) -> None:
+        """Take the values of a chunk.
+
+        Raises:
+            ValueError: one is none that can be served.
+        """
+        values = [_NOTHING if raw is None else seen(raw) for raw in raws]
+        for row, (raw, value) in enumerate(zip(raws, values, strict=True)):
+            if raw is not None:
+                self.lines.setdefault(value.written, first_line + row)
+        pairs = zip(raws, values, strict=True)
+        sizes = [(value.num_bytes, len(raw or b"")) for raw, value in pairs]
+        self.sizes[place] = np.array(sizes, np.int64)
+        self.present[place] = np.array([raw is not None for raw in raws], np.bool_)
+
+    def column(self, spec: FieldSpec, place: int, num_rows: int) -> Column:
+        """Where the rows of a chunk end; without their data."""
+        nothing = np.empty(0, np.uint8)
+        if place not in self.present:
+            ends = np.zeros(num_rows, np.int64) if spec.ragged else None
+            return Column(nothing, ends, np.zeros(num_rows, np.bool_))
+        ends = np.cumsum(self.sizes[place][:, int(spec.codec == "json")]) if spec.ragged else None
+        return Column(nothing, ends, self.present[place])
+
+
+_NOTHING = Seen("empty", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonColumns:
+    """Scans files; the `run` of a `Scan`.
+
+    Attributes:
+        pairs: names of the fields, and of their keys; empty for all keys.
+        types: of columns by their keys, as the operator has them.
+        may_lack: whether a file may lack some of the keys.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, TypeName], ...]
+    may_lack: bool
+
+    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
+        """What `chunk_arrays` returns for a file.
+
+        Raises:
+            CorruptSample: it is damaged, or the values of a key are not alike; with the lines.
+            ConfigError: the columns do not fit.
+        """
+        try:
+            with recognised(shard, file) as (opened, is_compressed):
+                found = framed_lines(opened) if is_compressed else _plain_lines(opened)
+                return self._scan(found, is_compressed=is_compressed)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            facts = {"shard": shard, "reason": str(error)}
+            raise CorruptSample(f"shard {shard}: {error}", facts) from error
+
+    def _scan(self, found: Iterator[FramedLines], *, is_compressed: bool) -> Arrays:
+        columns: dict[str, _Seen] = {}
+        keys: dict[str, None] = {}
+        typed: TypedLines | None = None
+        rows: list[int] = []
+        pieces: list[Sequence[tuple[int, int]]] = []
+        parameters: list[tuple[int, int, int]] = []
+        damaged: dict[int, str] = {}
+        line = 1
+        for chunk in found:
+            lines = lines_of(bytes(memoryview(chunk.data)[chunk.begin :]))
+            if lines:
+                place = len(rows)
+                rows.append(len(lines))
+                pieces.append(chunk.pieces)
+                parameters.append((chunk.begin, len(chunk.data), int(is_compressed)))
+                if not typed or not _add_typed(columns, typed, place, lines):
+                    try:
+                        self._add(columns, keys, place, lines, line)
+                    except ConfigError:
+                        raise
+                    except (ValueError, msgspec.DecodeError) as error:
+                        damaged[place] = str(error)
+                    typed = self._typed(columns)
+            line += len(lines)
+        if damaged and any(key not in keys for _, key in self.pairs) and not self.may_lack:
+            raise ValueError(next(iter(damaged.values())))  # a damaged block may have the key
+        served = self._served(columns, keys, has_rows=len(rows) > len(damaged))
+        specs = [spec for spec, _ in served]
+        return chunk_arrays(
+            specs,
+            rows,
+            pieces,
+            [
+                lacking(specs, count)
+                if place in damaged
+                else [column.column(spec, place, count) for spec, column in served]
+                for place, count in enumerate(rows)
+            ],
+            parameters=parameters,
+            damaged=damaged,
+        )
+
+    def _add(
+        self,
+        columns: dict[str, _Seen],
+        keys: dict[str, None],
+        place: int,
+        lines: Sequence[bytes],
+        first_line: int,
+    ) -> None:
+        """Take the lines of a chunk.
+
+        Raises:
+            ValueError: one is no object, or has a value that cannot be served; with the line.
+        """
+        rows = _rows_of(lines, first_line)
+        its = dict.fromkeys(key for row in rows for key in row)
+        keys.update(its)
+        if len(keys) > _MAX_COLUMNS:
+            raise ConfigError(
+                f"the objects have more than {_MAX_COLUMNS} keys; leave `columns` out, and parse "
+                "the documents where you need them"
+            )
+        for key in [key for _, key in self.pairs if key in its] if self.pairs else its:
+            columns.setdefault(key, _Seen()).add(place, _raws(rows, key), first_line)
+
+    def _typed(self, columns: Mapping[str, _Seen]) -> TypedLines | None:
+        """What parses lines like those that were seen; None as long as too little is known."""
+        types, specs = dict(self.types), []
+        for key, column in columns.items():
+            written = frozenset(column.lines)
+            spec = spec_of(key, written, types.get(key))
+            if spec is None or written <= {"empty"}:
+                return None
+            specs.append(spec)
+        return TypedLines(tuple(specs), tuple(columns), knows_all=not self.pairs)
+
+    def _served(
+        self, columns: Mapping[str, _Seen], keys: Mapping[str, None], *, has_rows: bool
+    ) -> list[tuple[FieldSpec, _Seen]]:
+        """The fields of a file, and what was seen of their columns."""
+        if not has_rows:
+            return []
+        types = dict(self.types)
+        known = {key for key, column in columns.items() if column.lines} | types.keys()
+        pairs = self.pairs or tuple((key, key) for key in sorted(known & columns.keys()))
+        check_names([name for name, _ in pairs], "columns")
+        served = []
+        for name, key in pairs:
+            if key not in known:
+                if self.may_lack:
+                    continue
+                raise ConfigError(
+                    f"there is no key {key!r:.100} with a value; the objects have "
+                    f"{', '.join(keys):.1000}"
+                )
+            column = columns.get(key, _Seen())
+            spec = spec_of(name, frozenset(column.lines), types.get(key))
+            if spec is None:
+                raise ValueError(_unlike(key, column.lines, types.get(key)))
+            served.append((spec, column))
+        return served
+
+
+def _add_typed(
+    columns: Mapping[str, _Seen], typed: TypedLines, place: int, lines: Sequence[bytes]
+) -> bool:
+    """Take the lines of a chunk, if all are like those before."""
+    try:
+        found = typed.columns(b"\n".join(lines))
+    except ValueError:
+        return False
+    for key, column in zip(typed.keys, found, strict=True):
+        columns[key].add_typed(place, column, len(lines))
+    return True
+
+
+def _unlike(key: str, lines: Mapping[Written, int], wanted: TypeName | None) -> str:
+    kinds = ", ".join(f"{_WORDS[kind]} in line {line}" for kind, line in lines.items())
+    what = f"and `types` has {wanted}" if wanted else "which is no column"
+    return (
+        f"the key {key!r:.100} has {kinds} (empty lines not counted), {what}; name the other keys "
+        f'in `columns`, or serve it as JSON: `types = {{{key:.100} = "json"}}`'
+    )
+
+
+_WORDS: Mapping[Written, str] = {
+    "integer": "an integer",
+    "float": "a number with a fraction",
+    "bool": "true or false",
+    "text": "text",
+    "list": "a list of integers",
+    "floats": "a list of numbers",
+    "empty": "an empty list",
+    "other": "an object or another list",
+}
+
+
+def _rows_of(lines: Sequence[bytes], first_line: int) -> list[dict[str, msgspec.Raw]]:
+    rows = []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(_OBJECT.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"line {first_line + number} (empty lines not counted) is no JSON object: {error}"
+            ) from error
+    return rows
+
+
+def _raws(rows: Sequence[dict[str, msgspec.Raw]], key: str) -> list[bytes | None]:
+    raws = [bytes(row[key]) if key in row else NULL for row in rows]
+    return [None if raw == NULL else raw for raw in raws]
+
+
+def _plain_lines(file: BinaryIO) -> Iterator[FramedLines]:
+    """The lines of a file that is not compressed, some at a time."""
+    start, data = 0, b""
+    for offset, more in chunks(file):
+        if not data:
+            start = offset
+        data += more
+        begin = 0
+        while len(data) - begin >= _MIN_CHUNK_BYTES:
+            end = data.find(b"\n", begin + _MIN_CHUNK_BYTES - 1) + 1
+            if not end:
+                break
+            yield _plain(start + begin, data[begin:end])
+            begin = end
+        start, data = start + begin, data[begin:]
+    if data:
+        yield _plain(start, data)
+
+
+def _plain(start: int, data: bytes) -> FramedLines:
+    return FramedLines(0, [(start, start + len(data))], bytearray(data))
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsDecoder:
+    """Parses chunks; a `Decode`.
+
+    Attributes:
+        specs: the stored fields.
+        keys: of each.
+    """
+
+    specs: tuple[FieldSpec, ...]
+    keys: tuple[str, ...]
+
+    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
+        """The columns of a chunk.
+
+        Raises:
+            ValueError: a line is no object, or has other values than when it was indexed.
+        """
+        begin, stop, is_compressed = chunk.parameters
+        data = decompress(chunk.pieces) if is_compressed else bytes(chunk.pieces[0][1])
+        lines = lines_of(data[begin:stop])
+        try:
+            return TypedLines(self.specs, self.keys).columns(b"\n".join(lines))
+        except ValueError:
+            _rows_of(lines, 1)  # it names the line
+            raise
