@@ -37,7 +37,8 @@ def test_families_train_exactly_in_blocks(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deeper_models_train_exactly(ranks: StartRanks, family: str) -> None:
     depth = {"GPT2": "n_layer", "T5": "num_layers"}.get(family, "num_hidden_layers")
-    require_exact(ranks(3).run(partial(compared, **{depth: 4}), [family]))
+    sizes: dict[str, Any] = {depth: 4}
+    require_exact(ranks(3).run(partial(compared, **sizes), [family]))
 
 
 def require_exact(found: list[dict[str, tuple[float, float, float]]]) -> None:
