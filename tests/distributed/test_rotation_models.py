@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
