@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
@@ -74,13 +73,12 @@ class Jobs:
         *arguments: str,
         environment: Mapping[str, str] = os.environ,
         module: str = "gyre_trainer",
-        stderr: IO[Any] | None = None,
     ) -> Job:
-        """Start ``python -m module`` with arguments; without ``stderr``, a file collects it."""
+        """Start ``python -m module`` with arguments."""
         path = self._folder / f"errors-{len(self._jobs)}"
         command = ["-c", _PROGRAM, module, *arguments]
         with path.open("wb") as file:
-            forked = self._interpreter.start(command, stderr or file, environment)
+            forked = self._interpreter.start(command, file, environment)
         self._jobs.append(Job(forked, path))
         return self._jobs[-1]
 

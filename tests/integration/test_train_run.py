@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -58,9 +57,7 @@ class Trainer:
     address: str
     jobs: Jobs
 
-    def start(
-        self, out: Path, *flags: str, launch: tuple[str, ...] = (), stderr: IO[Any] | None = None
-    ) -> Job:
+    def start(self, out: Path, *flags: str, launch: tuple[str, ...] = ()) -> Job:
         module, *words = [*launch, "gyre_trainer"]
         return self.jobs.start(
             *words,
@@ -70,7 +67,6 @@ class Trainer:
             *flags,
             environment={**os.environ, "GYRE_ADDRESS": self.address},
             module=module,
-            stderr=stderr,
         )
 
     def run(self, out: Path, *flags: str, launch: tuple[str, ...] = ()) -> tuple[int, str]:
@@ -372,11 +368,13 @@ def test_damaged_runs_are_refused_with_one_sentence(tmp_path: Path, trainer: Tra
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path: Path, trainer: Trainer) -> None:
-    reads, writes = os.pipe()
-    with os.fdopen(writes, "wb") as stderr:
-        job = trainer.start(tmp_path / "run", "--set=run.steps=3", stderr=stderr)
-    os.close(reads)
-    assert job.wait(DEADLINE_S) == 0
+    command = [sys.executable, "-m", "gyre_trainer", "run", str(trainer.config_path)]
+    flags = [f"--set=run.out={tmp_path}/run", "--set=run.steps=3"]
+    environment = {**os.environ, "GYRE_ADDRESS": trainer.address}
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(timeout=DEADLINE_S) == 0
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 3
 
 
