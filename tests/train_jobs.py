@@ -15,8 +15,9 @@ IMPORTS = (
     "gyre_trainer.training.train",
     "gyre_trainer.training.records.recorder",
 )
+# An import may have asked where temporary files go, before the job's environment said it.
 _PROGRAM = (
-    "import os, runpy, sys; os.setsid(); del sys.argv[0]; "
+    "import os, runpy, sys, tempfile; os.setsid(); tempfile.tempdir = None; del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
