@@ -14,6 +14,7 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.measuring import Measurer, Measuring
+from gyre_daemon.fetching.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
@@ -52,6 +53,7 @@ class SessionOpener:
         self._policy = policy
         self._transforms = transforms
         self._measurer = measurer
+        self._engines = EngineVerifier(transforms, measurer.threads)
         self._prefetch_batches = prefetch_batches
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
@@ -156,7 +158,8 @@ class SessionOpener:
         by_client: bool,
     ) -> TransformedDataset:
         documents = await self._catalog.open(name, replace(config, pack=None))
-        return await self._transforms.apply(documents, tables, by_client=by_client)
+        dataset = await self._transforms.apply(documents, tables, by_client=by_client)
+        return await self._engines.fastest(dataset)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.

@@ -21,8 +21,8 @@ BUILT_IN: Mapping[str, str] = {
     "color_jitter": f"{_HERE}.images.colors:ColorJitter",
     "normalize": f"{_HERE}.images.colors:Normalize",
     "to_chw": f"{_HERE}.images.colors:ToChw",
-    "tokenize": f"{_HERE}.text:Tokenize",
-    "chat": f"{_HERE}.text:Chat",
+    "tokenize": f"{_HERE}.text.tokens:Tokenize",
+    "chat": f"{_HERE}.text.chat:Chat",
 }
 # Options that are paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}

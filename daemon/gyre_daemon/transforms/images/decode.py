@@ -1,7 +1,7 @@
 """From the bytes of an image file to its pixels."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ from msgspec import Meta
 from PIL import Image
 
 from gyre_daemon.transforms.images.pixels import Pixels
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allocated
 # Others are read by programs that a file could misuse, or are no images.
@@ -21,7 +21,7 @@ _JPEG = b"\xff\xd8\xff"
 
 
 @dataclass(frozen=True)
-class DecodeImage(Transform):
+class DecodeImage(OfField):
     """Decodes JPEG, PNG, WebP, GIF, BMP, TIFF and PPM.
 
     An orientation that a camera has noted is not applied, as in torchvision.
@@ -35,21 +35,10 @@ class DecodeImage(Transform):
             interpolated more coarsely, which takes a few percent less time.
     """
 
-    field: str
     to: str = "image"
     colors: Literal["rgb", "gray"] = "rgb"
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 100_000_000
     exact: bool = True
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    @property
-    def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
-        return [self.field]
 
     @property
     def is_random(self) -> bool:
