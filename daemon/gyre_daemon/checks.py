@@ -61,6 +61,8 @@ def check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
     """Local datasets with a file or folder that is missing or may not be read; opens nothing."""
     for name, dataset in sorted(config.datasets.items()):
+        if dataset.mixture:  # its sources are looked for by themselves
+            continue
         location = parse_location(dataset.uri)
         if location.scheme != "file":
             continue

@@ -148,6 +148,8 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     check_patterns(config)
     check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
     for name, dataset in config.datasets.items():
+        if dataset.mixture:  # it has no shards of its own
+            continue
         if dataset.format:
             make_format(name, dataset)
         try:
@@ -238,6 +240,12 @@ def _print_config(effective: EffectiveConfig) -> None:
 
 
 def _print_dataset(name: str, dataset: DatasetConfig) -> None:
+    if dataset.mixture:
+        print(f"\n[mixtures.{printable(name)}]")
+        for key, value in asdict(dataset.mixture).items():
+            if value:
+                print(printable(f"{key} = {json.dumps(value)}"))
+        return
     print(f"\n[datasets.{printable(name)}]")
     values: dict[str, Any] = {"uri": parse_location(dataset.uri).text}
     given = {

@@ -131,7 +131,8 @@ def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Ten
                 Loss(model), gradient_as_bucket_view=True
             )
         here = rows(settings)
-        step_costs.append(measure_step(model, settings, Examples(here, here, None)))
+        examples = Examples(here, here, None)
+        step_costs.append(measure_step(model, settings, examples, num_warm_up_steps=2))
         weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
     return step_costs, weights
 

@@ -9,6 +9,7 @@ from gyre_client import Loader
 from gyre_client.errors import ConfigError
 from tokenizers import Tokenizer
 
+from tests.conftest import Daemon, to_toml
 from tests.tokenizers import make_tokenizer
 
 LENGTH = 16
@@ -34,3 +35,47 @@ def test_batches_have_the_ids_of_the_tokenizer_as_it_is_when_a_job_begins(tmp_pa
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         Loader(tmp_path / "a.jsonl", batch_size=12, transform=[tokenize, crop])
+
+
+WRONG = """
+class Tokenizer:
+    @classmethod
+    def from_json(cls, contents):
+        return cls()
+
+    def encode(self, text):
+        import numpy, tokenizers
+        library = tokenizers.Tokenizer.from_file({path!r})
+        ids = numpy.array(library.encode(text).ids, numpy.uint32)
+        return ids[:-1] if "number 41 " in text else ids
+"""
+
+
+def test_an_engine_is_used_if_it_makes_the_same_of_the_first_samples(tmp_path: Path) -> None:
+    pytest.importorskip("tokie")
+    path = make_tokenizer(tmp_path / "tokenizer.json")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/gigatoken.py").write_text(WRONG.format(path=str(path)))
+    tokenize = {"name": "tokenize", "field": "json", "key": "text", "tokenizer": str(path)}
+    table = {"uri": str(tmp_path / "a.jsonl"), "transforms": [tokenize]}
+    config, address = tmp_path / "gyre.toml", f"unix:{tmp_path}/run/gyre.sock"
+    values = {"listen": [address], "index_dir": str(tmp_path / "index"), "drain_timeout_s": 3.0}
+    config.write_text(to_toml({**values, "datasets": {"texts": table}}))
+    environment = {"PYTHONPATH": str(tmp_path / "packages")}
+    daemon = Daemon(config, address, tmp_path / "log", environment).start()
+    library = Tokenizer.from_file(str(path))
+    with Loader("texts", batch_size=12, address=address) as loader:
+        for batch in loader:
+            ends = batch["tokens.offsets"].tolist()
+            for row, number in enumerate(batch["sample_id"].tolist()):
+                ids = batch["tokens"][ends[row] : ends[row + 1]]
+                assert ids.tolist() == library.encode(TEXTS[number]).ids
+    daemon.stop()
+    chosen = [each for each in daemon.events() if each["event"].startswith("engine")]
+    assert [(each["event"], each["engine"]) for each in chosen] == [
+        ("engine not used", "gigatoken"),
+        ("engine verified", "tokie"),
+    ]
+    assert "sample 41 of dataset `texts`" in chosen[0]["reason"]

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.order.blocks import BlockTable, blocks_of_equal_samples
-from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail, planner_for
+from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
+from gyre_daemon.order.planning import planner_for
 
 from tests.soak.plan import Job
 

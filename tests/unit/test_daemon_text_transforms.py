@@ -1,14 +1,20 @@
 """Tokens of text and of conversations, beside what the tokenizer's own library says."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
+import tiktoken
 from gyre_daemon.errors import NotAllowed
 from gyre_daemon.transforms.names import to_steps
-from gyre_daemon.transforms.text import Chat, Tokenize
+from gyre_daemon.transforms.text import engines
+from gyre_daemon.transforms.text.chat import Chat
+from gyre_daemon.transforms.text.libraries import Encode
+from gyre_daemon.transforms.text.tokens import Tokenize
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +60,70 @@ def test_ids_are_those_of_the_tokenizers_library(path: Path) -> None:
         library.encode(text).ids
     )
     assert made(Tokenize("text", "bytes"), "ä")["tokens"].tolist() == [195, 164]
+
+
+def test_ids_of_sentencepiece_are_those_of_its_library(tmp_path: Path) -> None:
+    texts = [f"the cat number {number} sat on the mat, wörld" for number in range(200)]
+    with (tmp_path / "small.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=file,
+            vocab_size=60,
+            minloglevel=9,
+            hard_vocab_limit=False,
+        )
+    path = str(tmp_path / "small.model")
+    library = sentencepiece.SentencePieceProcessor(model_file=path)
+    for text in (*texts[:3], "", "unknown: ü"):
+        assert made(Tokenize("text", path), text)["tokens"].tolist() == library.encode(text)
+    (tmp_path / "other.model").write_bytes(b"no model")
+    with pytest.raises(ValueError, match="is no SentencePiece model"):
+        Tokenize("text", str(tmp_path / "other.model"))
+
+
+def test_ids_of_ranks_are_those_of_tiktoken(tmp_path: Path) -> None:
+    pattern = r"\w+|\s+|[^\w\s]+"
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" c", b"ca", b"cat"]
+    path = tmp_path / "small.tiktoken"
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(each), rank) for rank, each in enumerate(tokens))
+    )
+    ranks = {each: rank for rank, each in enumerate(tokens)}
+    library = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in ("the cat sat on the mat", "", "wörld <|endoftext|>"):
+        ids = made(Tokenize("text", str(path), pattern=pattern), text)["tokens"]
+        assert ids.tolist() == library.encode_ordinary(text)
+    with pytest.raises(ValueError, match="give the regular expression of its encoding"):
+        Tokenize("text", str(path))
+    path.write_text("no ranks")
+    with pytest.raises(ValueError, match="has no ranks of tokens"):
+        Tokenize("text", str(path), pattern=pattern)
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokie"])
+def test_an_engine_makes_the_ids_of_the_library(path: Path, engine: str) -> None:
+    pytest.importorskip(engine)
+    plain = Tokenize("text", str(path), end=1)
+    fast = plain.with_engine(engine)
+    assert (plain.cost, fast.cost) == ("heavy", "light")
+    for number in range(200):
+        text = f"the cat {number} <|user|> wörld " * (number % 5) + "\n\t  x"
+        assert made(fast, text)["tokens"].tolist() == made(plain, text)["tokens"].tolist()
+
+
+def test_an_engine_is_compared_for_as_long_as_it_is_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> Encode:
+        return lambda text: np.zeros(1, np.int32)
+
+    monkeypatch.setitem(engines._LOADERS, "tokie", wrong)
+    fast = Tokenize("text", str(path)).with_engine("tokie")
+    with pytest.raises(ValueError, match=r'tokie makes other ids .* set engine = "library"'):
+        for number in range(1000):
+            made(fast, f"text {number}")
+    assert not Tokenize("text", str(path), engine="library").engines
+    assert not Tokenize("text", "bytes").engines
 
 
 def test_what_an_assistant_says_counts(path: Path) -> None:

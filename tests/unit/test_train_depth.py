@@ -1,11 +1,14 @@
 """What a deep model's step costs follows from two and three of its layers."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import figures, num_alike_layers, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.side_by_side import side_by_side
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig, build
 
 GPT = {
@@ -75,3 +78,16 @@ def test_layers_that_differ_are_not_alike() -> None:
     }
     assert num_alike_layers(config({"config": LLAMA})) == 5
     assert num_alike_layers(config({"config": mixed})) == 0
+
+
+def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
+    settings = config(GPT | {"num_layers": 1})
+    alone = dry_run(settings, Strategy.DDP, 2).timeline
+    jobs = [partial(dry_run, settings, Strategy.DDP, 2)] * 2
+    assert [each.timeline.events for each in side_by_side(jobs)] == [alone.events] * 2
+
+
+def test_the_first_dry_run_that_fails_says_why() -> None:
+    odd = [partial(dry_run, config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        side_by_side(odd)

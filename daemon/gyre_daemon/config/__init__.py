@@ -19,6 +19,7 @@ from gyre_daemon.config.schema import (
     DatasetConfig,
     JobLimits,
     LimitsConfig,
+    MixtureConfig,
     PackConfig,
     UserLimits,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "EffectiveConfig",
     "JobLimits",
     "LimitsConfig",
+    "MixtureConfig",
     "PackConfig",
     "Size",
     "UserLimits",

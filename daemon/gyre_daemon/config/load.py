@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gyre_daemon.config.file import misspelt_variables, read_toml
+from gyre_daemon.config.mixtures import check_sources, parse_mixture
 from gyre_daemon.config.schema import (
     DaemonConfig,
     DatasetConfig,
@@ -23,6 +24,7 @@ Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
 _TABLES = ("datasets", "job_weights", "limits", "tokens")
+_NO_KEYS = ("options", "mixture")  # of a dataset's table
 SCALAR_KEYS = tuple(each.name for each in fields(DaemonConfig) if each.name not in _TABLES)
 
 
@@ -56,6 +58,7 @@ def load(
     """
     table, warnings = read_toml(path) if path else ({}, [])
     datasets = convert(table.pop("datasets", {}), dict[str, Any], "datasets")
+    mixtures = convert(table.pop("mixtures", {}), dict[str, Any], "mixtures")
     weights = convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
     limits = parse_limits(table.pop("limits", {}))
     tokens = convert(table.pop("tokens", {}), dict[str, Any], "tokens")
@@ -80,7 +83,7 @@ def load(
         origins |= dict.fromkeys(given, origin)
     config = DaemonConfig(
         **values,
-        datasets={name: parse_dataset(name, entry) for name, entry in datasets.items()},
+        datasets=_parse_datasets(datasets, mixtures),
         job_weights={
             pattern: convert(value, Positive, f"job_weights.{pattern}")
             for pattern, value in weights.items()
@@ -90,6 +93,18 @@ def load(
     )
     warnings += misspelt_variables(environment, list(variables.values()))
     return EffectiveConfig(config, origins, warnings)
+
+
+def _parse_datasets(
+    datasets: Mapping[str, Any], mixtures: Mapping[str, Any]
+) -> dict[str, DatasetConfig]:
+    both = sorted(datasets.keys() & mixtures.keys())
+    if both:
+        raise ConfigError(f"`{both[0]}` is the name of a dataset and of a mixture; rename one")
+    parsed = {name: parse_dataset(name, entry) for name, entry in datasets.items()}
+    parsed |= {name: parse_mixture(name, entry) for name, entry in mixtures.items()}
+    check_sources(parsed)
+    return parsed
 
 
 def parse_dataset(name: str, table: object) -> DatasetConfig:
@@ -106,7 +121,7 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
             f"{where}.allow is empty; name who may read the dataset, or leave the key out for the "
             "daemon's own user and group"
         )
-    keys = [each.name for each in fields(DatasetConfig) if each.name != "options"]
+    keys = [each.name for each in fields(DatasetConfig) if each.name not in _NO_KEYS]
     common = {key: rest.pop(key) for key in keys if key in rest}
     packing = common.pop("pack", None)
     config = build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")

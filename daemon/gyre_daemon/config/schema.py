@@ -45,6 +45,40 @@ class PackConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureStep:
+    """One entry of a mixture's `schedule`.
+
+    Attributes:
+        step: the global step from which on the weights count.
+        weights: by the sources' names; a source without one is not read.
+    """
+
+    step: Annotated[int, Meta(ge=1, le=1 << 40)]
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """What a mixture has beside what all datasets have. One of three keys says what counts.
+
+    Attributes:
+        weights: of each source, by the name of its dataset.
+        epochs: how often each source is gone through in one epoch of the mixture.
+        temperature: T: the weight of a source is its number of samples to the power 1 / T.
+        sources: names of datasets; where there are weights or epochs, their keys.
+        block: positions in each of which every source has its exact quota.
+        schedule: other weights, from steps on.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    temperature: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    sources: tuple[str, ...] = ()
+    block: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
+    schedule: tuple[MixtureStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetConfig:
     """One named dataset.
 
@@ -70,6 +104,8 @@ class DatasetConfig:
         pack: how documents are packed into sequences; None to serve them as they are.
         transforms: what is done to its samples, in this order: tables with a `name` and options.
             Jobs that bring transforms of their own do without these.
+        mixture: what makes it a mixture, whose samples are those of other datasets; None for a
+            dataset with shards of its own. It stands in the table `mixtures`.
     """
 
     uri: Text
@@ -87,6 +123,7 @@ class DatasetConfig:
     append: bool = False
     pack: PackConfig | None = None
     transforms: tuple[Mapping[str, Any], ...] = ()
+    mixture: MixtureConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +228,7 @@ class DaemonConfig:
         tls_client_ca: a file with the roots of clients' certificates; where it is given, clients on
             `tls:` addresses need one.
         tokens: files with tokens of callers over TCP, by the name that a token stands for.
-        datasets: by name.
+        datasets: by name; mixtures too.
         job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
             the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
             against other users too.

@@ -25,6 +25,7 @@ from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
 from gyre_daemon.datasets.indexing.shards import IndexedShard, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.datasets.mixtures import Mixtures
 from gyre_daemon.datasets.packed_datasets import PackedDatasets
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
@@ -138,6 +139,7 @@ class Catalog:
         # of open datasets that grow, by name, fingerprint and number of shards
         self._prefixes: dict[tuple[str, str, int], Prefix] = {}
         self._packed = PackedDatasets()
+        self._mixtures = Mixtures()
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -160,7 +162,8 @@ class Catalog:
 
     def is_open(self, name: str) -> bool:
         """Whether the dataset's index is in memory."""
-        return name in self._open
+        mixture = self.datasets[name].mixture if name in self.datasets else None
+        return all(map(self.is_open, mixture.sources)) if mixture else name in self._open
 
     def resolve(
         self, name: str, readable: Collection[str] | None = None
@@ -222,6 +225,11 @@ class Catalog:
             ShardMissing, NotAllowed, StorageUnavailable, CorruptSample: its shards cannot be used;
                 names the first.
         """
+        if config.mixture:
+            sources = [
+                (each, await self.open(*self.resolve(each))) for each in config.mixture.sources
+            ]
+            return self._mixtures.of(name, config, sources)
         dataset = await self._open_documents(name, config)
         return await self.packed(dataset, config.pack) if config.pack else dataset
 
@@ -232,6 +240,10 @@ class Catalog:
             InvalidRequest: its samples cannot be packed so.
         """
         return await self._packed.of(documents, config)
+
+    def source_of(self, name: str, source: str) -> Dataset | None:
+        """An open source of an open mixture."""
+        return self._mixtures.source(name, source)
 
     async def _open_documents(self, name: str, config: DatasetConfig) -> Dataset:
         """The open dataset, as it is without packing."""
@@ -342,6 +354,7 @@ class Catalog:
         """Forget all datasets; sessions keep those that they read."""
         self._open.clear()
         self._packed.clear()
+        self._mixtures.clear()
         self._indexer.close()
 
     def _shown(self, name: str) -> str | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.mixture import Mixture
 from gyre_daemon.order.planner import BlockIndex
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
@@ -37,6 +38,8 @@ class Dataset:
             is that of the documents.
         transforms: tells what is done to its samples from anything else; empty for nothing.
         transform_names: of what is done to them.
+        mixture: what makes it a mixture, whose index has the samples of all sources.
+        source_names: of the datasets of a mixture, by the numbers of its field `source`.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
     """
@@ -55,6 +58,8 @@ class Dataset:
     packed: Packed | None = None
     transforms: str = ""
     transform_names: tuple[str, ...] = ()
+    mixture: Mixture | None = None
+    source_names: tuple[str, ...] = ()
     what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
@@ -64,8 +69,8 @@ class Dataset:
 
     @property
     def ordered(self) -> BlockIndex:
-        """What an order goes through: the samples of the index, or packed sequences."""
-        return self.packed or self.index
+        """What an order goes through: the samples of the index, packed sequences, or a mixture."""
+        return self.mixture or self.packed or self.index
 
     @property
     def fields(self) -> Sequence[FieldSpec]:

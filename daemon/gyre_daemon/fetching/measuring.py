@@ -71,7 +71,11 @@ class Measuring:
 
 
 class Measurer:
-    """Finds the lengths of transformed samples; all jobs of one chain wait for one measuring."""
+    """Finds the lengths of transformed samples; all jobs of one chain wait for one measuring.
+
+    Attributes:
+        threads: the daemon's.
+    """
 
     def __init__(self, sidecars: SidecarStore, threads: FairExecutor) -> None:
         """Measure nothing yet.
@@ -80,7 +84,7 @@ class Measurer:
             sidecars: keep what was measured.
             threads: the daemon's.
         """
-        self._sidecars, self._threads = sidecars, threads
+        self._sidecars, self.threads = sidecars, threads
         self._flow = Flow("measuring")
         self._found: dict[_Key, Measuring] = {}
 
@@ -143,10 +147,10 @@ class Measurer:
             del self._found[key]
 
     async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Lengths:
-        index, num_shards = dataset.source.index, len(dataset.shards)
+        index, num_shards = dataset.stored.index, len(dataset.shards)
         counts = await asyncio.to_thread(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
-        reader = PortionReader(dataset, self._threads, seed=0)
+        reader = PortionReader(dataset, self.threads, seed=0)
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
@@ -225,10 +229,11 @@ def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
 
 def _identities(dataset: TransformedDataset, ids: Int64Array) -> tuple[str, str]:
     """What tells a chain from others, and what tells these samples under it from others."""
-    chain = hashlib.blake2b(dataset.recipe, digest_size=8)
-    samples = hashlib.blake2b(dataset.recipe, digest_size=16)
+    all_of_it = dataset.recipe + dataset.transforms.encode()  # the recipe begins behind `cache`
+    chain = hashlib.blake2b(all_of_it, digest_size=8)
+    samples = hashlib.blake2b(all_of_it, digest_size=16)
     for begin in range(0, len(ids), _AT_ONCE):
-        extents = dataset.index.locate(ids[begin : begin + _AT_ONCE])
+        extents = dataset.stored.index.locate(ids[begin : begin + _AT_ONCE])
         samples.update(extents.start.astype("<i8").tobytes())
         samples.update(extents.size.astype("<i8").tobytes())
     return chain.hexdigest(), f"{_VERSION} {samples.hexdigest()}"

@@ -23,6 +23,7 @@ from gyre_daemon.memory.share import Share
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.next_uses import NEVER
 from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
@@ -67,7 +68,8 @@ class GroupResult:
         return next((range(steps.start, step) for step in steps if step in self.errors), steps)
 
 
-SpecKey = tuple[int, str, str, Order, CostRule | None, tuple[Stage, ...], int, int, int]
+_Planned = tuple[tuple[Stage, ...], tuple[Phase, ...]]
+SpecKey = tuple[int, str, str, Order, CostRule | None, _Planned, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class Spec:
         """Two specs with one key give the same batches; a dataset that was opened again differs."""
         dataset, ranks = self.dataset, (self.rank, self.world_size)
         data = id(dataset.storage), dataset.fingerprint, dataset.transforms
-        order = self.order, self.balance, self.planner.stages.all
+        planned = self.planner.stages.all, self.planner.phases
+        order = self.order, self.balance, planned
         return *data, *order, *ranks, self.num_wished
 
 

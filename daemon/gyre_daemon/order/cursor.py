@@ -3,7 +3,8 @@
 It is tiny, versioned, equal on every rank and opaque to clients. One that does not fit is refused.
 
 Of a dataset that may grow, it also has the stages of the job and the shards that the last of them
-needs, in a format version of its own. All others are as they were before datasets could grow.
+needs, and of a mixture the sources and the phases, in format versions of their own. All others are
+as they were before there were such datasets.
 """
 
 import json
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 
 from gyre_daemon.errors import CursorRejected
+from gyre_daemon.order.mixture_state import MixtureState, decoded
 from gyre_daemon.order.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.planner import MAX_START_POSITION, Order
 from gyre_daemon.order.stages import Stage, is_growth
@@ -20,7 +22,7 @@ from gyre_daemon.order.stages import Stage, is_growth
 _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
 NUM_BEFORE = _HEAD.size
-_FORMAT_VERSION, _GROWING_VERSION = 1, 2
+_FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION = 1, 2, 3
 _MAX_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
 
@@ -38,6 +40,7 @@ class Cursor:
         algorithm: the version of the permutation.
         stages: of the job; empty where the dataset does not grow.
         num_shards: that the job reads in its last stage; 0 where the dataset does not grow.
+        mixture: that the job reads; None for a plain dataset.
     """
 
     fingerprint: str
@@ -48,6 +51,7 @@ class Cursor:
     algorithm: int = ALGORITHM_VERSION
     stages: tuple[Stage, ...] = ()
     num_shards: int = 0
+    mixture: MixtureState | None = None
 
     def encode(self) -> bytes:
         """Magic number, CRC-32 of the rest, and format version and all fields as JSON."""
@@ -66,6 +70,8 @@ class Cursor:
             stages = [(stage.first_epoch, stage.num_samples) for stage in self.stages]
             values |= {"num_shards": self.num_shards, "stages": stages}
         version = _GROWING_VERSION if self.stages else _FORMAT_VERSION
+        if self.mixture:
+            values["mixture"], version = self.mixture.encoded(), _MIXED_VERSION
         text = json.dumps([version, values], separators=(",", ":"), sort_keys=True)
         before = text.removesuffix("}]").encode()
         return CursorEncoder(before, zlib.crc32(before))
@@ -111,15 +117,17 @@ def decode_cursor(data: bytes) -> Cursor:
         version, values = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise _rejected("the cursor cannot be read") from error
-    if version not in (_FORMAT_VERSION, _GROWING_VERSION):
+    if version not in (_FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION):
         raise CursorRejected(
             f"the cursor has format version {version}, but this daemon reads versions "
-            f"{_FORMAT_VERSION} and {_GROWING_VERSION}; upgrade the daemon"
+            f"{_FORMAT_VERSION} to {_MIXED_VERSION}; upgrade the daemon"
         )
     try:
         stages = tuple(Stage(*each) for each in values.get("stages", ()))
-        cursor = Cursor(**{**values, "order": Order(**values["order"]), "stages": stages})
-    except (TypeError, KeyError, AttributeError) as error:
+        mixture = decoded(values["mixture"]) if version == _MIXED_VERSION else None
+        own = {"order": Order(**values["order"]), "stages": stages, "mixture": mixture}
+        cursor = Cursor(**{**values, **own})
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise _rejected("the cursor lacks what its version promises") from error
     if bool(stages) != (version == _GROWING_VERSION) or not _are_possible(cursor):
         raise _rejected("the cursor lacks what its version promises")

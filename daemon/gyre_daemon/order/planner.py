@@ -28,8 +28,9 @@ from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.next_uses import NextUses
 from gyre_daemon.order.permutation import Int64Array, Permutation, epoch_key
+from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.stages import Stage, Stages, epoch_length
-from gyre_daemon.order.steps import BatchPlan, GroupPlan
+from gyre_daemon.order.steps import BatchPlan, GroupPlan, Placed
 from gyre_daemon.order.substitutes import NO_SAMPLES, Substitutes
 
 OrderMode = Literal["full", "block", "sequential"]
@@ -75,7 +76,10 @@ class BatchPlanner:
         stages: the job's.
         num_samples: N of the dataset; a stage may have less.
         epoch_length: in positions, of the first epoch; no other is shorter.
+        phases: of a mixture, see `quotas`; empty for a plain dataset.
     """
+
+    phases: tuple[Phase, ...] = ()
 
     def __init__(
         self,
@@ -127,7 +131,18 @@ class BatchPlanner:
             whole = self.batches(first_step, num_steps, 0, 1)
             return self._balance.part(whole, rank, world_size)
         position, shaped = self._positions(first_step, num_steps, rank, world_size)
-        shape, ahead = shaped.shape, shaped.reshape(-1)
+        shape, found = shaped.shape, self.samples_at(position, shaped.reshape(-1))
+        replaced = found.is_substitute
+        return GroupPlan(
+            first_step,
+            found.sample_ids.reshape(shape),
+            None if found.mask is None else found.mask.reshape(shape),
+            self.stages.epochs(first_step * self.order.global_batch_size, shaped[:, 0]),
+            None if replaced is None else replaced.reshape(shape),
+        )
+
+    def samples_at(self, position: int, ahead: Int64Array) -> Placed:
+        """The samples at the positions `position + ahead`; `ahead` is int64 [n], ascending."""
         sample_ids = np.empty(len(ahead), np.int64)
         mask = np.empty(len(ahead), np.bool_) if self.order.tail == "pad" else None
         is_substitute = np.zeros(len(ahead), np.bool_) if any(self._substitutes) else None
@@ -139,13 +154,7 @@ class BatchPlanner:
             sample_ids[part] = self._epochs.of(epoch)(places)
             if is_substitute is not None:
                 self._replace(epoch, sample_ids[part], is_substitute[part])
-        return GroupPlan(
-            first_step,
-            sample_ids.reshape(shape),
-            None if mask is None else mask.reshape(shape),
-            self.stages.epochs(first_step * self.order.global_batch_size, shaped[:, 0]),
-            None if is_substitute is None else is_substitute.reshape(shape),
-        )
+        return Placed(sample_ids, mask, is_substitute)
 
     def _positions(
         self, first_step: int, num_steps: int, rank: int, world_size: int
@@ -195,8 +204,11 @@ class BatchPlanner:
             which = self._balance.arrangement(ids, rank, world_size)
             return np.take_along_axis(self.epochs(first_step, num_steps, 0, 1), which, axis=1)
         position, ahead = self._positions(first_step, num_steps, rank, world_size)
-        epochs = self.stages.epochs(position, ahead.reshape(-1))
-        return self._start_epoch + epochs.reshape(ahead.shape)
+        return self.epochs_at(position, ahead.reshape(-1)).reshape(ahead.shape)
+
+    def epochs_at(self, position: int, ahead: Int64Array) -> Int64Array:
+        """The running job's epochs of the samples of `samples_at`, int64 [n]."""
+        return self._start_epoch + self.stages.epochs(position, ahead)
 
     def _replace(
         self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
@@ -324,25 +336,6 @@ class BlockIndex(Protocol):
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
-
-
-def planner_for(
-    order: Order,
-    index: BlockIndex,
-    corrupt: Int64Array = NO_SAMPLES,
-    stages: Sequence[Stage] = (),
-    balance: Balance | None = None,
-) -> BatchPlanner:
-    """The planner of an order over a dataset, whose corrupt samples are replaced by others.
-
-    With the order `block`, it may look at every sample to make the table of blocks.
-
-    Raises:
-        InvalidRequest: see `BatchPlanner`.
-    """
-    has_blocks = order.mode == "block" and index.num_samples > 0
-    blocks = index.blocks(order.io_block_bytes) if has_blocks else None
-    return BatchPlanner(order, index.num_samples, blocks, corrupt, stages, balance)
 
 
 def check_ranks(order: Order, rank: int, world_size: int) -> None:

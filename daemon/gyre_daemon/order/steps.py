@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,20 @@ class BatchPlan:
     epoch: int
     sample_ids: Int64Array
     mask: npt.NDArray[np.bool_] | None
+
+
+class Placed(NamedTuple):
+    """The samples at n positions.
+
+    Attributes:
+        sample_ids: int64 [n].
+        mask: bool [n], false at padding; None if the tail never pads.
+        is_substitute: bool [n], which stand in for corrupt ones; None if none does.
+    """
+
+    sample_ids: Int64Array
+    mask: npt.NDArray[np.bool_] | None
+    is_substitute: npt.NDArray[np.bool_] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

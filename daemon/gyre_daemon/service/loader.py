@@ -18,7 +18,8 @@ from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring import Measurer
-from gyre_daemon.order.planner import check_ranks, planner_for
+from gyre_daemon.order.planner import check_ranks
+from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
@@ -117,7 +118,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
-        name, config = self._opener.resolve(request.dataset, caller)
+        name, config = self._opener.resolve_stored(request.dataset, caller)
         if request.engine not in ("", "local") and not self._policy.is_admin(caller):
             raise NotAllowed(
                 f"{caller.name} is no operator of this daemon, and only those may have shards "
@@ -138,7 +139,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.LintProgress]:
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
-        name, config = self._opener.resolve(request.dataset, caller)
+        name, config = self._opener.resolve_stored(request.dataset, caller)
         async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
             async for progress in linting:
                 yield convert.from_lint_progress(progress)
@@ -188,7 +189,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate what each order costs."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        dataset = await self._catalog.open(*self._opener.resolve_stored(request.dataset, caller))
         if dataset.packed:
             raise InvalidRequest(
                 "the costs of a packed dataset are not estimated; ask without `pack` for those of "

@@ -14,6 +14,7 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.measuring import Measurer, Measuring
+from gyre_daemon.fetching.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
@@ -52,6 +53,7 @@ class SessionOpener:
         self._policy = policy
         self._transforms = transforms
         self._measurer = measurer
+        self._engines = EngineVerifier(transforms, measurer.threads)
         self._prefetch_batches = prefetch_batches
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
@@ -156,7 +158,8 @@ class SessionOpener:
         by_client: bool,
     ) -> TransformedDataset:
         documents = await self._catalog.open(name, replace(config, pack=None))
-        return await self._transforms.apply(documents, tables, by_client=by_client)
+        dataset = await self._transforms.apply(documents, tables, by_client=by_client)
+        return await self._engines.fastest(dataset)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.
@@ -172,12 +175,41 @@ class SessionOpener:
             audit_hidden(caller, ref.name, self._policy)
             raise
 
+    def resolve_stored(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
+        """See `resolve`, for what looks at shards: a mixture has none of its own."""
+        name, config = self.resolve(ref, caller)
+        if config.mixture:
+            raise InvalidRequest(
+                f"`{name}` is a mixture and has no shards of its own; name one of its sources: "
+                f"{', '.join(config.mixture.sources)}"
+            )
+        return name, config
+
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
+        for source in config.mixture.sources if config.mixture else ():
+            self._check_source(name, source, caller)
         if ref.HasField("pack"):
+            if config.mixture:
+                raise InvalidRequest(
+                    f"`{name}` is a mixture, and only a dataset with shards of its own is packed; "
+                    "ask for it without `pack`"
+                )
             config = replace(config, pack=requests.to_pack(ref.pack))
         return name, config
+
+    def _check_source(self, mixture: str, source: str, caller: Principal) -> None:
+        """Refuse a mixture of what the caller may not read by itself."""
+        if not self._policy.may_read(caller, source):
+            raise NotAllowed(
+                f"{caller.name} may read the mixture `{mixture}`, but not its source `{source}`; "
+                "ask the operator",
+                {"dataset": mixture},
+            )
+        nested = self._catalog.datasets[source].mixture
+        for each in nested.sources if nested else ():
+            self._check_source(mixture, each, caller)
 
     def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):
@@ -195,6 +227,11 @@ class SessionOpener:
     ) -> Order:
         """The order, starting where a running job reads if the request asks to join one."""
         requests.check_join(request.join)
+        if dataset.mixture and request.join == pb.JOIN_ROTATE:
+            raise InvalidRequest(
+                f"a job cannot join another one on the mixture `{dataset.name}`, because its "
+                'sources begin again each by itself; leave join="rotate" out'
+            )
         if request.join != pb.JOIN_ROTATE:
             return order
         if request.cursor:

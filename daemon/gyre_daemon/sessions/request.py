@@ -148,6 +148,8 @@ class SessionRequest:
                 packed, num_samples
             )
         stages, num_corrupt = self.cursor.stages, len(dataset.corrupt)
+        if dataset.mixture and num_corrupt:
+            num_corrupt = num_samples  # a small source may come often
         least_epoch = stages[0].num_samples if stages else None
         return (
             max_batch_bytes(dataset.sized, num_samples, num_corrupt, dataset.fields, least_epoch),

@@ -18,6 +18,7 @@ from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import Cursor, check_cursor, check_transforms, decode_cursor
+from gyre_daemon.order.mixture_state import MixtureState, check_mixture
 from gyre_daemon.order.planner import Order, stages_of
 from gyre_daemon.order.stages import MAX_STAGES, Stage
 
@@ -58,9 +59,11 @@ class Resumption:
         """
         its = self.dataset
         if not data:
-            start = Cursor(its.fingerprint, order, position=0, transforms=transforms)
+            mixture = MixtureState.of(its.mixture) if its.mixture else None
+            start = Cursor(its.fingerprint, order, 0, transforms=transforms, mixture=mixture)
             return self._with_all(start) if its.grows else start
         cursor = decode_cursor(data)
+        check_mixture(cursor.mixture, its.mixture, its.name, self._source_changed)
         first = None if cursor.fingerprint == its.fingerprint else await self._first_shards(cursor)
         wanted = first.fingerprint if first else its.fingerprint
         check_cursor(cursor, its.name, wanted, order, its.what_changed)
@@ -85,6 +88,11 @@ class Resumption:
                 "no more; begin a new run"
             )
         return replace(self._with_all(cursor), stages=stages)
+
+    def _source_changed(self, source: str, fingerprint: str) -> str:
+        """How the data of a mixture's source differ from those that had this fingerprint."""
+        opened = self.catalog.source_of(self.name, source)
+        return opened.what_changed(fingerprint) if opened else ""
 
     def _with_all(self, cursor: Cursor) -> Cursor:
         """The cursor, of all samples of the dataset."""

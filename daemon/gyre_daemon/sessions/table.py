@@ -12,7 +12,8 @@ from gyre_daemon.datasets.balancing import balance_of
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
-from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
+from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
@@ -212,6 +213,12 @@ class SessionTable:
                 continue
             if (theirs.dataset.name, theirs.order) != (its.name, request.order):
                 continue
+            if other.planner.phases != planner.phases:
+                raise InvalidRequest(
+                    f"{_who(theirs.reader)} reads `{its.name}` with other weights than rank "
+                    f"{reader.rank} would: they were changed between them; end all ranks, and "
+                    "resume them from one state"
+                )
             if other.planner.stages.all != planner.stages.all:
                 raise InvalidRequest(
                     f"{_who(theirs.reader)} reads {_in_words(other.planner)} of `{its.name}`, and "
@@ -255,7 +262,8 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
     """
     dataset, stages = request.dataset, request.cursor.stages
     balance = balance_of(dataset, request.balance) if request.balance else None
-    planner = planner_for(request.order, dataset.ordered, dataset.corrupt, stages, balance)
+    phases = request.cursor.mixture.phases if request.cursor.mixture else ()
+    planner = planner_for(request.order, dataset.ordered, dataset.corrupt, stages, balance, phases)
     limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
     share = request.wanted_share(limit_bytes)
     resources.budget.check(share.reserved_bytes, f"a session on `{dataset.name}`")

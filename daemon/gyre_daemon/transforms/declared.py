@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.chunks.exchange import ExchangeRoom
@@ -20,6 +21,7 @@ from gyre_daemon.transforms.kept import Keep, KeptDataset, cut, kept, record_fie
 from gyre_daemon.transforms.measured import MeasuredIndex
 from gyre_daemon.transforms.messages import (
     ENCODER,
+    RECIPE_DECODER,
     Described,
     MadeField,
     Recipe,
@@ -67,6 +69,7 @@ class TransformedDataset(Dataset):
         read: the names of the stored fields that they read.
         cost: of one sample.
         pool: who transforms them.
+        engines: programs that may transform them faster, the fastest first.
         measured: the lengths of the ragged fields that are made; None while they are not known.
     """
 
@@ -76,6 +79,7 @@ class TransformedDataset(Dataset):
     read: Sequence[str]
     cost: Cost
     pool: TransformPool
+    engines: Sequence[str] = ()
     measured: MeasuredIndex | None = None
 
     @property
@@ -203,7 +207,22 @@ class Transforms:
             read=described.read,
             cost=described.cost,
             pool=pool,
+            engines=described.engines,
         )
+
+    async def with_engine(self, dataset: TransformedDataset, engine: str) -> TransformedDataset:
+        """The dataset, transformed by a faster program; what it makes must be verified.
+
+        Raises:
+            ConfigError: the program cannot do it.
+            Overloaded: no process can be started.
+        """
+        recipe = msgspec.structs.replace(RECIPE_DECODER.decode(dataset.recipe), engine=engine)
+        encoded = ENCODER.encode(recipe)
+        described = await self._pool.workers.describe(encoded, NO_JOB)
+        if described.error:
+            raise ConfigError(described.error)
+        return replace(dataset, recipe=encoded, cost=described.cost)
 
     def close(self) -> None:
         """End the processes and give back the memory."""

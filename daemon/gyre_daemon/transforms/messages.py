@@ -1,9 +1,10 @@
 """What the daemon and its worker processes say to each other.
 
 A request is one packet: the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
-of an exchange, in which a `Portion` lies, too. So does `MEASURE`, which makes nothing and tells how
-long the samples would be. Each is answered by one packet, a `Described` or a `Done`. Answers may
-come from a process that hostile bytes have taken over.
+of an exchange, in which a `Portion` lies, too. So do `MEASURE`, which makes nothing and tells how
+long the samples would be, and `VERIFY`, which tells whether an engine makes the same. Each is
+answered by one packet, a `Described` or a `Done`. Answers may come from a process that hostile
+bytes have taken over.
 """
 
 import struct
@@ -28,6 +29,7 @@ class Kind(IntEnum):
     DESCRIBE = 1
     TRANSFORM = 2
     MEASURE = 3
+    VERIFY = 4
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -59,11 +61,13 @@ class Recipe(msgspec.Struct, frozen=True):
         steps: its transforms.
         source: the fields that it begins with.
         versions: of its transforms, when it was described; empty before.
+        engine: the faster program that does what it can do; empty for none.
     """
 
     steps: list[Step]
     source: list[SourceField]
     versions: list[int] = []
+    engine: str = ""
 
 
 class MadeField(msgspec.Struct, frozen=True):
@@ -81,6 +85,7 @@ class Described(msgspec.Struct, frozen=True):
         error: why there can be none; empty if there can.
         versions: of its transforms.
         made, passed, read, cost: see `Chain`.
+        engines: that may do it faster, the fastest first.
         random: the places of the transforms that may draw random numbers.
     """
 
@@ -90,6 +95,7 @@ class Described(msgspec.Struct, frozen=True):
     passed: list[str] = []
     read: list[str] = []
     cost: Cost = "heavy"
+    engines: list[str] = []
     random: list[int] = []
 
 
@@ -153,7 +159,7 @@ class Portion(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer to `TRANSFORM` and `MEASURE`.
+    """The answer to `TRANSFORM`, `MEASURE` and `VERIFY`.
 
     Attributes:
         failed: the sample of the portion that could not be transformed; -1 if all were.

@@ -19,10 +19,13 @@ BUILT_IN: Mapping[str, str] = {
     "center_crop": f"{_HERE}.images.geometry:CenterCrop",
     "horizontal_flip": f"{_HERE}.images.geometry:HorizontalFlip",
     "color_jitter": f"{_HERE}.images.colors:ColorJitter",
+    "rand_augment": f"{_HERE}.images.augment:RandAugment",
+    "decode_audio": f"{_HERE}.audio.decode:DecodeAudio",
+    "log_mel": f"{_HERE}.audio.mel:LogMel",
     "normalize": f"{_HERE}.images.colors:Normalize",
     "to_chw": f"{_HERE}.images.colors:ToChw",
-    "tokenize": f"{_HERE}.text:Tokenize",
-    "chat": f"{_HERE}.text:Chat",
+    "tokenize": f"{_HERE}.text.tokens:Tokenize",
+    "chat": f"{_HERE}.text.chat:Chat",
 }
 # Options that are paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}

@@ -99,6 +99,22 @@ class Transform(ABC):
             ValueError: the sample is damaged; says how.
         """
 
+    @property
+    def engines(self) -> Sequence[str]:
+        """Installed programs that may do the same faster, the fastest first.
+
+        The daemon uses one if it makes the same of the dataset's first samples.
+        """
+        return ()
+
+    def with_engine(self, engine: str) -> "Transform":
+        """The transform by an engine; itself if that is none of its own.
+
+        Raises:
+            ValueError: the engine cannot do it.
+        """
+        return self
+
     @staticmethod
     def put(name: str, value: npt.NDArray[Any], sample: Sample, out: Sample) -> None:
         """Store an output: in the batch if it is a field of that, else for the next transforms."""
@@ -106,3 +122,24 @@ class Transform(ABC):
             out[name][...] = value
         else:
             sample[name] = value
+
+
+@dataclass(frozen=True)
+class OfField(Transform):
+    """A transform that makes others of one field, which samples no longer have afterwards.
+
+    Attributes:
+        field: its name.
+    """
+
+    field: str
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    @property
+    def drops(self) -> Sequence[str]:
+        """See `Transform.drops`."""
+        return [self.field]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from gyre_daemon.config.tables import parse_options
@@ -51,7 +52,8 @@ _MAX_DATA_BYTES = 2 << 30
 _MAX_MAPPED = 8
 _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
-_IMAGES = "gyre_daemon.transforms.images"
+_HERE = "gyre_daemon.transforms"
+_EXTRAS = ("images", "audio", "video")
 
 _Value = TypeVar("_Value")
 
@@ -96,8 +98,16 @@ class _Worker:
             text = f"the transforms cannot be made: {type(error).__name__}: {error}"
             return Described(text[:_MAX_REASON_CHARS])
         versions = [transform.version for _, transform in steps]
-        random = [place for place, (_, transform) in enumerate(steps) if transform.is_random]
-        return Described("", versions, made, chain.passed, chain.read, chain.cost, random)
+        engines = dict.fromkeys(name for _, transform in steps for name in transform.engines)
+        return Described(
+            versions=versions,
+            made=made,
+            passed=chain.passed,
+            read=chain.read,
+            cost=chain.cost,
+            engines=list(engines),
+            random=[place for place, (_, transform) in enumerate(steps) if transform.is_random],
+        )
 
     def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
         """Transform or measure some samples of the portion that lies in an exchange."""
@@ -109,6 +119,8 @@ class _Worker:
         except ConfigError as error:
             return Done(numbers.start, reason=str(error)[:_MAX_REASON_CHARS])
         samples = _Samples(portion, memory)
+        if kind == Kind.VERIFY:
+            return self._verify(chain, portion, samples, numbers)
         scratch = chain.scratch() if kind == Kind.MEASURE else None
         lengths = []
         for number in numbers:
@@ -126,6 +138,21 @@ class _Worker:
                 return Done(number, error.name, error.reason[:_MAX_REASON_CHARS])
         cpu_s = time.process_time() - began_s
         return Done(cpu_s=cpu_s, lengths=np.array(lengths, "<i4").tobytes())
+
+    def _verify(self, chain: Chain, portion: Portion, samples: "_Samples", numbers: range) -> Done:
+        """Compare what a chain makes with what it makes without its engine."""
+        recipe = msgspec.structs.replace(RECIPE_DECODER.decode(portion.recipe), engine="")
+        plain = _chain(ENCODER.encode(recipe))
+        for number in numbers:
+            made = [
+                _results(each, samples.stored(number), self._generators.of(portion.seed, 0, number))
+                for each in (plain, chain)
+            ]
+            if not _are_equal(*made):
+                return Done(
+                    number, reason=f"{recipe.steps[0].name} by an engine makes it otherwise"
+                )
+        return Done()
 
     def _mapped(self, descriptor: int) -> mmap.mmap:
         """The memory of an exchange, which is mapped once."""
@@ -209,6 +236,26 @@ class _RaggedColumn:
         self._elements[begin:end] = value
 
 
+def _results(
+    chain: Chain, sample: Sample, rng: np.random.Generator
+) -> list[np.ndarray[Any, Any]] | None:
+    """All fields that a chain makes of a sample; None if it refuses the sample."""
+    out = chain.scratch()
+    try:
+        chain.apply(sample, rng, out)
+        return [*out.values(), *chain.made_ragged(sample)]
+    except TransformFailed:
+        return None
+
+
+def _are_equal(
+    first: list[np.ndarray[Any, Any]] | None, second: list[np.ndarray[Any, Any]] | None
+) -> bool:
+    if first is None or second is None:
+        return first is second
+    return all(map(np.array_equal, first, second))
+
+
 def _rows(field: Output, num: int, memory: mmap.mmap) -> np.ndarray[Any, Any]:
     return np.ndarray((num, *field.shape), np.dtype(field.dtype), memory, field.offset)
 
@@ -228,6 +275,8 @@ def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Fie
         ConfigError: a transform cannot be loaded, or an option is wrong.
     """
     steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
+    if recipe.engine:
+        steps = [(name, transform.with_engine(recipe.engine)) for name, transform in steps]
     source = {each.name: Field(np.dtype(each.dtype), each.shape) for each in recipe.source}
     return steps, source
 
@@ -238,8 +287,8 @@ def _load(place: int, step: Step) -> Transform:
     try:
         found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        is_extra = module.startswith(_IMAGES)
-        advice = '; install it: pip install "gyre-ml[images]"' if is_extra else ""
+        extra = next((each for each in _EXTRAS if module.startswith(f"{_HERE}.{each}")), "")
+        advice = f'; install it: pip install "gyre-ml[{extra}]"' if extra else ""
         raise ConfigError(f"{where} needs {error.name}, which is missing{advice}") from error
     except Exception as error:
         raise ConfigError(
@@ -270,5 +319,5 @@ def _kept(
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # an extra; once for all processes that are forked
         for part in ("decode", "geometry", "colors"):
-            importlib.import_module(f"{_IMAGES}.{part}")
+            importlib.import_module(f"{_HERE}.images.{part}")
     serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

@@ -8,6 +8,8 @@ depth.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ import torch
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
+from gyre_trainer.accounting.side_by_side import Job
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
@@ -51,27 +54,57 @@ def figures(cost: StepCost) -> StepFigures:
     return StepFigures(cost.timeline.peak(), cost.sent_bytes, cost.operations)
 
 
-def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
-    """What one step costs rank 0, as `dry_run` would count it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class FigureJobs:
+    """The dry runs that tell what one step costs rank 0, as `dry_run` would count it.
 
     A model whose layers differ, or that has three or fewer, is measured as it is.
+    """
+
+    configs: Sequence[TrainConfig]
+    num_layers: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Self:
+        """The dry runs for a model.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        num_layers = num_alike_layers(config)
+        if num_layers <= _MORE:
+            return cls([config], num_layers)
+        return cls([_with_layers(config, depth) for depth in (_MORE, _FEW)], num_layers)
+
+    def run(self, strategies: Sequence[Strategy], num_ranks: int) -> Iterator[Job[StepCost]]:
+        """The dry runs of each strategy; those that take longest are first."""
+        for strategy in strategies:
+            for config in self.configs:
+                yield partial(dry_run, config, strategy, num_ranks)
+
+    def figures(self, costs: Iterator[StepCost]) -> StepFigures:
+        """What the next results of `run` say about one strategy."""
+        first, *others = (next(costs) for _ in self.configs)
+        if not others:
+            return figures(first)
+        more, (few,) = first, others
+        times = self.num_layers - _MORE
+        at_peak = _extrapolated(few.timeline, more.timeline, times)
+        return StepFigures(
+            dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
+            more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
+            more.operations + times * (more.operations - few.operations),
+        )
+
+
+def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
+    """What one step costs rank 0.
 
     Raises:
         ConfigError, RotationError: as of `dry_run`.
     """
-    num_layers = num_alike_layers(config)
-    if num_layers <= _MORE:
-        return figures(dry_run(config, strategy, num_ranks))
-    few, more = (
-        dry_run(_with_layers(config, depth), strategy, num_ranks) for depth in (_FEW, _MORE)
-    )
-    times = num_layers - _MORE
-    at_peak = _extrapolated(few.timeline, more.timeline, times)
-    return StepFigures(
-        dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
-        more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
-        more.operations + times * (more.operations - few.operations),
-    )
+    jobs = FigureJobs.of(config)
+    return jobs.figures(job() for job in jobs.run([strategy], num_ranks))
 
 
 def num_alike_layers(config: TrainConfig) -> int:

@@ -36,7 +36,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
-    rules = found_rules(config, num_ranks)
+    rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
     with on_fake_ranks(num_ranks) as mesh:
         rows = torch.zeros(
             config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64

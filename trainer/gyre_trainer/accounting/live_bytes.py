@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gyre_trainer.accounting.dispatched import Dispatched, tensors_in
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
 
@@ -108,7 +110,7 @@ class _Storage:
     alive: "weakref.ref[torch.UntypedStorage] | None" = None
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(Dispatched):  # type: ignore[no-untyped-call]
     """A context that counts the storages that operators return or touch, until they are released.
 
     A storage from before counts from when it is touched or labelled, so label parameters first.
@@ -122,7 +124,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
         self.peak = 0
         self._defaults = [Category.ACTIVATIONS]
@@ -141,31 +143,26 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
 
-    def __torch_dispatch__(
+    def saw(
         self,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and observe its tensors; wrappers come back as plain tensors."""
-        if func is torch.ops.prim.device.default:  # half of all operators on fake tensors
-            return args[0].fake_device
-        given = list(_tensors((args, kwargs)))
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
-            return NotImplemented
-        result = func(*args, **kwargs or {})
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        result: Any,
+    ) -> None:
+        """Count what the operator allocated, or resized."""
         travels = func.namespace in COMMUNICATION_NAMESPACES
-        for tensor in filter(_has_memory, chain(given, _tensors(result))):
+        for tensor in filter(_has_memory, chain(given, tensors_in(result))):
             storage = self._observe(func, tensor.untyped_storage())
             if travels and not storage.labelled:
                 storage.category = Category.COMMUNICATION
-        return result
 
     def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
         """Set the category of the storages of ``tensors``. New storages count from now on."""
         for tensor in filter(
-            _has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])
+            _has_memory,
+            tensors_in([_unwrapped(tensor) for tensor in tensors if tensor is not None]),
         ):
             storage = self._observe(category, tensor.untyped_storage())
             storage.category, storage.labelled = category, True
@@ -223,15 +220,6 @@ def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..
         return result
 
     return resize_
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts; far faster than torch's pytree."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(part)
 
 
 def _has_memory(tensor: Tensor) -> bool:

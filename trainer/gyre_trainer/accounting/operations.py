@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from gyre_trainer.accounting.dispatched import Dispatched
 
 # In place, which torch's registry does not know: the product of these two arguments is added.
 _ADDS_PRODUCT = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
@@ -13,7 +15,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(Dispatched):  # type: ignore[no-untyped-call]
     """A context that counts the operations of matrix products, convolutions and attention.
 
     A multiplication and the addition to its sum are two.
@@ -23,22 +25,18 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(
+    def saw(
         self,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, and count what it computes."""
-        if func is torch.ops.prim.device.default:  # half of all operators on fake tensors
-            return args[0].fake_device
-        if any(is_traceable_wrapper_subclass(argument) for argument in args):
-            return NotImplemented
-        result = func(*args, **kwargs or {})
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        result: Any,
+    ) -> None:
+        """Count what the operator computed."""
         packet = func._overloadpacket
         if packet is _ATTENTION:
             self.total += 2 * _product(*args[:2])
@@ -47,10 +45,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet in _ADDS_PRODUCT:
             self.total += 2 * args[1].numel() * args[2].shape[-1]
         elif packet in flop_registry:
-            self.total += flop_registry[packet](*args, **kwargs or {}, out_val=result)
-        return result
+            self.total += flop_registry[packet](*args, **kwargs, out_val=result)
 
 
-def _product(query: torch.Tensor, key: torch.Tensor) -> int:
+def _product(query: Tensor, key: Tensor) -> int:
     """Operations of one product of all queries with all keys, the masked ones too."""
     return 2 * query.numel() * key.shape[-2]

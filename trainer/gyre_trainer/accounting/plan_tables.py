@@ -3,11 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import StepFigures, figures, step_figures
+from gyre_trainer.accounting.depth import FigureJobs, StepFigures, figures
 from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
 from gyre_trainer.accounting.estimate import (
     TENSOR_PARALLEL,
@@ -19,6 +20,7 @@ from gyre_trainer.accounting.estimate import (
     tensor_parallel,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
+from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.rotation_plan import PlanEntry
 from gyre_trainer.inspection.table import table
@@ -96,7 +98,8 @@ def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
         ConfigError: the batch cannot be divided among ``num_ranks``.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
-    return {strategy: dry_run(config, strategy, num_ranks) for strategy in Strategy}
+    jobs = [partial(dry_run, config, strategy, num_ranks) for strategy in Strategy]
+    return dict(zip(Strategy, side_by_side(jobs), strict=True))
 
 
 def text(
@@ -119,7 +122,13 @@ def text(
     """
     num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     per_step = f"{num_samples} x {length} tokens on each per step"
-    counted = {strategy: step_figures(config, strategy, num_ranks) for strategy in Strategy}
+    config.require_divisible(num_ranks)
+    jobs = FigureJobs.of(config)
+    *costs, modules = side_by_side(
+        [*jobs.run(list(Strategy), num_ranks), partial(modules_table, config, num_ranks)]
+    )
+    remaining = iter(costs)
+    counted = {strategy: jobs.figures(remaining) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
@@ -130,7 +139,7 @@ def text(
     return "\n\n".join(
         [
             f"{num_ranks} ranks; {per_step}; all figures in MiB",
-            modules_table(config, num_ranks),
+            modules,
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
             _notes(rates, given),

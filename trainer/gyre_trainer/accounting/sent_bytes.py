@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from gyre_trainer.accounting.dispatched import Dispatched, tensors_in
 from gyre_trainer.accounting.live_bytes import COMMUNICATION_NAMESPACES
 
 # For each operator: the argument that is sent, and how often a rank of N sends its bytes.
@@ -35,7 +34,7 @@ _SILENT = frozenset(
 )
 
 
-class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
     """A context that counts the bytes that operators send.
 
     Attributes:
@@ -43,28 +42,26 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
         self._num_ranks = num_ranks
 
-    def __torch_dispatch__(
+    def saw(
         self,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, and count what it sends.
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        result: Any,
+    ) -> None:
+        """Count what the operator sent.
 
         Raises:
-            NotImplementedError: the operator communicates in an unknown way. No figure is better
-                than a wrong one.
+            NotImplementedError: it communicates in an unknown way. No figure is better than a wrong
+                one.
         """
-        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
-            return NotImplemented
         if func.namespace in COMMUNICATION_NAMESPACES and func.namespace != "fsdp":
             self.total += self._bytes(func.name().partition(".")[0], args)
-        return func(*args, **kwargs or {})
 
     def _bytes(self, name: str, args: Sequence[Any]) -> int:
         if name in _SILENT:
@@ -72,9 +69,5 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _SENT:
             raise NotImplementedError(f"{name} sends an unknown number of bytes")
         argument, times = _SENT[name]
-        nbytes = sum(
-            leaf.numel() * leaf.element_size()
-            for leaf in tree_leaves(args[argument])
-            if isinstance(leaf, Tensor)
-        )
+        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(args[argument]))
         return round(nbytes * times(self._num_ranks))

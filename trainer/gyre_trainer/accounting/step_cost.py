@@ -19,9 +19,6 @@ from gyre_trainer.training.step import Stepper
 
 STEP = "step"
 BLOCK = "block"
-# The first step allocates the optimizer's states and the transient buffers, and learns the order of
-# modules in backward. With fewer than two steps the measured one would still allocate some of it.
-_NUM_WARM_UP_STEPS = 2
 _NUM_WARM_UP_TOKENS = 16
 
 
@@ -41,13 +38,20 @@ class StepCost:
     operations: int
 
 
-def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> StepCost:
+def measure_step(
+    model: nn.Module, config: TrainConfig, examples: Examples, num_warm_up_steps: int = 1
+) -> StepCost:
     """Take a few steps on the same examples and measure the last one. The model is trained by them.
+
+    The first step allocates the optimizer's states and learns the order of modules in backward.
+    After it, every step of a strategy allocates and releases the same, moment by moment.
 
     Args:
         model: distributed over the ranks of the default process group, all of which do the same.
         config: its optimizer section says what a step does.
         examples: this rank's examples.
+        num_warm_up_steps: steps before the one that is measured. Torch's own DDP needs two: it
+            makes its buckets again in the second.
     """
     live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
     observer = _Observer(model, live)
@@ -58,12 +62,12 @@ def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> S
         )
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
-        for step in range(_NUM_WARM_UP_STEPS):
+        for step in range(num_warm_up_steps):
             stepper.take(_few(examples), step)
         live.mark(STEP)
         before = sent_bytes.total
         with Operations() as operations:
-            stepper.take(examples, _NUM_WARM_UP_STEPS)
+            stepper.take(examples, num_warm_up_steps)
         return StepCost(live.timeline().since(STEP), sent_bytes.total - before, operations.total)
 
 

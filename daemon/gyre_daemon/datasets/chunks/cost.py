@@ -10,7 +10,7 @@ import numpy as np
 from gyre_daemon.datasets.cost import GOOD_QUALITY, CostQuery, CostReport, Estimate, estimate_costs
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
-from gyre_daemon.order.planner import planner_for
+from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 
 

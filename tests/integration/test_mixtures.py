@@ -1,0 +1,185 @@
+"""Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.errors import ConfigError, CursorRejected, GyreError, InvalidRequest
+from gyre_client.loader.text import texts
+
+from tests.batches import Batch, same, take
+from tests.conftest import Daemon, StartDaemon, to_toml
+from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
+
+G = 8
+WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
+MIXTURES: dict[str, Any] = {
+    "all": {"weights": WEIGHTS, "block": 40},
+    "nested": {"weights": {"all": 0.75, "code": 0.25}, "block": 16},
+    "later": {
+        "weights": WEIGHTS,
+        "block": 40,
+        "schedule": [{"step": 6, "weights": {"web": 0.1, "code": 0.9}}],
+    },
+    "epochs": {"epochs": {"web": 1, "code": 2}, "block": 17},
+    "warm": {"sources": ["web", "books"], "temperature": 2.0, "block": 32},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    return {"datasets": write_sources(tmp_path / "data"), "mixtures": MIXTURES}
+
+
+def batches(
+    daemon: Daemon, name: str, num: int, state: dict[str, Any] | None = None, **arguments: Any
+) -> tuple[list[Batch], dict[str, Any]]:
+    """The next batches of a job on a mixture, and its state behind them."""
+    arguments = {"batch_size": G, "seed": 5, "rank": 0, "world_size": 1} | arguments
+    with Loader(name, address=daemon.address, **arguments) as loader:
+        if state:
+            loader.load_state_dict(state)
+        found = [{key: each.clone() for key, each in batch.items()} for batch in take(loader, num)]
+        return found, loader.state_dict()
+
+
+def values(found: list[Batch]) -> list[int]:
+    return [value for batch in found for value in batch["id"].tolist()]
+
+
+def test_shares_epochs_and_texts_are_exact(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config)
+    found, _ = batches(daemon, "all", 60)
+    for batch in found:
+        ids = batch["id"].tolist()
+        assert texts(batch, "text") == [text_of(each) for each in ids]
+        assert [list(FIRST)[each] for each in batch["source"].tolist()] == [
+            source_of(each) for each in ids
+        ]
+        assert "page" not in batch  # not every source has it
+    read = values(found)
+    for begin in range(0, len(read), 40):  # a block of 40 positions
+        block = [source_of(each) for each in read[begin : begin + 40]]
+        assert {name: block.count(name) for name in WEIGHTS} == {"web": 20, "code": 12, "books": 8}
+    for name, size in SIZES.items():  # each source goes through its own epochs
+        own = [each for each in read if source_of(each) == name]
+        for begin in range(0, len(own) - size, size):
+            assert sorted(own[begin : begin + size]) == list(range(FIRST[name], FIRST[name] + size))
+        assert len(own) < 2 * size or own[:size] != own[size : 2 * size]
+
+
+def test_ranks_resume_and_see_the_same(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config)
+    whole, _ = batches(daemon, "later", 20)
+    shares = [[source_of(each) for each in values([batch])].count("books") for batch in whole]
+    assert any(shares[:6])
+    assert not any(shares[6:])  # the schedule leaves it out from step 6 on
+    state: dict[str, Any] | None = None
+    again: list[Batch] = []
+    for num_ranks, num in ((1, 3), (4, 7), (2, 10)):
+        parts = [
+            batches(daemon, "later", num, state, rank=rank, world_size=num_ranks)
+            for rank in range(num_ranks)
+        ]
+        state = parts[0][1]
+        again += [{"id": torch.cat([its[step]["id"] for its, _ in parts])} for step in range(num)]
+    assert values(again) == values(whole)
+
+
+def test_nested_and_other_weights(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config)
+    read = [source_of(each) for each in values(batches(daemon, "nested", 40)[0])]
+    assert {name: read.count(name) for name in FIRST} == {"web": 120, "code": 152, "books": 48}
+    found, _ = batches(daemon, "nested", 40)
+    assert {int(each) for batch in found for each in batch["source"]} == {0, 1, 2, 3}
+    with Loader("epochs", batch_size=10, address=daemon.address) as loader:
+        assert len(loader) == (90 + 2 * 40) // 10
+        read = [source_of(each) for batch in loader for each in batch["id"].tolist()]
+    assert {name: read.count(name) for name in ("web", "code")} == {"web": 90, "code": 80}
+    read = [source_of(each) for each in values(batches(daemon, "warm", 40)[0])]
+    share = 25**0.5 / (25**0.5 + 90**0.5)
+    assert abs(read.count("books") - share * 320) < 1
+
+
+def test_a_state_of_another_mixture_is_refused(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config)
+    _, state = batches(daemon, "all", 3)
+    with pytest.raises(CursorRejected, match="its sources are web, code, books"):
+        batches(daemon, "warm", 1, state)
+    with pytest.raises(CursorRejected, match="a mixture"):
+        batches(daemon, "web", 1, state)
+    others = {
+        "block": ({"block": 80}, "the block"),
+        "weights": ({"weights": WEIGHTS | {"web": 0.6}}, "web=0.5, code=0.3, books=0.2 there"),
+    }
+    for change, message in others.values():
+        changed = MIXTURES | {"all": MIXTURES["all"] | change}
+        text = to_toml({"listen": [daemon.address], **config, "mixtures": changed})
+        daemon.reconfigure(text)
+        with pytest.raises(CursorRejected, match=message):
+            batches(daemon, "all", 1, state)
+
+
+def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
+    yield "missing", {"weights": {"web": 1, "nope": 1}}, "names the source `nope`"
+    yield "self", {"weights": {"web": 1, "self": 1}}, "a source of itself"
+    yield "none", {"sources": ["web"]}, "one of `weights`"
+    yield "both", {"weights": {"web": 1}, "epochs": {"web": 1}}, "weights and epochs"
+    yield "zero", {"weights": {"web": 0}}, "0 for every source"
+    yield (
+        "steps",
+        {
+            "weights": {"web": 1},
+            "schedule": [{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}],
+        },
+        "they must rise",
+    )
+    yield "key", {"weight": {"web": 1}}, "did you mean `weights`"
+
+
+@pytest.mark.parametrize(("name", "table", "message"), [*wrong()])
+def test_definitions_that_make_no_sense(
+    config: dict[str, Any], tmp_path: Path, name: str, table: dict[str, Any], message: str
+) -> None:
+    from gyre_daemon.config import load
+    from gyre_daemon.errors import ConfigError as Refused
+
+    path = tmp_path / "gyre.toml"
+    path.write_text(to_toml({**config, "mixtures": {name: table}}))
+    with pytest.raises(Refused, match=message):
+        load(path, {}, {})
+
+
+def test_what_cannot_be_mixed_is_refused(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    config["datasets"]["cast"] = config["datasets"]["web"] | {"cast": {"id": "float32"}}
+    config["mixtures"] = MIXTURES | {
+        "types": {"weights": {"web": 1, "cast": 1}},
+        "rare": {"weights": {"web": 1, "code": 0.00001}},
+    }
+    daemon = gyred(config)
+
+    def refused(name: str, kind: type[GyreError], message: str, **arguments: Any) -> None:
+        with pytest.raises(kind, match=message):
+            batches(daemon, name, 1, **arguments)
+
+    refused("types", ConfigError, r"int64\[\] in `web` and float32\[\] in `cast`")
+    refused("rare", InvalidRequest, "less than one position in a block of 1024")
+    refused("all", InvalidRequest, "no blocks", order="block")
+    refused("all", InvalidRequest, "no end that could be padded", tail="pad")
+    refused("all", InvalidRequest, "cannot join", join="rotate")
+
+
+def test_balanced_ranks_share_the_same_batches(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config)
+    whole, _ = batches(daemon, "all", 6)
+    balance = {"linear": 1.0, "field": "text"}
+    parts = [
+        batches(daemon, "all", 6, rank=rank, world_size=2, balance=balance)[0] for rank in range(2)
+    ]
+    for step, batch in enumerate(whole):
+        both = [value for its in parts for value in its[step]["id"].tolist()]
+        assert sorted(both) == sorted(batch["id"].tolist())
+    assert same(whole, batches(daemon, "all", 6, order="full")[0])

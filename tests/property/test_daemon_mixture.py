@@ -1,0 +1,130 @@
+"""The order of mixtures: exact quotas, epochs of each source, the same steps on any ranks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from gyre_daemon.errors import CursorRejected, InvalidRequest
+from gyre_daemon.order.cursor import Cursor, decode_cursor
+from gyre_daemon.order.mixture import MixedSource, Mixture, MixturePlanner
+from gyre_daemon.order.mixture_state import MixtureState, check_mixture
+from gyre_daemon.order.planner import Order
+from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.quotas import Phase, Quotas, apportioned, whole_weights
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@dataclass
+class Samples:
+    num_samples: int
+
+    def blocks(self, io_block_bytes: int) -> None:
+        raise AssertionError
+
+
+WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any)
+
+
+def mixture(sizes: list[int], phases: tuple[Phase, ...], block: int, bad: int = 0) -> Mixture:
+    sources, first = [], 0
+    for number, size in enumerate(sizes):
+        corrupt = np.arange(min(bad, size // 2))
+        its = Samples(size)
+        sources.append(MixedSource(f"s{number}", f"f{number}", its, corrupt, first))  # type: ignore[arg-type]
+        first += size
+    return Mixture(tuple(sources), phases, block, first)
+
+
+def planner(its: Mixture, seed: int = 1, size: int = 12) -> MixturePlanner:
+    found = planner_for(Order("full", "wrap", seed, size), its)
+    assert isinstance(found, MixturePlanner)
+    return found
+
+
+@given(WEIGHTS, st.integers(1, 200))
+def test_shares_add_up_and_stay_within_one(weights: list[int], block: int) -> None:
+    before = [0] * len(weights)
+    for number in range(1, 30):
+        counts = apportioned(number * block, weights)
+        assert sum(counts) == number * block
+        for count, last, weight in zip(counts, before, weights, strict=True):
+            due = weight * number * block / sum(weights)
+            assert abs(count - due) < 1
+            assert not (weight == 0 and count)
+            if weight * block >= sum(weights):
+                assert count >= last
+        before = counts
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=2, max_size=3),
+    st.data(),
+    st.integers(20, 90),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+)
+def test_ranks_steps_and_sources(
+    sizes: list[int], data: st.DataObject, block: int, bad: int, num_ranks: int
+) -> None:
+    weights = st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes))
+    first, second = (tuple(data.draw(weights)) for _ in range(2))
+    at = data.draw(st.integers(1, 25))
+    its = planner(mixture(sizes, (Phase(0, first), Phase(at, second)), block, bad))
+    whole = its.batches(0, 40, 0, 1)
+    parts = [its.batches(0, 40, rank, num_ranks).sample_ids for rank in range(num_ranks)]
+    assert (np.concatenate(parts, axis=1) == whole.sample_ids).all()
+    single = [its.batch(step).sample_ids for step in range(40)]
+    assert (np.stack(single) == whole.sample_ids).all()
+    read = whole.sample_ids.reshape(-1)
+    firsts = np.cumsum([0, *sizes])
+    source = np.searchsorted(firsts, read, side="right") - 1
+    for position in (0, 1, block, at * 12, 480):
+        counts = np.bincount(source[:position], minlength=len(sizes)).tolist()
+        assert its.quotas.counts(position) == counts
+    for number, size in enumerate(sizes):
+        own = read[source == number] - firsts[number]
+        if not bad:
+            for begin in range(0, len(own) - size + 1, size):
+                assert sorted(own[begin : begin + size]) == list(range(size))
+        alone = its._planners[number].batches(0, len(own), 0, 1).sample_ids
+        assert (alone.reshape(-1) == own).all()
+    assert its.num_substitutes(480) == whole.num_substitutes
+
+
+def test_a_phase_begins_with_what_the_last_left() -> None:
+    plain = planner(mixture([100, 50], (Phase(0, (3, 1)),), 64))
+    same = planner(mixture([100, 50], (Phase(0, (3, 1)), Phase(30, (1, 1))), 64))
+    assert (plain.batches(0, 30, 0, 1).sample_ids == same.batches(0, 30, 0, 1).sample_ids).all()
+    later = same.batches(30, 32, 0, 1).sample_ids.reshape(-1)  # six blocks of 64
+    assert np.count_nonzero(later < 100) == len(later) // 2
+
+
+def test_seeds_and_sources_have_shuffles_of_their_own() -> None:
+    its = mixture([40, 40], (Phase(0, (1, 1)),), 40)
+    one, other = (planner(its, seed).batches(0, 20, 0, 1).sample_ids for seed in (1, 2))
+    assert (one != other).any()
+    read = one.reshape(-1)
+    assert (read[read < 40] != read[read >= 40] - 40).any()
+
+
+def test_weights_are_exact() -> None:
+    assert whole_weights([0.7, 0.3]) == (7, 3)
+    assert whole_weights([0.1, 0.2, 0]) == (1, 2, 0)
+    for wrong in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [1e-12]):
+        with pytest.raises(InvalidRequest, match="weights"):
+            whole_weights(wrong)
+    with pytest.raises(InvalidRequest, match=r"`rare` has 0\.001"):
+        Quotas([Phase(0, (999, 1))], ["often", "rare"], 500, 0, 8)
+
+
+def test_a_cursor_keeps_its_mixture() -> None:
+    its = mixture([5, 6], (Phase(0, (3, 1)), Phase(9, (0, 1))), 30)
+    state = MixtureState.of(its)
+    cursor = Cursor("f", Order("full", "wrap", 1, 4), 8, mixture=state)
+    again = decode_cursor(cursor.encode())
+    assert again == cursor
+    check_mixture(again.mixture, its, "set")
+    other = mixture([5, 6], (Phase(0, (3, 2)), Phase(9, (0, 1))), 30)
+    with pytest.raises(CursorRejected, match=r"s0=0.75, s1=0.25; from step 9 .* and from step 0"):
+        check_mixture(again.mixture, other, "set")
