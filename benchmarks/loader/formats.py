@@ -40,12 +40,17 @@ MAX_S = 12.0  # of a round; Gyre reads a whole epoch, however long that takes
 Batches = Iterator[Any]
 
 
-def write(folder: Path) -> None:
-    """The data: random token ids, compressed as pyarrow does without options."""
+def write(folder: Path, *, with_ids: bool = False) -> None:
+    """The data: random token ids, compressed as pyarrow does without options.
+
+    With ids, the first number of a row says which row it is.
+    """
     generator = np.random.default_rng(0)
     for number in range(NUM_FILES):
         count = FILE_GROUPS * GROUP_ROWS
         ids = generator.integers(0, 50_000, count * ROW_INTS, np.int32)
+        if with_ids:
+            ids[::ROW_INTS] = np.arange(number * count, (number + 1) * count)
         rows = pa.FixedSizeListArray.from_arrays(pa.array(ids), ROW_INTS)
         pq.write_table(
             pa.table({"tokens": rows}), folder / f"{number:02}.parquet", row_group_size=GROUP_ROWS
@@ -129,16 +134,16 @@ def measure(contender: Contender, folder: Path, scratch: Path, seed: int) -> tup
     with contender(folder, scratch, seed) as batches:
         shape = next(batches).shape
         assert tuple(shape) == (BATCH_SIZE, ROW_INTS)
-        began, began_cpu_s, count = time.monotonic(), _cpu_s(), 0
+        began, began_cpu_s, count = time.monotonic(), cpu_of_family_s(), 0
         for batch in batches:
             count += len(batch)
             batch.sum()
             if time.monotonic() - began > MAX_S:
                 break
-        return count / (time.monotonic() - began), 1e6 * (_cpu_s() - began_cpu_s) / count
+        return count / (time.monotonic() - began), 1e6 * (cpu_of_family_s() - began_cpu_s) / count
 
 
-def _cpu_s() -> float:
+def cpu_of_family_s() -> float:
     """CPU time of this process and of all that it started and that still run."""
     me = psutil.Process()
     return sum(sum(each.cpu_times()[:2]) for each in (me, *me.children(recursive=True)))

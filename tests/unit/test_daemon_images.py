@@ -266,3 +266,20 @@ def test_channels_come_first_where_that_is_asked_for(colors: Any) -> None:
 def test_chains_that_make_no_sense_are_refused(transforms: list[Transform], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Chain([(type(each).__name__, each) for each in transforms], BYTES)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_jpegs_are_decoded_smaller_where_that_is_allowed(factor: int) -> None:
+    height, width = 321, 405
+    data = encoded(picture(height, width))
+    least = -(-height // factor)
+    small = decoded(data, min_size=least)
+    assert small.shape == (least, -(-width // factor), 3)
+    assert decoded(data, min_size=least + 1).shape[0] == -(-height // (factor // 2))
+    # where lengths are no multiples of the factor, the last small pixel has a part that is no image
+    data, size = encoded(picture(320, 416)), (320 // factor // 2, 416 // factor // 2)
+    whole = run(data, DecodeImage("jpg"), Resize(size))["image"].astype(int)
+    found = run(data, DecodeImage("jpg", min_size=320 // factor), Resize(size))["image"]
+    difference = np.abs(found - whole)
+    assert difference.max() <= 16
+    assert difference.mean() <= 0.5 * factor

@@ -74,8 +74,18 @@ def of_google(modules: set[str]) -> set[str]:
         (
             "daemon",
             [
-                *("daemon", "s3", "images", "tfrecord", "parquet", "arrayrecord", "zstd"),
-                *("ray", "hf", "text"),
+                *(
+                    "daemon",
+                    "s3",
+                    "images",
+                    "audio",
+                    "video",
+                    "tfrecord",
+                    "parquet",
+                    "arrayrecord",
+                    "zstd",
+                ),
+                *("ray", "hf", "text", "audio", "video"),
             ],
         ),
         ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),

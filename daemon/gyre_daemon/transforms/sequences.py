@@ -17,13 +17,14 @@ class CropOrPad(Transform):
     Attributes:
         field: [n, ...], which becomes [length, ...].
         length: in elements.
-        start: where a longer sequence is cut: at its `beginning`, or at a `random` place.
+        start: which part of a longer sequence stays: its `beginning`, its `center`, or a `random`
+            one.
         value: what shorter sequences are filled up with, at their end.
     """
 
     field: str
     length: Annotated[int, Meta(ge=1, le=1 << 30)]
-    start: Literal["beginning", "random"] = "beginning"
+    start: Literal["beginning", "center", "random"] = "beginning"
     value: float = 0
 
     cost: ClassVar[Cost] = "light"
@@ -53,7 +54,9 @@ class CropOrPad(Transform):
         """See `Transform.apply`."""
         stored = sample[self.field]
         surplus = len(stored) - self.length
-        begin = int(rng.integers(surplus + 1)) if surplus > 0 and self.start == "random" else 0
+        begin = 0
+        if surplus > 0 and self.start != "beginning":
+            begin = surplus // 2 if self.start == "center" else int(rng.integers(surplus + 1))
         kept = stored[begin : begin + self.length]
         into = out.get(self.field)
         if into is None:

@@ -52,7 +52,8 @@ _MAX_DATA_BYTES = 2 << 30
 _MAX_MAPPED = 8
 _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
-_IMAGES = "gyre_daemon.transforms.images"
+_HERE = "gyre_daemon.transforms"
+_EXTRAS = ("images", "audio", "video")
 
 _Value = TypeVar("_Value")
 
@@ -286,8 +287,8 @@ def _load(place: int, step: Step) -> Transform:
     try:
         found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        is_extra = module.startswith(_IMAGES)
-        advice = '; install it: pip install "gyre-ml[images]"' if is_extra else ""
+        extra = next((each for each in _EXTRAS if module.startswith(f"{_HERE}.{each}")), "")
+        advice = f'; install it: pip install "gyre-ml[{extra}]"' if extra else ""
         raise ConfigError(f"{where} needs {error.name}, which is missing{advice}") from error
     except Exception as error:
         raise ConfigError(
@@ -318,5 +319,5 @@ def _kept(
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # an extra; once for all processes that are forked
         for part in ("decode", "geometry", "colors"):
-            importlib.import_module(f"{_IMAGES}.{part}")
+            importlib.import_module(f"{_HERE}.images.{part}")
     serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

@@ -1,0 +1,109 @@
+"""RandAugment: a few operations, drawn at random, with one strength."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+from PIL import Image, ImageEnhance, ImageOps
+
+from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, to_pillow
+from gyre_daemon.transforms.transform import Sample
+
+_NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
+
+
+class Operation(NamedTuple):
+    """What can be done to an image.
+
+    Attributes:
+        strongest: takes height and width, and returns what the greatest strength means.
+        is_signed: whether it goes either way.
+        apply: takes an image and what a strength means.
+    """
+
+    strongest: Callable[[int, int], float]
+    is_signed: bool
+    apply: Callable[[Image.Image, float], Image.Image]
+
+
+def _moved(image: Image.Image, *matrix: float) -> Image.Image:
+    """The image whose pixel (x, y) is that at (a x + b y + c, d x + e y + f), else black."""
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
+
+
+def _posterized(image: Image.Image, bits: float) -> Image.Image:
+    return ImageOps.posterize(image, 8 - round(bits))
+
+
+# Those of torchvision, in its order: names, greatest strengths, and functions of Pillow.
+OPERATIONS: Mapping[str, Operation] = {
+    "identity": Operation(lambda h, w: 0, False, lambda image, _: image),
+    "shear_x": Operation(
+        lambda h, w: 0.3, True, lambda image, by: _moved(image, 1, by, 0, 0, 1, 0)
+    ),
+    "shear_y": Operation(
+        lambda h, w: 0.3, True, lambda image, by: _moved(image, 1, 0, 0, by, 1, 0)
+    ),
+    "translate_x": Operation(
+        lambda h, w: 150 / 331 * w, True, lambda image, by: _moved(image, 1, 0, -int(by), 0, 1, 0)
+    ),
+    "translate_y": Operation(
+        lambda h, w: 150 / 331 * h, True, lambda image, by: _moved(image, 1, 0, 0, 0, 1, -int(by))
+    ),
+    "rotate": Operation(lambda h, w: 30, True, lambda image, by: image.rotate(by)),
+    "brightness": Operation(
+        lambda h, w: 0.9, True, lambda image, by: ImageEnhance.Brightness(image).enhance(1 + by)
+    ),
+    "color": Operation(
+        lambda h, w: 0.9, True, lambda image, by: ImageEnhance.Color(image).enhance(1 + by)
+    ),
+    "contrast": Operation(
+        lambda h, w: 0.9, True, lambda image, by: ImageEnhance.Contrast(image).enhance(1 + by)
+    ),
+    "sharpness": Operation(
+        lambda h, w: 0.9, True, lambda image, by: ImageEnhance.Sharpness(image).enhance(1 + by)
+    ),
+    "posterize": Operation(lambda h, w: 4, False, _posterized),
+    "solarize": Operation(
+        lambda h, w: 255, False, lambda image, by: ImageOps.solarize(image, math.ceil(255 - by))
+    ),
+    "autocontrast": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.autocontrast(image)),
+    "equalize": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.equalize(image)),
+}
+_ALL = tuple(OPERATIONS.values())
+
+
+@dataclass(frozen=True)
+class RandAugment(ImageTransform):
+    """Does some of `OPERATIONS`, drawn at random, as `RandAugment` of torchvision does.
+
+    Attributes:
+        num_ops: how many.
+        magnitude: their strength, from 0 to 30.
+        field: the image.
+    """
+
+    num_ops: Annotated[int, Meta(ge=0, le=16)] = 2
+    magnitude: Annotated[int, Meta(ge=0, lt=_NUM_STRENGTHS)] = 9
+    field: str = "image"
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        pixels: Pixels = sample[self.field]
+        image = to_pillow(pixels)
+        for _ in range(self.num_ops):
+            operation = _ALL[int(rng.integers(len(_ALL)))]
+            strength = self.magnitude / (_NUM_STRENGTHS - 1)
+            if operation.is_signed and rng.random() <= 0.5:
+                strength = -strength
+            image = operation.apply(image, strength * operation.strongest(*pixels.shape[:2]))
+        made = np.asarray(image).reshape(pixels.shape)
+        self.put(self.field, made, sample, out)
