@@ -10,7 +10,7 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test test-fast soak lint docs protos bench fuzz servers clean
+.PHONY: setup demo test test-fast test-models soak lint docs protos bench fuzz servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
 SERVERS := $(VENV)/servers
@@ -51,6 +51,10 @@ FAST := tests/unit tests/property $(addprefix tests/contract/,test_formats.py te
 
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
+
+# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for.
+test-models: setup
+	$(IN_VENV) python -m pytest -m models tests/distributed/test_rotation_models.py
 
 # An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.
 SOAK_S ?= 3600

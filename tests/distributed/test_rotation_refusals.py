@@ -1,52 +1,20 @@
 """Refused modules: every rank raises an error that names module, parameter or rank."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import MeshError, RotationError
-from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
-from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.layers.moe import Experts, ExpertsRule
+from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from gyre_trainer.shards.sharded_init import materialize
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import EVEN, Variant, build, rotated_gpt
-
-
-class Residual(nn.Module):
-    """An MLP with its residual inside, so the slices' outputs do not add up."""
-
-    def __init__(self, ends_in: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down, self.ends_in = nn.Linear(4, 8), nn.Linear(8, 4), ends_in
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.ends_in(self.down(self.up(x)))
-        return output
-
-
-class AddsItsInput(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-class TwoOutputs(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), x
-
-
-class BestFeature(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).argmax(-1)
+from tests.distributed.refused_modules import REFUSED_MODULES
 
 
 def one_axis_of_two() -> None:
@@ -61,137 +29,6 @@ def axes_in_another_order() -> None:
 
 def three_replicas_on_two_ranks() -> None:
     make_mesh("cpu", replicate=3)
-
-
-def heads_that_do_not_divide() -> None:
-    rotate(Attention(12, Heads(6, 3)), mesh=make_mesh("cpu"), rule=AttentionRule(3))
-
-
-def more_ranks_than_kv_heads() -> None:
-    rotate(Attention(12, Heads(6, 1)), mesh=make_mesh("cpu"), rule=AttentionRule(1))
-
-
-def rotate_twice() -> None:
-    layer = rotate(nn.Linear(4, 4), mesh=make_mesh("cpu"))
-    rotate(layer, mesh=make_mesh("cpu"))
-
-
-def rotate_model_twice() -> None:
-    rotate(rotated_gpt(Variant()), mesh=make_mesh("cpu"))
-
-
-def rotate_inside_and_around() -> None:
-    mlp = MLP(4, 8)
-    rotate(mlp.up, mesh=make_mesh("cpu"))
-    rotate(mlp, mesh=make_mesh("cpu"))
-
-
-def missing_layer() -> None:
-    rotate(MLP(4, 8), mesh=make_mesh("cpu"), rule=MLPRule(ups=("gate",)))
-
-
-def dropout_inside() -> None:
-    rotate(Residual(nn.Dropout(0.1)), mesh=make_mesh("cpu"), rule=MLPRule())
-
-
-def first_call_of(module: nn.Module) -> None:
-    rotate(module, mesh=make_mesh("cpu"), rule=MLPRule())
-    module(torch.randn(3, 4))
-
-
-def tied_and_cut_in_another_way() -> None:
-    embedding, mlp = nn.Embedding(8, 4), MLP(4, 8)
-    mlp.up.weight = embedding.weight
-    rotate(embedding, mesh=make_mesh("cpu"))
-    rotate(mlp, mesh=make_mesh("cpu"))
-
-
-def tied_and_not_rotated() -> None:
-    model = build(replace(EVEN, tie_embeddings=True))
-    rotate(model.embedding, mesh=make_mesh("cpu"))
-    rotate(model, mesh=make_mesh("cpu"))
-
-
-def experts_of_another_name() -> None:
-    rotate(Experts(4, 4, 8), mesh=make_mesh("cpu"), rule=ExpertsRule(weights=("gate", "bias")))
-
-
-def experts_of_different_numbers() -> None:
-    experts = Experts(4, 4, 8)
-    experts.up = nn.Parameter(torch.zeros(3, 8, 4))
-    rotate(experts, mesh=make_mesh("cpu"))
-
-
-def experts_that_nobody_chooses() -> None:
-    experts = rotate(Experts(4, 4, 8), mesh=make_mesh("cpu"), rule=ExpertsRule(chosen="who"))
-    experts(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-
-
-def mixed_dtypes() -> None:
-    mlp = MLP(4, 8)
-    mlp.down.to(torch.float64)
-    rotate(mlp, mesh=make_mesh("cpu"))
-
-
-def embedding_with_norms() -> None:
-    rotate(nn.Embedding(8, 4, max_norm=1.0), mesh=make_mesh("cpu"))
-
-
-def attention_with_another_key() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2)
-    layer.self_attn = nn.MultiheadAttention(8, 2, add_bias_kv=True)
-    rotate_all(nn.Sequential(layer), mesh=make_mesh("cpu"))
-
-
-def no_shape_yet() -> None:
-    rotate_all(nn.Sequential(nn.LazyLinear(4)), mesh=make_mesh("cpu"))
-
-
-def one_parameter_in_two_places() -> None:
-    mlp = MLP(4, 4)
-    mlp.down.weight = mlp.up.weight
-    rotate(mlp, mesh=make_mesh("cpu"))
-
-
-def rule_for_nothing() -> None:
-    rotate_all(nn.Sequential(MLP(4, 8)), mesh=make_mesh("cpu"), rules={"1": None})
-
-
-def rule_for_no_class() -> None:
-    rotate_all(nn.Sequential(MLP(4, 8)), mesh=make_mesh("cpu"), rules={nn.Conv2d: None})
-
-
-def masks_of_their_own() -> None:
-    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4, num_layers=2, dropout=0.1)})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
-
-
-def masks_of_channels() -> None:
-    model = nn.ModuleDict({"drop": nn.Dropout2d(0.1)})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
-
-
-def no_such_dropout() -> None:
-    rotate(Residual(nn.Identity()), mesh=make_mesh("cpu"), rule=MLPRule(dropouts=("ends_in",)))
-
-
-def integers_that_rotate() -> None:
-    layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int64), requires_grad=False)
-    rotate(layer, mesh=make_mesh("cpu"))
-
-
-def token_outside_of_the_vocabulary() -> None:
-    embedding = rotate(nn.Embedding(8, 4), mesh=make_mesh("cpu"))
-    embedding(torch.tensor([8]))
-
-
-def output_of_another_width() -> None:
-    rotate(TwoOutputs(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
-
-
-def output_of_integers() -> None:
-    rotate(BestFeature(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
 
 
 def other_shapes_on_other_ranks() -> None:
@@ -289,51 +126,6 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (axes_in_another_order, MeshError, ["'replicate' and then 'rotate'"]),
     (three_replicas_on_two_ranks, MeshError, ["2 ranks", "replicate=3"]),
     (
-        heads_that_do_not_divide,
-        RotationError,
-        ["Attention", "3 key/value heads", "2 ranks", "q, k, v, o"],
-    ),
-    (more_ranks_than_kv_heads, RotationError, ["Attention", "1 key/value heads", "2 ranks"]),
-    (rotate_twice, RotationError, ["Linear", "rotated already"]),
-    (rotate_model_twice, RotationError, ["GPT", "rotated already"]),
-    (rotate_inside_and_around, RotationError, ["MLP.up", "rotated already"]),
-    (missing_layer, RotationError, ["MLP.gate"]),
-    (dropout_inside, RotationError, ["Residual.ends_in", "p=0.1"]),
-    (
-        partial(first_call_of, AddsItsInput(nn.Identity())),
-        RotationError,
-        ["AddsItsInput", "down.weight", "not linear"],
-    ),
-    (partial(first_call_of, Residual(nn.LayerNorm(4))), RotationError, ["Residual", "not linear"]),
-    (partial(first_call_of, Residual(nn.ReLU())), RotationError, ["Residual", "not linear"]),
-    (tied_and_cut_in_another_way, RotationError, ["MLP", "up.weight", "tied"]),
-    (tied_and_not_rotated, RotationError, ["head.weight", "tied"]),
-    (experts_of_another_name, RotationError, ["Experts", "no parameter bias"]),
-    (
-        experts_of_different_numbers,
-        RotationError,
-        ["Experts", "different numbers", "'up': (3, 8, 4)"],
-    ),
-    (
-        experts_that_nobody_chooses,
-        RotationError,
-        ["ExpertsRule(chosen='who')", "without that argument"],
-    ),
-    (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
-    (embedding_with_norms, RotationError, ["Embedding", "max_norm"]),
-    (attention_with_another_key, RotationError, ["MultiheadAttention", "bias_k"]),
-    (no_shape_yet, RotationError, ["Sequential.0.weight", "no shape yet"]),
-    (one_parameter_in_two_places, RotationError, ["MLP", "up.weight, down.weight"]),
-    (rule_for_nothing, RotationError, ["'1'", "no module"]),
-    (rule_for_no_class, RotationError, ["Conv2d", "no module"]),
-    (masks_of_their_own, RotationError, ["rnn", "LSTM", "independent"]),
-    (masks_of_channels, RotationError, ["drop", "Dropout2d", "independent"]),
-    (no_such_dropout, RotationError, ["Residual.ends_in", "Identity", "Dropout"]),
-    (integers_that_rotate, RotationError, ["Linear.weight", "int64"]),
-    (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
-    (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
-    (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
-    (
         other_shapes_on_other_ranks,
         RotationError,
         ["1.up.weight of Linear", "(8, 4)", "on rank 1", "(9, 4)"],
@@ -382,7 +174,7 @@ def refusal(program: Callable[[], None]) -> tuple[type[Exception], str] | None:
     return None
 
 
-@pytest.mark.parametrize(("program", "error", "words"), REFUSED)
+@pytest.mark.parametrize(("program", "error", "words"), REFUSED_MODULES + REFUSED)
 def test_refused(
     ranks: StartRanks, program: Callable[[], None], error: type[Exception], words: list[str]
 ) -> None:

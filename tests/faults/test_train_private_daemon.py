@@ -3,8 +3,7 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,9 @@ import numpy as np
 import psutil
 import pytest
 from gyre_trainer.training.records.history import committed, resumes
+
+from tests.preloaded.interpreter import Interpreter
+from tests.train_jobs import IMPORTS, Job, Jobs
 
 DEADLINE_S = 450.0
 CONFIG = """
@@ -40,37 +42,30 @@ dataset = "{tokens}"
 every = 3
 """
 
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    interpreter = Interpreter(IMPORTS)
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, interpreter: Interpreter) -> Iterator[Start]:
     (np.arange(4000) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    (tmp_path / "train.toml").write_text(
-        CONFIG.format(out=tmp_path / "run", tokens=tmp_path / "tokens.bin")
-    )
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG.format(out=tmp_path / "run", tokens=tmp_path / "tokens.bin"))
     environment = {name: value for name, value in os.environ.items() if name != "GYRE_ADDRESS"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    started: list[subprocess.Popen[bytes]] = []
+    jobs = Jobs(interpreter, tmp_path)
 
-    def run(*flags: str) -> "subprocess.Popen[bytes]":
-        command = [
-            sys.executable,
-            "-m",
-            "gyre_trainer",
-            "run",
-            str(tmp_path / "train.toml"),
-            "--nproc",
-            "2",
-            *flags,
-        ]
-        started.append(subprocess.Popen(command, env=environment))
-        return started[-1]
+    def run(*flags: str) -> Job:
+        return jobs.start("run", str(path), "--nproc", "2", *flags, environment=environment)
 
     yield run
-    for process in started:
-        process.kill()
-        process.wait()
+    jobs.end(DEADLINE_S)
 
 
 def daemons(launcher: int) -> list[psutil.Process]:
@@ -87,7 +82,7 @@ def daemons(launcher: int) -> list[psutil.Process]:
     return found
 
 
-def directories_while(process: "subprocess.Popen[bytes]") -> set[str]:
+def directories_while(process: Job) -> set[str]:
     """The directories of all daemons that lived below a process until it ended.
 
     Each daemon has a directory of its own. Pids would not do: a process that a daemon forked
@@ -133,7 +128,7 @@ def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(
         time.sleep(0.05)
     (daemon,) = daemons(launcher.pid)
     assert list(tmp_path.glob("gyred-*"))
-    launcher.kill()
+    os.kill(launcher.pid, signal.SIGKILL)
     daemon.wait(DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
     while list(tmp_path.glob("gyred-*")):

@@ -19,7 +19,7 @@ BATCH_SIZE, NUM_STEPS = 16, 18  # three epochs of 100 samples, in whole batches
 DEADLINE_S = 170.0
 
 
-def run(example: str, folder: Path, num_ranks: int) -> None:
+def run(example: str, folder: Path, num_ranks: int, *options: str) -> None:
     if num_ranks == 1:
         command = [sys.executable]
     else:
@@ -34,7 +34,7 @@ def run(example: str, folder: Path, num_ranks: int) -> None:
         ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     environment.pop("GYRE_ADDRESS", None)
-    command += [str(ROOT / f"examples/{example}.py"), "--workdir", str(folder)]
+    command += [str(ROOT / f"examples/{example}.py"), "--workdir", str(folder), *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, check=False
     )
@@ -80,3 +80,16 @@ def test_a_stopped_and_resumed_run_consumes_what_is_planned(
     for rank in range(num_ranks):
         consumed = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert consumed == planned(tmp_path, rank, num_ranks), f"rank {rank}"
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "huggingface", "lightning"])
+def test_trainers_take_a_rotated_model_as_one_of_fsdp2(trainer: str, tmp_path: Path) -> None:
+    """The same loop: equal losses with accumulation and clipping, and the same ones resumed."""
+    run(f"rotate_{trainer}", tmp_path, 2, "--shard", "rotation", "fsdp2")
+    losses = {}
+    for shard in ("rotation", "fsdp2"):
+        whole, resumed = json.loads((tmp_path / f"{shard}.json").read_text())
+        assert resumed == pytest.approx(whole[len(whole) - len(resumed) :], rel=1e-7)
+        assert 2 * len(resumed) == len(whole) >= 6
+        losses[shard] = whole
+    assert losses["rotation"] == pytest.approx(losses["fsdp2"], rel=1e-6)

@@ -1,12 +1,13 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CursorRejected, GyreError, InvalidRequest
 from gyre_client.loader.text import texts
 
@@ -183,3 +184,67 @@ def test_balanced_ranks_share_the_same_batches(gyred: StartDaemon, config: dict[
         both = [value for its in parts for value in its[step]["id"].tolist()]
         assert sorted(both) == sorted(batch["id"].tolist())
     assert same(whole, batches(daemon, "all", 6, order="full")[0])
+
+
+def printed(capsys: pytest.CaptureFixture[str], daemon: Daemon, *arguments: str) -> tuple[int, str]:
+    status = main([*arguments, "--address", daemon.address])
+    found = capsys.readouterr()
+    return status, found.out + found.err
+
+
+def test_a_running_job_gets_other_weights(
+    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = gyred(config)
+    plain, _ = batches(daemon, "all", 40)
+
+    def open_rank(rank: int) -> Loader:
+        return Loader(
+            "all",
+            batch_size=G,
+            seed=5,
+            rank=rank,
+            world_size=2,
+            job="train",
+            address=daemon.address,
+            prefetch_batches=2,
+        )
+
+    def step(iterators: Sequence[Iterator[Batch]]) -> list[int]:
+        return [value for each in iterators for value in next(each)["id"].tolist()]
+
+    with open_rank(0) as one, open_rank(1) as other:
+        loaders = [one, other]
+        iterators = [each.stream() for each in loaders]
+        read = [step(iterators) for _ in range(3)]
+        early = one.state_dict()
+        status, text = printed(capsys, daemon, "mix", "all", "--weights", "code=1", "--from-step=1")
+        assert status == 2
+        assert "earliest" in text
+        for weights, message in (("nope=1", "no source 'nope'"), ("code=0", "above")):
+            status, text = printed(
+                capsys, daemon, "mix", "all", f"--weights={weights}", "--from-step", "30"
+            )
+            assert (status, message in text) == (2, True)
+        status, text = printed(capsys, daemon, "mix", "all", "--weights=code=1", "--from-step=30")
+        assert (status, "2 ranks of the job train" in text) == (0, True), text
+        read += [step(iterators) for _ in range(3, 36)]
+        late = one.state_dict()
+    assert read[:30] == [batch["id"].tolist() for batch in plain[:30]]
+    assert all(source_of(value) == "code" for batch in read[30:] for value in batch)
+    _, text = printed(
+        capsys, daemon, "plan", "all", "--batch-size", str(G), "--steps", "0:40", "--seed", "5"
+    )
+    assert "from step 0: web 50.00%, code 30.00%, books 20.00%" in text
+    assert text.count("steps ") == 20
+    daemon.kill()
+    daemon.start()
+    # the state has the change, or the daemon's record does; a state of another job has none
+    again, _ = batches(daemon, "all", 4, late)
+    assert all(source_of(value) == "code" for value in values(again))
+    again, _ = batches(daemon, "all", 33, early, job="train")
+    assert values(again) == [value for batch in read[3:] for value in batch]
+    again, _ = batches(daemon, "all", 37, early, job="another")
+    assert values(again) == values(plain[3:])
+    again, _ = batches(daemon, "all", 40, job="train")  # it begins again: it was given nothing
+    assert values(again) == values(plain)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ from gyre_trainer.training.records.history import committed, digest, resumes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.conftest import Daemon, to_toml
+from tests.preloaded.interpreter import Interpreter
+from tests.train_jobs import IMPORTS, Job, Jobs
 
 DEADLINE_S = 150.0
 NUM_SAMPLES, SEQUENCE_LENGTH, BATCH_SIZE, SEED = 60, 16, 8, 11
@@ -49,45 +51,36 @@ every = 4
 
 @dataclass
 class Trainer:
-    """Starts `gyre-train` on one configuration, and ends what a test leaves running."""
+    """Starts `gyre-train` on one configuration."""
 
     config_path: Path
     address: str
-    processes: "list[subprocess.Popen[str]]" = field(default_factory=list)
+    jobs: Jobs
 
-    def start(
-        self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")
-    ) -> "subprocess.Popen[str]":
-        command = [
-            sys.executable,
-            *launch,
+    def start(self, out: Path, *flags: str, launch: tuple[str, ...] = ()) -> Job:
+        module, *words = [*launch, "gyre_trainer"]
+        return self.jobs.start(
+            *words,
             "run",
             str(self.config_path),
             f"--set=run.out={out}",
             *flags,
-        ]
-        environment = {**os.environ, "GYRE_ADDRESS": self.address}
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            environment={**os.environ, "GYRE_ADDRESS": self.address},
+            module=module,
         )
-        self.processes.append(process)
-        return process
 
-    def run(
-        self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")
-    ) -> tuple[int, str]:
+    def run(self, out: Path, *flags: str, launch: tuple[str, ...] = ()) -> tuple[int, str]:
         """Run to the end; return the exit status and standard error."""
-        process = self.start(out, *flags, launch=launch)
-        _, errors = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, errors
+        job = self.start(out, *flags, launch=launch)
+        errors = job.errors(DEADLINE_S)
+        return job.wait(DEADLINE_S), errors
 
-    def clean_up(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()  # torchrun puts its ranks into sessions of their own
-                process.kill()
-            process.communicate(timeout=120)
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    interpreter = Interpreter(IMPORTS)
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +115,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, address: str) -> Iterator[Trainer]:
+def trainer(tmp_path: Path, address: str, interpreter: Interpreter) -> Iterator[Trainer]:
     config_path = tmp_path / "train.toml"
     config_path.write_text(CONFIG)
-    trainer = Trainer(config_path, address)
-    yield trainer
-    trainer.clean_up()
+    jobs = Jobs(interpreter, tmp_path)
+    yield Trainer(config_path, address, jobs)
+    jobs.end(DEADLINE_S)
 
 
 def planned(address: str, step: int, **flags: object) -> list[int]:
@@ -172,10 +165,10 @@ def weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     }
 
 
-def wait_for_lines(path: Path, num_lines: int, process: "subprocess.Popen[str]") -> None:
+def wait_for_lines(path: Path, num_lines: int, job: Job) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
-        assert process.poll() is None, process.communicate(timeout=DEADLINE_S)[1]
+        assert job.poll() is None, job.errors(DEADLINE_S)
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
 
@@ -204,7 +197,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     job = trainer.start(killed, "--nproc=2")
     wait_for_lines(killed / "history.jsonl", 6, job)
     os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.wait(DEADLINE_S)
     resumed_from = int(
         (killed / "checkpoints" / "latest").read_text().strip().removeprefix("step-")
     )
@@ -232,12 +225,10 @@ def test_torchrun_and_another_world_size_consume_and_learn_the_same(
     )
     assert status == 0, errors
     torchrun = (
-        "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "gyre_trainer",
     )
     status, errors = trainer.run(under_torchrun, "--set=run.steps=4", launch=torchrun)
     assert status == 0, errors
@@ -268,7 +259,7 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, trainer: Trainer) -> None
     ranks = psutil.Process(job.pid).children(recursive=True)
     assert len(ranks) == 2
     ranks[1].kill()
-    _, errors = job.communicate(timeout=120)
+    errors = job.errors(DEADLINE_S)
     assert job.returncode == 1
     assert "was ended by SIGKILL" in errors
     _, alive = psutil.wait_procs(ranks, timeout=120)
@@ -278,7 +269,7 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, trainer: Trainer) -> None
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Trainer) -> None:
     """A stopped rank does not end, so the other ranks find out when their wait times out.
 
-    The timeout holds for the start as well: while ranks still import modules and take their first
+    The timeout holds for the start as well: while ranks open their records and take their first
     step, each of them waits for the slowest. So it is several times what that takes on a busy
     machine; else the job ends before this test stops a rank.
     """
@@ -286,7 +277,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
         "--nproc=3",
         "--set=data.batch_size=6",
         "--set=run.steps=100000",
-        "--set=run.timeout_s=30",
+        "--set=run.timeout_s=12",
         "--set=checkpoint.every=0",
     ]
     job = trainer.start(tmp_path / "run", *flags)
@@ -294,7 +285,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
     ranks = psutil.Process(job.pid).children(recursive=True)
     [stopped] = [rank for rank in ranks if rank.name() == "gyre-rank-1"]
     stopped.suspend()
-    _, errors = job.communicate(timeout=DEADLINE_S)
+    errors = job.errors(DEADLINE_S)
     assert job.returncode == 1
     assert "gyre-train: rank 1 is at fault: no sign of life" in errors  # and not "rank 0 failed: "
     assert "Traceback" not in errors
@@ -346,7 +337,7 @@ def test_a_run_that_cannot_train_ends_with_status_2_and_one_sentence(
     }
     jobs = {flag: trainer.start(tmp_path / flag, f"--set={flag}") for flag in expected}
     for flag, job in jobs.items():
-        _, errors = job.communicate(timeout=DEADLINE_S)
+        errors = job.errors(DEADLINE_S)
         assert (job.returncode, errors.count("gyre-train: error:")) == (2, 1), errors
         assert expected[flag] in errors
         assert "Traceback" not in errors
@@ -377,11 +368,13 @@ def test_damaged_runs_are_refused_with_one_sentence(tmp_path: Path, trainer: Tra
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path: Path, trainer: Trainer) -> None:
-    process = trainer.start(tmp_path / "run", "--set=run.steps=3")
-    assert process.stderr is not None
-    process.stderr.close()
-    process.stderr = None
-    assert process.wait(timeout=DEADLINE_S) == 0
+    command = [sys.executable, "-m", "gyre_trainer", "run", str(trainer.config_path)]
+    flags = [f"--set=run.out={tmp_path}/run", "--set=run.steps=3"]
+    environment = {**os.environ, "GYRE_ADDRESS": trainer.address}
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(timeout=DEADLINE_S) == 0
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 3
 
 

@@ -126,12 +126,14 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW under a linear warm-up and a cosine decay.
+    """AdamW and its learning rates.
 
     Attributes:
         lr: the peak learning rate, reached after the warm-up.
-        min_lr: the learning rate of the last step.
+        min_lr: the learning rate of the last step, except of the constant schedule.
         warmup_steps: steps from 0 to `lr`.
+        schedule: how the rate goes on after the warm-up.
+        decay_steps: the last steps, in which the rate falls; of `warmup-stable-decay` alone.
         betas: decay of AdamW's first and second moment.
         eps: AdamW's epsilon.
         weight_decay: for parameters with two or more dims.
@@ -142,11 +144,20 @@ class OptimizerConfig:
     lr: Positive = 1e-3
     min_lr: NotNegative = 1e-4
     warmup_steps: AtLeast0 = 0
+    schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
+    decay_steps: AtLeast0 = 0
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Epsilon = 1e-8
     weight_decay: NotNegative = 0.1
     clip_norm: NotNegative = 1.0
     accumulation_steps: AtLeast1 = 1
+
+    def __post_init__(self) -> None:
+        if (self.schedule == "warmup-stable-decay") != (self.decay_steps > 0):
+            raise ConfigError(
+                f"`optimizer.schedule` is {self.schedule} and `optimizer.decay_steps` is "
+                f"{self.decay_steps}; warmup-stable-decay needs decay steps, and only it has them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +213,12 @@ class TrainConfig:
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
+                f"but the run has {self.run.steps} steps"
+            )
+        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.run.steps:
+            raise ConfigError(
+                f"`optimizer.warmup_steps` and `optimizer.decay_steps` are "
+                f"{self.optimizer.warmup_steps} and {self.optimizer.decay_steps}, "
                 f"but the run has {self.run.steps} steps"
             )
         if isinstance(self.model, GPTConfig):

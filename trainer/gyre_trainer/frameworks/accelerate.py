@@ -1,0 +1,54 @@
+"""Rotated models in training loops with accelerate."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.frameworks.sharded_states import load_states, save_states
+
+_FOLDER = "sharded_{}"
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """What `Accelerator.prepare` does, for a model that is rotated, or sharded by FSDP2.
+
+    Afterwards `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state` work as
+    for other models. Each rank writes its shards, and any number of ranks can load them. Give
+    loaders and schedules to `Accelerator.prepare`.
+
+    Raises:
+        RotationError: the accelerator has a `mixed_precision`, which is for whole weights.
+
+    Example:
+        rotate_all(model, mesh=make_mesh(accelerator.device.type))
+        model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
+    """
+    if accelerator.mixed_precision != "no":
+        raise RotationError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}): "
+            'take "no", and RotationPolicy(compute_dtype=torch.bfloat16)'
+        )
+    # evaluation_mode leaves the model as it is: no DistributedDataParallel around it
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    name = _FOLDER.format(len(accelerator._models) - 1)
+
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        # what stays in the list is written by the first rank alone
+        weights.pop([id(each) for each in models].index(id(prepared)))
+        save_states(prepared, optimizer, Path(folder) / name)
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        models.pop([id(each) for each in models].index(id(prepared)))
+        load_states(prepared, optimizer, Path(folder) / name)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    # not known to the accelerator, whose first rank would save its own shards of the state
+    return prepared, AcceleratedOptimizer(optimizer, device_placement=False)

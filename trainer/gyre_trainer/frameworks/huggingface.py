@@ -1,0 +1,68 @@
+"""Rotated models in Hugging Face's Trainer."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from gyre_trainer import pretrained
+from gyre_trainer.errors import RotationError
+from gyre_trainer.frameworks.sharded_states import load_optimizer, save_optimizer
+
+_OPTIMIZER, _SCHEDULE = "optimizer_shards", "scheduler.pt"
+
+
+class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
+    """A Trainer for a model of `transformers` that is rotated, or sharded by FSDP2.
+
+    Checkpoints and the saved model have the library's layout; each rank writes its part of the
+    files, and any number of ranks can resume.
+
+    Raises:
+        RotationError: the arguments have `bf16` or `fp16`, which are for whole weights.
+
+    Example:
+        args = TrainingArguments(...)
+        rotate_all(model, mesh=make_mesh(args.device.type))
+        ShardedTrainer(model, args, train_dataset=dataset).train()
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create an accelerator that puts no DistributedDataParallel around models."""
+        if self.args.bf16 or self.args.fp16:
+            raise RotationError(
+                "TrainingArguments(bf16=True) and fp16 are for whole weights; "
+                "take RotationPolicy(compute_dtype=torch.bfloat16)"
+            )
+        super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call]
+        prepare = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.accelerator.prepare_model = prepare
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as `save_pretrained` does; collective."""
+        folder = output_dir or self.args.output_dir
+        pretrained.save_pretrained(self.model, folder)
+        tokenizer = self.processing_class
+        if self.args.should_save and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        pretrained.load(model or self.model, resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir) / _OPTIMIZER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            folder = Path(checkpoint)
+            load_optimizer(self.model, self.optimizer.optimizer, folder / _OPTIMIZER)
+            self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULE, weights_only=True))
