@@ -135,6 +135,12 @@ def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
             f"a packed dataset has a field {spec.name!r} of its own; give the one that is packed "
             "another name with `rename`"
         )
+    if any(each.name == LOSS_MASK for each in fields):
+        raise InvalidRequest(
+            f"the samples have a field {LOSS_MASK!r}, and only {spec.name!r:.100} is packed: the "
+            "packed batches would have a mask that knows nothing of theirs. Cut and fill each "
+            "sample with crop_or_pad, or leave the field out with `columns`"
+        )
     if config.overlong in ("split", "truncate") and spec.codec == "npy":
         raise InvalidRequest(
             f"documents of the field {spec.name!r:.100} are npy files, which cannot be cut; choose "
