@@ -57,6 +57,7 @@ from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.cache.disk import open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -205,6 +206,7 @@ class _Daemon:
             copy_workers,
             self._transforms,
             self._measurer,
+            WeightChanges(Path(beside / "mixtures")),
             config.prefetch_batches,
             self._ask_to_stop,
         )

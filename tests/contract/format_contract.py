@@ -24,6 +24,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes
+from gyre_daemon.storage.patterns import patterns_of
 from gyre_daemon.storage.shard import Shard
 
 from tests.shard_formats import shard_format
@@ -194,7 +195,10 @@ class IndexContract:
 
     def test_the_pattern_is_of_files(self) -> None:
         assert "/" not in self.made().pattern
-        assert not fnmatch.fnmatch("x.gyre-index", self.made().pattern), "sidecars are no shards"
+        patterns = patterns_of(self.made().pattern)
+        for name in ("x", *(each.replace("*", "1").replace("[0-9]", "1") for each in patterns)):
+            sidecar = f"{name}.gyre-index"
+            assert not any(fnmatch.fnmatch(sidecar, each) for each in patterns), sidecar
 
 
 class FormatContract(IndexContract):

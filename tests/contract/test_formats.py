@@ -9,6 +9,7 @@ import webdataset
 from gyre_daemon.datasets.formats import FORMATS, Format, base
 
 from tests.contract import (
+    test_arrayrecord,
     test_arrow,
     test_chunked_formats,
     test_more_formats,
@@ -126,7 +127,13 @@ class TestExample(FormatContract):
 
 
 def test_every_format_is_under_the_contract() -> None:
-    modules = (test_arrow, test_more_formats, test_chunked_formats, test_single_files)
+    modules = (
+        test_arrayrecord,
+        test_arrow,
+        test_more_formats,
+        test_chunked_formats,
+        test_single_files,
+    )
     more = (each for its in modules for each in vars(its).values() if isinstance(each, type))
     tested = {each.name for each in more if hasattr(each, "shards") and hasattr(each, "name")}
     assert tested | {TestTokens.name, TestWebdataset.name, "tsv"} == FORMATS.keys()

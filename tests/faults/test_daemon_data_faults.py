@@ -19,23 +19,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
-
-TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
-
-
-@pytest.fixture
-def tokens(gyred: StartDaemon, token_files: Path) -> Daemon:
-    """A daemon with the dataset `tokens` and a short lease."""
-    return gyred({"lease_s": 2.0, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
-
-
-def read_some(daemon: Daemon, num_batches: int = 3) -> list[int]:
-    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
-        return [
-            sample_id
-            for _ in range(num_batches)
-            for sample_id in next(iter(loader))["sample_id"].tolist()
-        ]
+from tests.faults.served_tokens import TOKENS, read_some
 
 
 def test_missing_shard_names_it(gyred: StartDaemon, token_files: Path) -> None:

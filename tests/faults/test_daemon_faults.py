@@ -28,15 +28,8 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.faults.served_tokens import TOKENS, read_some
 from tests.waiting import eventually
-
-TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
-
-
-@pytest.fixture
-def tokens(gyred: StartDaemon, token_files: Path) -> Daemon:
-    """A daemon with the dataset `tokens` and a short lease."""
-    return gyred({"lease_s": 2.0, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
 
 
 @pytest.fixture
@@ -44,15 +37,6 @@ def stub(tokens: Daemon) -> Iterator[pb_grpc.LoaderStub]:
     """A stub of that daemon's service."""
     with identified_channel(tokens.address) as channel:
         yield pb_grpc.LoaderStub(channel)
-
-
-def read_some(daemon: Daemon, num_batches: int = 3) -> list[int]:
-    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
-        return [
-            sample_id
-            for _ in range(num_batches)
-            for sample_id in next(iter(loader))["sample_id"].tolist()
-        ]
 
 
 def open_request(job: str, generation: int = 0, batch_size: int = 20) -> pb.OpenSessionRequest:

@@ -8,7 +8,7 @@ from gyre_client import Loader
 
 from tests.conftest import Daemon, StartDaemon
 from tests.daemons import gyred_command
-from tests.faults.test_daemon_faults import read_some
+from tests.faults.served_tokens import read_some
 from tests.waiting import eventually
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}

@@ -1,12 +1,16 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
-from collections.abc import Iterator
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CursorRejected, GyreError, InvalidRequest
 from gyre_client.loader.text import texts
 
@@ -14,6 +18,7 @@ from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
 
+ROOT = Path(__file__).parents[2]
 G = 8
 WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
 MIXTURES: dict[str, Any] = {
@@ -183,3 +188,149 @@ def test_balanced_ranks_share_the_same_batches(gyred: StartDaemon, config: dict[
         both = [value for its in parts for value in its[step]["id"].tolist()]
         assert sorted(both) == sorted(batch["id"].tolist())
     assert same(whole, batches(daemon, "all", 6, order="full")[0])
+
+
+def printed(capsys: pytest.CaptureFixture[str], daemon: Daemon, *arguments: str) -> tuple[int, str]:
+    status = main([*arguments, "--address", daemon.address])
+    found = capsys.readouterr()
+    return status, found.out + found.err
+
+
+def test_a_running_job_gets_other_weights(
+    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = gyred(config)
+    plain, _ = batches(daemon, "all", 40)
+
+    def open_rank(rank: int) -> Loader:
+        return Loader(
+            "all",
+            batch_size=G,
+            seed=5,
+            rank=rank,
+            world_size=2,
+            job="train",
+            address=daemon.address,
+            prefetch_batches=2,
+        )
+
+    def step(iterators: Sequence[Iterator[Batch]]) -> list[int]:
+        return [value for each in iterators for value in next(each)["id"].tolist()]
+
+    with open_rank(0) as one, open_rank(1) as other:
+        loaders = [one, other]
+        iterators = [each.stream() for each in loaders]
+        read = [step(iterators) for _ in range(3)]
+        early = one.state_dict()
+        status, text = printed(capsys, daemon, "mix", "all", "--weights", "code=1", "--from-step=1")
+        assert status == 2
+        assert "earliest" in text
+        for weights, message in (("nope=1", "no source 'nope'"), ("code=0", "above")):
+            status, text = printed(
+                capsys, daemon, "mix", "all", f"--weights={weights}", "--from-step", "30"
+            )
+            assert (status, message in text) == (2, True)
+        status, text = printed(capsys, daemon, "mix", "all", "--weights=code=1", "--from-step=30")
+        assert (status, "2 ranks of the job train" in text) == (0, True), text
+        read += [step(iterators) for _ in range(3, 36)]
+        late = one.state_dict()
+    assert read[:30] == [batch["id"].tolist() for batch in plain[:30]]
+    assert all(source_of(value) == "code" for batch in read[30:] for value in batch)
+    _, text = printed(
+        capsys, daemon, "plan", "all", "--batch-size", str(G), "--steps", "0:40", "--seed", "5"
+    )
+    assert "from step 0: web 50.00%, code 30.00%, books 20.00%" in text
+    assert text.count("steps ") == 20
+    daemon.kill()
+    daemon.start()
+    # the state has the change, or the daemon's record does; a state of another job has none
+    again, _ = batches(daemon, "all", 4, late)
+    assert all(source_of(value) == "code" for value in values(again))
+    again, _ = batches(daemon, "all", 33, early, job="train")
+    assert values(again) == [value for batch in read[3:] for value in batch]
+    again, _ = batches(daemon, "all", 37, early, job="another")
+    assert values(again) == values(plain[3:])
+    again, _ = batches(daemon, "all", 40, job="train")  # it begins again: it was given nothing
+    assert values(again) == values(plain)
+
+
+def read_steps(
+    daemon: Daemon, loaders: list[Loader], num: int, kill_at: int = -1
+) -> list[dict[int, str]]:
+    """Of each step, the ids of the global batch with their texts."""
+    steps = []
+    streams = [loader.stream() for loader in loaders]
+    for number in range(num):
+        if number == kill_at:
+            daemon.kill()
+            daemon.start()
+        parts = [next(stream) for stream in streams]
+        assert {len(batch["id"]) for batch in parts} == {G // len(loaders)}
+        steps.append(
+            {
+                value: text
+                for batch in parts
+                for value, text in zip(batch["id"].tolist(), texts(batch, "text"), strict=True)
+            }
+        )
+    return steps
+
+
+def test_kills_ranks_filters_balance_and_a_change_of_weights(
+    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in SIZES:
+        config["datasets"][name]["filter"] = "length(text) >= 5"
+    daemon = gyred(config)
+    change = ("mix", "all", "--weights=web=0.25,code=0.75", "--from-step=14")
+
+    def ranks(num: int, job: str, state: dict[str, Any] | None) -> list[Loader]:
+        loaders = []
+        for rank in range(num):
+            loader = Loader(
+                "all",
+                batch_size=G,
+                seed=9,
+                rank=rank,
+                world_size=num,
+                job=job,
+                address=daemon.address,
+                prefetch_batches=2,
+                balance={"linear": 1.0, "quadratic": 0.1, "field": "text"},
+            )
+            if state:
+                loader.load_state_dict(state)
+            loaders.append(loader)
+        return loaders
+
+    (straight,) = loaders = ranks(1, "straight", None)
+    with straight:
+        whole = read_steps(daemon, loaders, 2)
+        assert printed(capsys, daemon, *change, "--job=straight")[0] == 0
+        whole += read_steps(daemon, loaders, 26)
+    for value, text in (each for step in whole for each in step.items()):
+        assert len(text) >= 5
+        assert text == text_of(value)
+    assert not any(source_of(value) == "books" for step in whole[14:] for value in step)
+    state: dict[str, Any] | None = None
+    found: list[dict[int, str]] = []
+    for num_ranks, num, kill_at in ((2, 2, -1), (2, 8, 4), (4, 9, 5), (1, 9, -1)):
+        with contextlib.ExitStack() as stack:
+            loaders = [stack.enter_context(each) for each in ranks(num_ranks, "elastic", state)]
+            found += read_steps(daemon, loaders, num, kill_at)
+            if len(found) == 2:
+                assert printed(capsys, daemon, *change, "--job=elastic")[0] == 0
+            state = loaders[0].state_dict()
+    assert found == whole
+
+
+def test_the_example_reads_its_schedule(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/mixture.py", "--workdir", str(tmp_path), "--steps", "16"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=240, cwd=ROOT
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    shares = [int(line[3].rstrip("%")) for line in lines if line[0] == "step"]
+    assert len(shares) == 8
+    assert min(shares[:4]) > 70
+    assert max(shares[4:]) < 30

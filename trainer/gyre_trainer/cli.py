@@ -15,13 +15,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import shtab
 from gyre_client.errors import GyreError
 from gyre_common.program import internal_error
 
 from gyre_trainer import __version__
+from gyre_trainer.argument_types import positive, rate
 from gyre_trainer.errors import ConfigError, RingError, TrainError
 from gyre_trainer.training.config import TrainConfig, load, of_model
 from gyre_trainer.training.launcher import Launcher
@@ -30,9 +31,10 @@ from gyre_trainer.training.rank_failure import FailurePipe
 from gyre_trainer.training.rank_variables import require_rank
 from gyre_trainer.training.run_folder import require_writable
 
+if TYPE_CHECKING:
+    from gyre_trainer.training.export import Export
+
 LATEST = "latest"
-# Of ranks, and of steps of a trace: more would keep a machine busy for ever.
-_MAX_COUNT = 65_536
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +109,7 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
     """Run as a rank. A failure ends the process at once, so that no rank waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        options.be_rank(load(options.config, options.set), options)
+        options.be_rank(options.read(options), options)
     except Exception as error:
         is_expected = isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
@@ -152,6 +154,26 @@ def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
     from gyre_trainer.training.trace import trace  # noqa: PLC0415
 
     trace(config, options.out, options.steps)
+
+
+def _export(config: TrainConfig, options: argparse.Namespace) -> None:
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training.export import export  # noqa: PLC0415
+
+    export(config, _given_export(options))
+
+
+def _read_export(options: argparse.Namespace) -> TrainConfig:
+    return _given_export(options).config(int(os.environ.get("WORLD_SIZE", options.nproc)))
+
+
+def _given_export(options: argparse.Namespace) -> "Export":
+    # Torch's distributed packages take two seconds.
+    import torch  # noqa: PLC0415
+
+    from gyre_trainer.training.export import Export  # noqa: PLC0415
+
+    return Export(options.run, options.out, getattr(torch, options.dtype))
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> str:
@@ -214,6 +236,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             "trace", help="profile a few steps on random tokens; every rotation step is named"
         )
     )
+    _add_export(
+        commands.add_parser(
+            "export", help="write a checkpoint's model in the layout of transformers"
+        )
+    )
     shows = commands.add_parser(
         "plan", help="show what each module becomes, and what a step costs a rank"
     )
@@ -259,9 +286,29 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where rank-*.json are written (default trace)",
     )
-    traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
+    traces.add_argument("--steps", type=positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(
         be_rank=_trace, imports="gyre_trainer.training.trace", prepare=_prepare_trace
+    )
+
+
+def _add_export(exports: argparse.ArgumentParser) -> None:
+    exports.add_argument(
+        "run", type=Path, metavar="RUN", help="a run directory, or a checkpoint's directory"
+    )
+    exports.add_argument("out", type=Path, metavar="DIR", help="the folder that is written")
+    exports.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights in the files (default float32, as they were trained)",
+    )
+    _add_nproc(exports)
+    exports.set_defaults(
+        be_rank=_export,
+        imports="gyre_trainer.training.export",
+        read=_read_export,
+        prepare=lambda _, options: require_writable(options.out, "DIR"),
     )
 
 
@@ -273,23 +320,23 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     of_model.add_argument(
         "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
     )
-    of_model.add_argument("--sequence", type=_positive, help="tokens of a sample")
-    of_model.add_argument("--batch", type=_positive, help="samples of all ranks in a step")
+    of_model.add_argument("--sequence", type=positive, help="tokens of a sample")
+    of_model.add_argument("--batch", type=positive, help="samples of all ranks in a step")
     rates = plan.add_argument_group("the ranks")
     rates.add_argument(
         "--operations-per-s",
-        type=_rate,
+        type=rate,
         metavar="RATE",
         help="floating-point operations of a rank (default: measured here)",
     )
     rates.add_argument(
         "--bytes-per-s",
-        type=_rate,
+        type=rate,
         metavar="RATE",
         help="bytes that a rank sends (default: a copy in this machine's memory)",
     )
     rates.add_argument(
-        "--memory", type=_rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
+        "--memory", type=rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
     )
     plan.set_defaults(show=_plan, be_rank=None, read=_read_plan)
 
@@ -318,7 +365,7 @@ def _add_shows(shows: argparse.ArgumentParser) -> None:
 def _add_ranks(shows: argparse.ArgumentParser) -> None:
     shows.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         default=4,
         help="number of ranks of the job; this machine needs none of them (default 4)",
     )
@@ -343,27 +390,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         default=1,
         help="ranks to start on this machine (default 1; not under torchrun)",
     )
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
-    if not 1 <= value <= _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {_MAX_COUNT}")
-    return value
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:20]} is not a positive number")
-    return value

@@ -22,6 +22,7 @@ from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
+from gyre_client.command.mixing import add_mix_arguments, mix
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.status import status
 from gyre_client.command.top import top
@@ -134,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     live.add_argument("--once", action="store_true", help="one look, and end")
     add_plan_arguments(add(plan, shuffle, "which samples make a step, or what each order costs"))
+    add_mix_arguments(add(mix, dataset, "give the running job on a mixture other weights"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
     samples.add_argument("--num", type=int, default=3, help="how many (3)")

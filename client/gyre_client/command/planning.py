@@ -8,6 +8,7 @@ from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of, option, size_bytes, stages, steps
+from gyre_client.command.mixing import plan_mixture
 from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT64, whole
@@ -40,6 +41,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=0, help="whose samples, counted from 0 (0)")
     add("--world-size", type=int, default=1, help="the number of ranks (1)")
 
+    add = parser.add_argument_group("the sources of a mixture").add_argument
+    add("--steps", type=steps, metavar="A:B", help="draw what each source contributes to them")
+    add("--job", default="", help="a running job, with the weights that it was given")
+
     add = parser.add_argument_group("what each order costs").add_argument
     about = "estimate requests, bytes, memory, shuffle quality and money"
     add("--cost", action="store_true", help=about)
@@ -52,9 +57,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns the samples of steps (--step) or the costs of orders (--cost)."""
-    if args.cost == (args.step is not None):
-        raise InvalidRequest("what is to be planned? Give --step S, --step A:B or --cost")
+    """Returns samples of steps (--step), costs of orders (--cost), or sources (--steps)."""
+    if args.steps is not None and not args.cost and args.step is None:
+        return plan_mixture(connection, args, _order(args, args.world_size, args.order))
+    if args.steps is not None or args.cost == (args.step is not None):
+        raise InvalidRequest(
+            "what is to be planned? Give --step S, --step A:B, --cost or, of a mixture, --steps A:B"
+        )
     return _costs(connection, args) if args.cost else _steps(connection, args)
 
 

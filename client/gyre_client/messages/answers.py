@@ -36,8 +36,9 @@ def check_numbers(message: Message) -> None:
     """
     for field, value in message.ListFields():
         if field.type == field.TYPE_DOUBLE:
-            if not math.isfinite(value):
-                raise DaemonFault(f"the daemon says that {field.full_name} is {value}")
+            for number in [value] if isinstance(value, float) else value:
+                if not math.isfinite(number):
+                    raise DaemonFault(f"the daemon says that {field.full_name} is {number}")
         elif field.message_type is not None:
             for each in [value] if isinstance(value, Message) else value:
                 if isinstance(each, Message):

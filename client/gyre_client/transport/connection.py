@@ -238,6 +238,14 @@ class Connection:
         """Returns what it costs to read a dataset in each order."""
         return self._call(self._stub.PlanCost, request, OPEN_TIMEOUT_S)
 
+    def plan_mixture(self, request: pb.PlanMixtureRequest) -> pb.PlanMixtureResponse:
+        """Returns what each source of a mixture contributes up to some steps."""
+        return self._call(self._stub.PlanMixture, request, OPEN_TIMEOUT_S)
+
+    def change_weights(self, request: pb.ChangeWeightsRequest) -> pb.ChangeWeightsResponse:
+        """Gives a running job on a mixture other weights."""
+        return self._call(self._stub.ChangeWeights, request, OPEN_TIMEOUT_S)
+
     def open_session(
         self,
         request: pb.OpenSessionRequest,

@@ -167,7 +167,7 @@ CODECS: Mapping[str, Codec] = {
         finish=_finish_npy,
     ),
     "cast": Codec(
-        misfits=lambda stored, reserved: np.asarray(stored < 1),
+        misfits=lambda stored, reserved: np.asarray((stored < 1) != (reserved < 1)),
         scratch_bytes=lambda stored, reserved: stored,
         finish=_finish_cast,
     ),

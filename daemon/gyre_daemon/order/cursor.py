@@ -23,7 +23,7 @@ _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
 NUM_BEFORE = _HEAD.size
 _FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION = 1, 2, 3
-_MAX_BYTES = 4096  # a cursor has about 200; more is not even parsed
+MAX_CURSOR_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
 
 
@@ -111,7 +111,7 @@ def decode_cursor(data: bytes) -> Cursor:
             does not know.
     """
     body = data[NUM_BEFORE:]
-    if len(data) > _MAX_BYTES or data[:NUM_BEFORE] != _HEAD.pack(_MAGIC, zlib.crc32(body)):
+    if len(data) > MAX_CURSOR_BYTES or data[:NUM_BEFORE] != _HEAD.pack(_MAGIC, zlib.crc32(body)):
         raise _rejected("the cursor is damaged or is none of this loader's")
     try:
         version, values = json.loads(body)

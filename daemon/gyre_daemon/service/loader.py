@@ -26,11 +26,13 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.location import shown_uri
 from gyre_daemon.transforms.declared import Transforms
 
@@ -54,6 +56,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         copy_workers: CopyWorkers,
         transforms: Transforms,
         measurer: Measurer,
+        changes: WeightChanges,
         prefetch_batches: int,
         drain: Callable[[], float],
     ) -> None:
@@ -67,6 +70,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             copy_workers: counted in the status.
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
+            changes: weights that running jobs on mixtures were given.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
@@ -76,8 +80,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._policy = policy
         self._copy_workers = copy_workers
         self._opener = SessionOpener(
-            catalog, sessions, policy, transforms, measurer, prefetch_batches
+            catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
+        self._mixtures = MixtureService(sessions, policy, changes)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -198,6 +203,24 @@ class LoaderService(pb_grpc.LoaderServicer):
         question = requests.to_cost_question(request, dataset)
         report = await asyncio.to_thread(estimate_all, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
+
+    @answers_errors
+    async def PlanMixture(
+        self, request: pb.PlanMixtureRequest, context: Context
+    ) -> pb.PlanMixtureResponse:
+        """Count what each source of a mixture contributes."""
+        caller = self._callers.identify(context)
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        return await self._mixtures.plan(caller, dataset, request)
+
+    @answers_errors
+    async def ChangeWeights(
+        self, request: pb.ChangeWeightsRequest, context: Context
+    ) -> pb.ChangeWeightsResponse:
+        """Give a running job other weights."""
+        caller = self._callers.identify(context)
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        return self._mixtures.change(caller, dataset, request)
 
     @answers_errors
     async def OpenSession(

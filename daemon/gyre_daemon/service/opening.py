@@ -19,10 +19,12 @@ from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
 from gyre_daemon.service.audit import audit_hidden
+from gyre_daemon.service.mixtures import job_on
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 
 
@@ -37,6 +39,7 @@ class SessionOpener:
         transforms: Transforms,
         measurer: Measurer,
         prefetch_batches: int,
+        changes: WeightChanges,
     ) -> None:
         """Open nothing yet.
 
@@ -47,7 +50,9 @@ class SessionOpener:
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
+            changes: weights that running jobs on mixtures were given.
         """
+        self._changes = changes
         self._catalog = catalog
         self._sessions = sessions
         self._policy = policy
@@ -85,6 +90,11 @@ class SessionOpener:
             grow=request.grow,
             changed_transforms=request.changed_transforms,
         )
+        if dataset.mixture:
+            key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
+            if not request.cursor and not any(job_on(each) == key for each in self._sessions):
+                self._changes.forget(key)
+            cursor = self._changes.applied(cursor, key)
         session = await self._sessions.open(
             SessionRequest(
                 owner,

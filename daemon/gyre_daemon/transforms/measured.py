@@ -7,12 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.permutation import Int64Array
 
 Lengths = npt.NDArray[np.int32]
-_AT_ONCE = 1 << 16  # samples that are looked at together
 
 
 class MeasuredIndex(SampleIndex):
@@ -44,7 +43,7 @@ class MeasuredIndex(SampleIndex):
         self._element_bytes = np.array([spec.element_bytes for spec in made], np.int64)
         names = [spec.name for spec in stored]
         self._passed = [names.index(spec.name) for spec in stored_fields(passed)]
-        self._bounds = RaggedBounds(self._ragged_bytes)
+        self._bounds = located_bounds(self)
 
     @property
     def num_samples(self) -> int:
@@ -77,11 +76,3 @@ class MeasuredIndex(SampleIndex):
         digest = hashlib.blake2b(b"measured" + self._source.digest(), digest_size=16)
         digest.update(self.lengths.astype("<i4").data)
         return digest.digest()
-
-    def _ragged_bytes(self) -> Int64Array:
-        ragged = [spec.ragged for spec in stored_fields(self.fields)]
-        total = np.empty(self.num_samples, np.int64)
-        for begin in range(0, len(total), _AT_ONCE):
-            ids = np.arange(begin, min(begin + _AT_ONCE, len(total)))
-            total[ids] = self.locate(ids).tensor_bytes[:, ragged].sum(axis=1)
-        return total

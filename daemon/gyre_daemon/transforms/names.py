@@ -21,6 +21,7 @@ BUILT_IN: Mapping[str, str] = {
     "color_jitter": f"{_HERE}.images.colors:ColorJitter",
     "rand_augment": f"{_HERE}.images.augment:RandAugment",
     "decode_audio": f"{_HERE}.audio.decode:DecodeAudio",
+    "decode_video": f"{_HERE}.video.decode:DecodeVideo",
     "log_mel": f"{_HERE}.audio.mel:LogMel",
     "normalize": f"{_HERE}.images.colors:Normalize",
     "to_chw": f"{_HERE}.images.colors:ToChw",

@@ -1178,6 +1178,226 @@ class ShuffleQuality(_message.Message):
 Global___ShuffleQuality: _TypeAlias = ShuffleQuality  # noqa: Y015
 
 @_typing.final
+class PlanMixtureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """a running job, whose weights count; empty for those of the definition"""
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def order(self) -> Global___OrderSpec: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at most 1,000"""
+
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        order: Global___OrderSpec | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "job", b"job", "order", b"order", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanMixtureRequest: _TypeAlias = PlanMixtureRequest  # noqa: Y015
+
+@_typing.final
+class PlanMixtureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureSource]: ...
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixturePhase]: ...
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceCounts]:
+        """of each step that was asked for"""
+
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[Global___MixtureSource] | None = ...,
+        phases: _abc.Iterable[Global___MixturePhase] | None = ...,
+        counts: _abc.Iterable[Global___SourceCounts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "phases", b"phases", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanMixtureResponse: _TypeAlias = PlanMixtureResponse  # noqa: Y015
+
+@_typing.final
+class MixtureSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    num_samples: _builtins.int
+    """of an epoch"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureSource: _TypeAlias = MixtureSource  # noqa: Y015
+
+@_typing.final
+class MixturePhase(_message.Message):
+    """Steps in which the sources of a mixture have the same weights; they end where the next phase begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    given: _builtins.bool
+    """to the running job; not by the mixture's definition"""
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of each source; 1 in all"""
+
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        shares: _abc.Iterable[_builtins.float] | None = ...,
+        given: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "given", b"given", "shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixturePhase: _TypeAlias = MixturePhase  # noqa: Y015
+
+@_typing.final
+class SourceCounts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def num_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each source, in all steps before"""
+
+    def __init__(
+        self,
+        *,
+        num_samples: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceCounts: _TypeAlias = SourceCounts  # noqa: Y015
+
+@_typing.final
+class ChangeWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """empty for the only one that reads the mixture"""
+    from_step: _builtins.int
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """of sources; one that is absent is not read"""
+
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        job: _builtins.str = ...,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "from_step", b"from_step", "job", b"job", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeWeightsRequest: _TypeAlias = ChangeWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ChangeWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    EARLIEST_STEP_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    num_ranks: _builtins.int
+    """that read at this daemon"""
+    earliest_step: _builtins.int
+    """that would have been possible"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        num_ranks: _builtins.int = ...,
+        earliest_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earliest_step", b"earliest_step", "job", b"job", "num_ranks", b"num_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeWeightsResponse: _TypeAlias = ChangeWeightsResponse  # noqa: Y015
+
+@_typing.final
 class PlanStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

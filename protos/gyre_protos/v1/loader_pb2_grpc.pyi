@@ -59,6 +59,12 @@ class LoaderStub:
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
     """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+    PlanMixture: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]
+    """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+    ChangeWeights: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]
+    """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+    """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -88,6 +94,12 @@ class LoaderAsyncStub(LoaderStub):
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]  # type: ignore[assignment]
     """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+    PlanMixture: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]  # type: ignore[assignment]
+    """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+    ChangeWeights: _aio.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]  # type: ignore[assignment]
+    """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+    """
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -150,6 +162,24 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanCostResponse, _abc.Awaitable[_loader_pb2.PlanCostResponse]]:
         """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+
+    @_abc_1.abstractmethod
+    def PlanMixture(
+        self,
+        request: _loader_pb2.PlanMixtureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.PlanMixtureResponse, _abc.Awaitable[_loader_pb2.PlanMixtureResponse]]:
+        """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+
+    @_abc_1.abstractmethod
+    def ChangeWeights(
+        self,
+        request: _loader_pb2.ChangeWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.ChangeWeightsResponse, _abc.Awaitable[_loader_pb2.ChangeWeightsResponse]]:
+        """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
+        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+        """
 
     @_abc_1.abstractmethod
     def OpenSession(

@@ -9,8 +9,8 @@ import numpy as np
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.chunks import Decode, Expected
-from gyre_daemon.datasets.formats.field_spec import Extents, stored_fields
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.field_spec import Extents
+from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_at
@@ -67,7 +67,7 @@ class Filtered(SampleIndex):
             kept: int64 [M], ids in rising order; at least one.
         """
         self._index, self._kept = index, kept
-        self._bounds = RaggedBounds(self._ragged_bytes)
+        self._bounds = located_bounds(self)
         self._blocks = BlockTables(self._make_blocks)
 
     @property
@@ -97,15 +97,6 @@ class Filtered(SampleIndex):
         digest = hashlib.blake2b(b"filtered" + self._index.digest(), digest_size=16)
         digest.update(self._kept.astype("<i8").data)
         return digest.digest()
-
-    def _ragged_bytes(self) -> Int64Array:
-        """Int64 [M], the bytes of all ragged fields of each sample."""
-        ragged = [spec.ragged for spec in stored_fields(self.fields)]
-        total = np.empty(self.num_samples, np.int64)
-        for begin in range(0, len(total), _AT_ONCE):
-            ids = np.arange(begin, min(begin + _AT_ONCE, len(total)))
-            total[ids] = self.locate(ids).tensor_bytes[:, ragged].sum(axis=1)
-        return total
 
     def _make_blocks(self, io_block_bytes: int) -> BlockTable:
         table = self._index.blocks(io_block_bytes)

@@ -150,4 +150,4 @@ class _Reader:
         while num_bytes and (data := self.take(min(num_bytes, _PIECE_BYTES))):
             num_bytes -= len(data)
         if num_bytes:
-            raise ValueError("it is cut off")
+            raise ValueError(f"it is cut off at byte {self.offset}")

@@ -61,6 +61,15 @@ def encoded(state: Mapping[str, bytes]) -> dict[str, str]:
     return {name: b64encode(value).decode() for name, value in state.items()}
 
 
+def model_of(path: Path) -> dict[str, Any]:
+    """The keys of the configuration of the model in the checkpoint directory ``path``.
+
+    Raises:
+        CheckpointRejected: it is not a checkpoint, or has another format, or is damaged.
+    """
+    return _converted(path).model
+
+
 def read(path: Path, model_config: ModelConfig) -> Manifest:
     """The manifest of the checkpoint directory ``path``.
 
@@ -68,16 +77,7 @@ def read(path: Path, model_config: ModelConfig) -> Manifest:
         CheckpointRejected: it is not a checkpoint, or has another format or model, or is damaged;
             the message says what differs, or names the key.
     """
-    table = _table(path)
-    written = table.get("format")
-    if written != FORMAT:
-        raise CheckpointRejected(
-            f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
-        )
-    try:
-        manifest = msgspec.convert(table, Manifest)
-    except msgspec.ValidationError as error:
-        raise _damaged(path, str(error)) from None
+    manifest = _converted(path)
     saved, wanted = manifest.model, asdict(model_config)
     differences = [
         f"{key} is {saved.get(key)!r:.40} there and {wanted.get(key)!r} here"
@@ -94,6 +94,19 @@ def read(path: Path, model_config: ModelConfig) -> Manifest:
     if ".metadata" not in manifest.files:
         raise _damaged(path, "`files` has no `.metadata`")
     return manifest
+
+
+def _converted(path: Path) -> Manifest:
+    table = _table(path)
+    written = table.get("format")
+    if written != FORMAT:
+        raise CheckpointRejected(
+            f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
+        )
+    try:
+        return msgspec.convert(table, Manifest)
+    except msgspec.ValidationError as error:
+        raise _damaged(path, str(error)) from None
 
 
 def describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:

@@ -16,11 +16,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -99,14 +106,7 @@ class Checkpoints:
         saved = manifest.read(path, self._model_config)
         _require_whole(path, saved.files)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-        try:
-            load(
-                {"model": model, "optimizer": optimizer},
-                storage_reader=SafeReader(path),
-                planner=SafePlanner(),
-            )
-        except CheckpointException as error:
-            raise manifest.rejection(path, _cause(error)) from error
+        _load({"model": model, "optimizer": optimizer}, path)
         set_state_dict(
             state.model,
             state.optimizer,
@@ -132,6 +132,25 @@ class Checkpoints:
             shutil.rmtree(old)
         for torn in self._folder.glob(".writing-*"):
             shutil.rmtree(torn)
+
+
+def load_model(model: torch.nn.Module, path: Path, model_config: ModelConfig) -> None:
+    """Restore a model alone, in place, from the checkpoint directory ``path``; collective.
+
+    Raises:
+        CheckpointRejected: as `Checkpoints.load`.
+    """
+    _require_whole(path, manifest.read(path, model_config).files)
+    state = get_model_state_dict(model)
+    _load({"model": state}, path)
+    set_model_state_dict(model, state)
+
+
+def _load(state: dict[str, Any], path: Path) -> None:
+    try:
+        load(state, storage_reader=SafeReader(path), planner=SafePlanner())
+    except CheckpointException as error:
+        raise manifest.rejection(path, _cause(error)) from error
 
 
 def exists(folder: Path) -> bool:

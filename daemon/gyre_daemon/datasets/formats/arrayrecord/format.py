@@ -25,9 +25,7 @@ class ArrayRecordOptions:
 class ArrayRecordFormat:
     """A `Format` whose chunks are one or several of Riegeli's."""
 
-    pattern = (
-        "*.{array_record,arrayrecord,riegeli,array_record-*-of-*,arrayrecord-*-of-*,riegeli-*-of-*}"
-    )
+    pattern = "*.{array_record,arrayrecord,riegeli,array_record-*-of-*[0-9]}"
     unpacks_gzip = False
     inspection = Scan("arrayrecord/1", scan_file, num_rows, check_chunks, seeks=True)
 

@@ -11,6 +11,7 @@ be killed, as it may crash.
 import importlib.util
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -45,6 +46,7 @@ FIELD = FieldSpec("record", np.dtype(np.uint8), (), ragged=True, codec="bytes")
 _MIN_CHUNK_BYTES = 64 << 10
 # What a scan reads at once, if chunks have several records.
 _WINDOW_BYTES = 8 << 20
+_PLACES = re.compile(r"[;,] (?:chunk )?at |; reading ")
 
 
 def records_of(data: memoryview, start: int) -> list[bytes]:
@@ -98,8 +100,8 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the library says, without the name of a file that nobody has."""
-    return str(error).partition("; reading ")[0][:300]
+    """What the library says, without the places in a file that nobody has."""
+    return _PLACES.split(str(error), maxsplit=1)[0][:300]
 
 
 def require_library() -> None:

@@ -28,7 +28,7 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.chunks import Decode, Expected
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
@@ -41,8 +41,6 @@ from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
-# Samples whose sizes are found at once, to bound the memory that takes.
-_SAMPLES_AT_ONCE = 1 << 20
 _BOOL = np.dtype(np.bool_)
 
 
@@ -141,7 +139,7 @@ class UnionIndex(SampleIndex):
             [_IndexedField.of(spec, part.index, defaults) for spec in self._indexed]
             for part in parts
         ]
-        self._bounds = RaggedBounds(self._ragged_bytes)
+        self._bounds = located_bounds(self)
         self._blocks = BlockTables(self._make_blocks)
         self._digest = self._make_digest()
 
@@ -199,15 +197,6 @@ class UnionIndex(SampleIndex):
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
         return self._digest
-
-    def _ragged_bytes(self) -> Int64Array:
-        """Int64 [N], the bytes of all ragged fields of each sample."""
-        is_ragged = [spec.ragged for spec in self._stored]
-        total = np.empty(self.num_samples, np.int64)
-        for begin in range(0, len(total), _SAMPLES_AT_ONCE):
-            ids = np.arange(begin, min(begin + _SAMPLES_AT_ONCE, len(total)))
-            total[ids] = self.locate(ids).tensor_bytes[:, is_ragged].sum(axis=1)
-        return total
 
     def _make_blocks(self, io_block_bytes: int) -> BlockTable:
         firsts = [self._first[-1:]]

@@ -141,9 +141,10 @@ class JsonColumns:
                         damaged[place] = str(error)
                     typed = self._typed(columns)
             line += len(lines)
-        if damaged and any(key not in keys for _, key in self.pairs) and not self.may_lack:
+        is_lacking = not self.may_lack and any(key not in keys for _, key in self.pairs)
+        if damaged and (is_lacking or len(damaged) == len(rows)):
             raise ValueError(next(iter(damaged.values())))  # a damaged block may have the key
-        served = self._served(columns, keys, has_rows=len(rows) > len(damaged))
+        served = self._served(columns, keys, has_rows=bool(rows))
         specs = [spec for spec, _ in served]
         return chunk_arrays(
             specs,

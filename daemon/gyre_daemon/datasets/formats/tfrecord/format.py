@@ -33,7 +33,7 @@ class TfrecordOptions:
 class TfrecordFormat:
     """A `Format` that reads each file once and compares all checksums."""
 
-    pattern = "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*}"
+    pattern = "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*[0-9]}"
     unpacks_gzip = True
 
     @staticmethod

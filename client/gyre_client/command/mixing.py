@@ -1,0 +1,127 @@
+"""`gyre mix`, and `gyre plan MIXTURE --steps A:B`: the sources of mixtures."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from gyre_common.printable import printable
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of
+from gyre_client.display.formatting import CommandOutput, plain, table
+from gyre_client.errors import InvalidRequest
+from gyre_client.messages.arguments import MAX_UINT64, whole
+from gyre_client.transport.connection import Connection
+
+_MAX_ROWS = 20  # of a plan, each some steps
+_BAR = 40  # characters
+_MARKS = "█▓▒░#=+*o.:-"
+
+
+def add_mix_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `gyre mix`."""
+    add = parser.add_argument
+    add(
+        "--weights",
+        type=weights,
+        required=True,
+        metavar="NAME=WEIGHT,...",
+        help="of the sources; one that is not named is not read",
+    )
+    add("--from-step", type=int, required=True, metavar="S", help="the first step with them")
+    add("--job", default="", help="which job, if several read the mixture")
+
+
+def weights(text: str) -> dict[str, float]:
+    """Parses NAME=WEIGHT,NAME=WEIGHT,..."""
+    found: dict[str, float] = {}
+    for each in text.split(","):
+        name, _, value = each.rpartition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 <= weight < math.inf:
+            raise argparse.ArgumentTypeError(f"{each!r} is not NAME=WEIGHT, such as web=0.7")
+        found[name.strip()] = weight
+    return found
+
+
+def mix(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Gives the running job on a mixture other weights from a step on."""
+    answer = connection.change_weights(
+        pb.ChangeWeightsRequest(
+            dataset=dataset_of(args),
+            job=args.job,
+            weights=args.weights,
+            from_step=whole("from_step", args.from_step, 0, MAX_UINT64),
+        )
+    )
+    ranks = "1 rank" if answer.num_ranks == 1 else f"{answer.num_ranks} ranks"
+    text = (
+        f"{ranks} of the job {printable(answer.job)} read {printable(args.dataset)} with these "
+        f"weights from step {args.from_step} on; step {answer.earliest_step} would have been the "
+        "earliest. Do the same at the daemons of the job's other nodes."
+    )
+    return CommandOutput(plain(answer), text)
+
+
+def plan_mixture(
+    connection: Connection, args: argparse.Namespace, order: pb.OrderSpec
+) -> CommandOutput:
+    """Draws what each source of a mixture contributes to a range of steps."""
+    first, stop = args.steps
+    if stop is None or not 0 <= first < stop:
+        raise InvalidRequest("--steps takes a range A:B of steps, such as 0:1000")
+    num_rows = min(_MAX_ROWS, stop - first)
+    bounds = [first + (stop - first) * row // num_rows for row in range(num_rows + 1)]
+    answer = connection.plan_mixture(
+        pb.PlanMixtureRequest(dataset=dataset_of(args), order=order, steps=bounds, job=args.job)
+    )
+    if len(answer.counts) != len(bounds) or any(
+        len(each.num_samples) != len(answer.sources) for each in answer.counts
+    ):
+        raise InvalidRequest("the daemon's plan does not fit the question; upgrade the client")
+    counts = [list(each.num_samples) for each in answer.counts]
+    return CommandOutput(plain(answer), f"{_sources(answer, counts)}\n\n{_bars(bounds, counts)}")
+
+
+def _sources(answer: pb.PlanMixtureResponse, counts: Sequence[Sequence[int]]) -> str:
+    read = [after - before for before, after in zip(counts[0], counts[-1], strict=True)]
+    total = max(sum(read), 1)
+    rows = [
+        (
+            _MARKS[number % len(_MARKS)],
+            printable(source.name),
+            f"{read[number]:,}",
+            f"{read[number] / total:.2%}",
+            f"{counts[0][number] / max(source.num_samples, 1):.2f}",
+            f"{counts[-1][number] / max(source.num_samples, 1):.2f}",
+        )
+        for number, source in enumerate(answer.sources)
+    ]
+    header = ("", "SOURCE", "SAMPLES", "SHARE", "EPOCHS BEFORE", "EPOCHS AFTER")
+    phases = [
+        f"from step {phase.first_step:,}{' (given to the job)' if phase.given else ''}: "
+        + ", ".join(
+            f"{printable(source.name)} {share:.2%}"
+            for source, share in zip(answer.sources, phase.shares, strict=True)
+        )
+        for phase in answer.phases
+    ]
+    return "\n".join([table(header, rows), "", *phases])
+
+
+def _bars(bounds: Sequence[int], counts: Sequence[Sequence[int]]) -> str:
+    lines = []
+    width = len(f"{bounds[-1]:,}")
+    for (begin, end), (before, after) in zip(pairwise(bounds), pairwise(counts), strict=True):
+        read = [two - one for one, two in zip(before, after, strict=True)]
+        ends = [round(_BAR * sum(read[: number + 1]) / sum(read)) for number in range(len(read))]
+        bar = "".join(
+            _MARKS[number % len(_MARKS)] * (stop - start)
+            for number, (start, stop) in enumerate(pairwise([0, *ends]))
+        )
+        lines.append(f"steps {begin:>{width},} to {end:>{width},}  {bar}")
+    return "\n".join(lines)

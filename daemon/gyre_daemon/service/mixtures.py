@@ -1,0 +1,149 @@
+"""What clients ask of mixtures: what each source contributes, other weights for a running job."""
+
+import asyncio
+from collections.abc import Sequence
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.errors import InvalidRequest, LeaseExpired
+from gyre_daemon.order.mixture import Mixture, MixturePlanner
+from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.quotas import Phase, Quotas, whole_weights
+from gyre_daemon.runtime.audit import audit_event
+from gyre_daemon.service import requests
+from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges, changed
+
+_MAX_STEPS = 1000
+_MAX_STEP = 1 << 40
+
+
+def job_on(session: Session) -> JobOnMixture:
+    """The job of a session on a mixture."""
+    its = session.request
+    return JobOnMixture(its.owner.name, its.reader.job, its.dataset.name, its.dataset.fingerprint)
+
+
+class MixtureService:
+    """Answers for the mixtures of one daemon."""
+
+    def __init__(self, sessions: SessionTable, policy: Policy, changes: WeightChanges) -> None:
+        self._sessions, self._policy, self._changes = sessions, policy, changes
+
+    async def plan(
+        self, caller: Principal, dataset: Dataset, request: pb.PlanMixtureRequest
+    ) -> pb.PlanMixtureResponse:
+        """See the method `PlanMixture`.
+
+        Raises:
+            InvalidRequest: it is no mixture, or the request makes no sense.
+        """
+        mixture = _mixture_of(dataset)
+        order = requests.to_order(request.order)
+        if len(request.steps) > _MAX_STEPS or max(request.steps, default=0) > _MAX_STEP:
+            raise InvalidRequest(f"at most {_MAX_STEPS} steps up to 2**40 are planned at once")
+        phases = mixture.phases
+        given: tuple[int, ...] = ()
+        if request.job:
+            session = self._of_job(caller, dataset, request.job)[0]
+            state = session.request.cursor.mixture
+            assert state
+            order, phases, given = session.request.order, state.phases, state.given
+
+        def counts() -> list[list[int]]:
+            planner = planner_for(order, mixture, phases=phases)
+            assert isinstance(planner, MixturePlanner)
+            size = order.global_batch_size
+            return [planner.quotas.counts(step * size) for step in request.steps]
+
+        return pb.PlanMixtureResponse(
+            sources=[
+                pb.MixtureSource(name=each.name, num_samples=each.ordered.num_samples)
+                for each in mixture.sources
+            ],
+            phases=[
+                pb.MixturePhase(
+                    first_step=phase.first_step,
+                    shares=[weight / sum(phase.weights) for weight in phase.weights],
+                    given=phase.first_step in given,
+                )
+                for phase in phases
+            ],
+            counts=[pb.SourceCounts(num_samples=each) for each in await asyncio.to_thread(counts)],
+        )
+
+    def change(
+        self, caller: Principal, dataset: Dataset, request: pb.ChangeWeightsRequest
+    ) -> pb.ChangeWeightsResponse:
+        """See the method `ChangeWeights`; nothing else runs meanwhile.
+
+        Raises:
+            InvalidRequest: no job reads the mixture, or it cannot have these weights from there.
+            Overloaded: the change cannot be recorded.
+        """
+        mixture = _mixture_of(dataset)
+        sessions = self._of_job(caller, dataset, request.job)
+        weights = _weights(mixture, dict(request.weights))
+        earliest = max(1, *(each.consumer.next_step for each in sessions))
+        if not earliest <= request.from_step <= _MAX_STEP:
+            raise InvalidRequest(
+                f"step {request.from_step} is too early: a rank of the job has the batches of all "
+                f"steps before {earliest}, which is the earliest step possible; it grows while "
+                "the job runs",
+                {"earliest_step": earliest},
+            )
+        first = sessions[0].request
+        phase = Phase(request.from_step, weights)
+        state = changed(first.cursor, phase).mixture
+        assert state
+        order = first.order
+        Quotas(state.phases, mixture.names, mixture.block, order.seed, order.global_batch_size)
+        key = job_on(sessions[0])
+        self._changes.give(key, phase)
+        reason = f"the weights of `{dataset.name}` change at step {request.from_step}"
+        for session in sessions:
+            self._sessions.close(session.session_id, LeaseExpired(f"{reason}; open it again"))
+        facts = {"user": caller.name, "job": key.job, "dataset": dataset.name}
+        audit_event("weights changed", facts | {"from_step": request.from_step})
+        return pb.ChangeWeightsResponse(
+            job=key.job, num_ranks=len(sessions), earliest_step=earliest
+        )
+
+    def _of_job(self, caller: Principal, dataset: Dataset, job: str) -> Sequence[Session]:
+        """The sessions of one job on a mixture, which the caller owns or operates."""
+        found: dict[JobOnMixture, list[Session]] = {}
+        is_admin = self._policy.is_admin(caller)
+        for session in self._sessions:
+            key = job_on(session)
+            is_own = is_admin or key.user == caller.name
+            if is_own and key.mixture == dataset.name and job in ("", key.job):
+                found.setdefault(key, []).append(session)
+        if len(found) == 1:
+            return next(iter(found.values()))
+        named = f" named {job!r:.100}" if job else ""
+        if not found:
+            raise InvalidRequest(f"no job of yours{named} reads the mixture `{dataset.name}` now")
+        names = ", ".join(sorted(f"{key.job} of {key.user}" for key in found))
+        raise InvalidRequest(
+            f"{len(found)} jobs{named} read the mixture `{dataset.name}`: {names:.500}; name one"
+        )
+
+
+def _mixture_of(dataset: Dataset) -> Mixture:
+    if dataset.mixture is None:
+        raise InvalidRequest(f"`{dataset.name}` is no mixture; it has no sources")
+    return dataset.mixture
+
+
+def _weights(mixture: Mixture, given: dict[str, float]) -> tuple[int, ...]:
+    unknown = given.keys() - set(mixture.names)
+    if unknown:
+        raise InvalidRequest(
+            f"the mixture has no source {sorted(unknown)[0]!r:.100}; it has "
+            f"{', '.join(mixture.names)}"
+        )
+    return whole_weights([given.get(name, 0.0) for name in mixture.names])

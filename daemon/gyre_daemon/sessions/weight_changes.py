@@ -1,0 +1,155 @@
+"""Weights that running jobs on mixtures were given, from steps on; they outlive the daemon.
+
+[Note: How a running job gets other weights] A change is written to a file of the daemon, and all
+sessions of the job end in the same moment. Their clients open sessions again, each at the cursor of
+the last batch that it received. None of them had received the step of the change, so each gets the
+change into its cursor, and all ranks read the new weights from the same step on. From then on the
+cursor has it, wherever the job resumes. A state that was saved before the change was made does not
+have it: then the file does, under the name of the job.
+"""
+
+import errno
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gyre_daemon.errors import ConfigError, CursorRejected, InvalidRequest, Overloaded
+from gyre_daemon.order.cursor import MAX_CURSOR_BYTES, Cursor
+from gyre_daemon.order.quotas import Phase, are_phases
+from gyre_daemon.runtime.ownership import make_folder, open_ours
+
+_FILE = "weights.jsonl"
+_MAX_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class JobOnMixture:
+    """One job on one mixture.
+
+    Attributes:
+        user: the owner of the job.
+        job: its name.
+        mixture: the name of the mixture.
+        fingerprint: of the mixture.
+    """
+
+    user: str
+    job: str
+    mixture: str
+    fingerprint: str
+
+
+class WeightChanges:
+    """The changes of all jobs of a daemon."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look for the changes that were written before.
+
+        Raises:
+            ConfigError: the file is there and cannot be read, or others control it.
+        """
+        self._path = folder / _FILE
+        self._changes: dict[JobOnMixture, list[Phase]] = {}
+        try:
+            with os.fdopen(open_ours(self._path, os.O_RDONLY), "rb") as file:
+                for line in file.read(_MAX_FILE_BYTES).splitlines():
+                    self._replay(line)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"the changes of weights in {self._path} cannot be read: {error.strerror}"
+            ) from error
+
+    def _replay(self, line: bytes) -> None:
+        try:
+            user, job, mixture, fingerprint, change = json.loads(line)
+            key = JobOnMixture(user, job, mixture, fingerprint)
+            phase = change and Phase(change[0], tuple(change[1:]))
+        except (ValueError, TypeError, IndexError):  # a line that was cut off by a crash
+            return
+        if phase:
+            self._changes.setdefault(key, []).append(phase)
+        else:
+            self._changes.pop(key, None)
+
+    def applied(self, cursor: Cursor, key: JobOnMixture) -> Cursor:
+        """A job's cursor with the changes that it was given.
+
+        Raises:
+            CursorRejected: a change began before the cursor, which does not have it.
+        """
+        position, size = cursor.position, cursor.order.global_batch_size
+        for phase in self._changes.get(key, ()):
+            if cursor.mixture and phase in cursor.mixture.phases:
+                continue
+            if phase.first_step * size < position:
+                raise CursorRejected(
+                    f"the job `{key.job}` was given other weights of `{key.mixture}` from step "
+                    f"{phase.first_step} on, and this state of step {position // size} read on "
+                    "without them; end all ranks, and resume them from one state",
+                    {"differs": "the weights"},
+                )
+            cursor = changed(cursor, phase)
+        return cursor
+
+    def give(self, key: JobOnMixture, phase: Phase) -> None:
+        """Record a change.
+
+        Raises:
+            Overloaded: it cannot be written.
+        """
+        self._write(key, [phase.first_step, *phase.weights])
+        self._changes.setdefault(key, []).append(phase)
+
+    def forget(self, key: JobOnMixture) -> None:
+        """A job of this name begins again: it has been given nothing.
+
+        Raises:
+            Overloaded: that cannot be written.
+        """
+        if key in self._changes:
+            self._write(key, None)
+            del self._changes[key]
+
+    def _write(self, key: JobOnMixture, change: list[int] | None) -> None:
+        line = json.dumps([key.user, key.job, key.mixture, key.fingerprint, change]) + "\n"
+        try:
+            make_folder(self._path.parent)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(open_ours(self._path, flags), "ab") as file:
+                if file.seek(0, os.SEEK_END) + len(line) > _MAX_FILE_BYTES:
+                    raise OSError(errno.EFBIG, "it is full; remove it when no job needs it")
+                file.write(line.encode())
+        except OSError as error:
+            raise Overloaded(
+                f"a change of weights cannot be recorded in {self._path}: {error.strerror}"
+            ) from error
+
+
+def changed(cursor: Cursor, phase: Phase) -> Cursor:
+    """A cursor with one more phase.
+
+    Raises:
+        InvalidRequest: a phase begins at that step already, or a state cannot hold more.
+    """
+    mixture = cursor.mixture
+    assert mixture
+    if any(each.first_step == phase.first_step for each in mixture.phases):
+        raise InvalidRequest(
+            f"weights begin at step {phase.first_step} already; choose another step"
+        )
+    phases = tuple(sorted((*mixture.phases, phase), key=_first_step))
+    given = tuple(sorted((*mixture.given, phase.first_step)))
+    more = replace(cursor, mixture=replace(mixture, phases=phases, given=given))
+    # a position grows to twenty digits
+    if not are_phases(phases, len(mixture.sources)) or len(more.encode()) > MAX_CURSOR_BYTES - 100:
+        raise InvalidRequest(
+            f"the job has {len(mixture.phases)} changes of weights, and a state holds no more"
+        )
+    return more
+
+
+def _first_step(phase: Phase) -> int:
+    return phase.first_step

@@ -1,0 +1,1 @@
+"""Transforms of videos, behind the extra `video`."""
