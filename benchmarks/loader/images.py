@@ -56,6 +56,7 @@ CONTENDERS = (
     "DataLoader, our transforms, no antialias",
     "Gyre, folder, no antialias",
     CACHED,
+    f"{CACHED}, no antialias",
 )
 IN_PAIRS = ("DataLoader, Pillow", "Gyre, folder")
 
@@ -167,7 +168,7 @@ def batches(contender: str, folder: Path, address: str) -> Iterator[Any]:
     if library == "Gyre":
         kind = rest.split(", ")[0].lower()
         field = "file" if kind == "folder" else "jpg"
-        transform = chain(field, antialias=antialias, is_cached=contender == CACHED)
+        transform = chain(field, antialias=antialias, is_cached=contender.startswith(CACHED))
         yield from Loader(
             kind, batch_size=BATCH_SIZE, seed=1, epochs=None, address=address, transform=transform
         )

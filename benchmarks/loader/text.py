@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
 from gyre_daemon.order.packing import PackRule, Sequences, best_fit, pack_documents
@@ -33,7 +34,7 @@ from benchmarks.loader.markdown import table
 
 NUM_DOCUMENTS, NUM_FILES, LENGTH, BATCH_SIZE, NUM_WORKERS = 40_000, 4, 2048, 16, 2
 WINDOW = 1000  # documents that a DataLoader packs together on the fly
-NUM_TEXTS, TEXT_LENGTH, TEXT_BATCH = 20_000, 512, 64
+NUM_TEXTS, TEXT_BATCH, TEXT_WINDOW = 20_000, 4, 100
 PACK = {"field": "tokens", "length": LENGTH, "overlong": "split"}
 MAX_S = 6.0
 
@@ -156,7 +157,7 @@ def packed_on_the_fly(folder: Path, seed: int) -> Iterator[Iterator[Batch]]:
 
 
 def write_texts(folder: Path) -> None:
-    """JSON lines of pieces of Python's own library, and a tokenizer of 8,000 ids for them."""
+    """Pieces of Python's own library in two formats, and a tokenizer of 8,000 ids for them."""
     source = "\n".join(
         path.read_text(errors="replace")
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -164,36 +165,62 @@ def write_texts(folder: Path) -> None:
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(7.0, 0.6, NUM_TEXTS), 50, 8000).astype(int)
     begins = generator.integers(0, len(source) - 8000, NUM_TEXTS)
-    with (folder / "a.jsonl").open("w") as file:
-        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
-            file.write(json.dumps({"text": source[begin : begin + length]}) + "\n")
+    pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
+    texts = [source[begin : begin + length] for begin, length in pairs]
+    lines = "".join(json.dumps({"text": each}) + "\n" for each in texts)
+    (folder / "jsonl/a.jsonl").write_text(lines)
+    pq.write_table(pa.table({"text": texts}), folder / "parquet/a.parquet", row_group_size=1000)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([source[: 4 << 20]], trainer)
-    tokenizer.save(str(folder.parent / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
-class Texts(Dataset[Batch]):
-    """Lines by their number, tokenised and padded."""
+class Texts:
+    """Documents by their number, tokenised by the library."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._tokenizer = folder / "a.jsonl", folder.parent / "tokenizer.json"
-        lines = np.frombuffer(self._path.read_bytes(), np.uint8)
-        self._ends = np.concatenate(([0], np.flatnonzero(lines == ord("\n")) + 1))
+        self._tokenizer = folder.parent / "tokenizer.json"
+        if (folder / "a.jsonl").exists():
+            self._lines = _mapped(folder / "a.jsonl")
+            ends = np.flatnonzero(self._lines == ord("\n")) + 1
+            self._ends = np.concatenate(([0], ends))
+        else:
+            self._column = pq.read_table(folder / "a.parquet").column("text").combine_chunks()
 
-    def __len__(self) -> int:
-        return len(self._ends) - 1
+    def ids(self, number: int) -> list[int]:
+        if hasattr(self, "_column"):
+            text = self._column[number].as_py()
+        else:
+            begin, end = self._ends[number : number + 2].tolist()
+            text = json.loads(self._lines[begin:end].tobytes())["text"]
+        found: list[int] = _tokenizer(self._tokenizer).encode(text).ids
+        return found
 
-    def __getitem__(self, number: int) -> Batch:
-        begin, end = self._ends[number : number + 2].tolist()
-        text = json.loads(_mapped(self._path)[begin:end].tobytes())["text"]
-        ids = _tokenizer(self._tokenizer).encode(text).ids[:TEXT_LENGTH]
-        tokens = torch.zeros(TEXT_LENGTH, dtype=torch.int32)
-        tokens[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        return {"tokens": tokens, "sample_id": torch.tensor(number)}
+
+class TextsOnTheFly(IterableDataset[Batch]):
+    """Texts in a random order, tokenised, and packed in windows as they come."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        info, whole = get_worker_info(), Texts(self._folder)
+        order = np.random.default_rng(self._seed).permutation(NUM_TEXTS)
+        mine = order[info.id :: info.num_workers] if info else order
+        for begin in range(0, len(mine), TEXT_WINDOW):
+            cut = [
+                np.array(ids[at : at + LENGTH], np.int32)
+                for ids in map(whole.ids, mine[begin : begin + TEXT_WINDOW].tolist())
+                for at in range(0, len(ids), LENGTH)
+            ]
+            numbers, counts = best_fit(np.array([len(each) for each in cut]), LENGTH)
+            ends = np.cumsum(counts).tolist()
+            for first, stop in itertools.pairwise([0, *ends]):
+                yield sequence([cut[number] for number in numbers[first:stop].tolist()])
 
 
 @cache
@@ -207,22 +234,24 @@ def _mapped(path: Path) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def gyre_texts(folder: Path, seed: int) -> Iterator[Iterator[Batch]]:
+def gyre_texts(folder: Path, seed: int, engine: str = "auto") -> Iterator[Iterator[Batch]]:
     path = str(folder.parent / "tokenizer.json")
-    chain: list[dict[str, object]] = [
-        {"name": "tokenize", "field": "json", "key": "text", "tokenizer": path},
-        {"name": "crop_or_pad", "field": "tokens", "length": TEXT_LENGTH},
-    ]
-    with Loader(folder, batch_size=TEXT_BATCH, seed=seed, transform=chain) as loader:
+    field = {"field": "json", "key": "text"} if folder.name == "jsonl" else {"field": "text"}
+    chain = [{"name": "tokenize", "tokenizer": path, "engine": engine, **field}]
+    with Loader(folder, batch_size=TEXT_BATCH, seed=seed, transform=chain, pack=PACK) as loader:
         yield loader.stream()
 
 
 @contextmanager
-def loaded_texts(folder: Path, seed: int) -> Iterator[Iterator[Batch]]:
-    shuffle = torch.Generator().manual_seed(seed)
-    yield iter(DataLoader(Texts(folder), TEXT_BATCH, shuffle=True, generator=shuffle, **WORKERS))
+def texts_on_the_fly(folder: Path, seed: int) -> Iterator[Iterator[Batch]]:
+    yield iter(DataLoader(TextsOnTheFly(folder, seed), TEXT_BATCH, **WORKERS))
 
 
+TEXTS: dict[str, Contender] = {
+    "Gyre, verified engine": gyre_texts,
+    "Gyre, tokenizers": partial(gyre_texts, engine="library"),
+    "DataLoader, tokenizers, packed on the fly": texts_on_the_fly,
+}
 CASES: dict[str, tuple[str, dict[str, Contender]]] = {
     "packed": (
         "sequences/s",
@@ -232,7 +261,8 @@ CASES: dict[str, tuple[str, dict[str, Contender]]] = {
             "DataLoader, packed on the fly": packed_on_the_fly,
         },
     ),
-    "texts": ("documents/s", {"Gyre": gyre_texts, "DataLoader": loaded_texts}),
+    "jsonl": ("sequences/s", TEXTS),
+    "parquet": ("sequences/s", TEXTS),
 }
 
 
@@ -255,26 +285,38 @@ def _cpu_s() -> float:
 
 
 def check_texts(folder: Path) -> None:
-    """Both sides give the same ids for the same line."""
-    lines = Texts(folder)
-    with gyre_texts(folder, 0) as batches:
-        batch = next(batches)
-    for number, ids in zip(batch["sample_id"].tolist(), batch["tokens"], strict=True):
-        assert torch.equal(ids, lines[number]["tokens"])
+    """Both sides give the same ids for the same documents."""
+    texts = Texts(folder)
+    for engine in ("auto", "library"):
+        with gyre_texts(folder, 0, engine) as batches:
+            batch = next(batches)
+        ends, owners = batch["cu_seqlens"].tolist(), batch["document_id"].tolist()
+        bounds = batch["document_id.offsets"].tolist()
+        firsts = batch["cu_seqlens.offsets"].tolist()
+        flat = batch["tokens"].reshape(-1)
+        for row in range(len(batch["tokens"])):
+            for place, owner in enumerate(owners[bounds[row] : bounds[row + 1]], firsts[row]):
+                ids = flat[ends[place] : ends[place + 1]].tolist()
+                whole = texts.ids(owner)
+                assert ids in [whole[at : at + LENGTH] for at in range(0, len(whole), LENGTH)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory(prefix="gyre-text-") as place:
         folders = {name: Path(place) / name for name in CASES}
         for folder in folders.values():
             folder.mkdir()
         write_documents(folders["packed"])
-        write_texts(folders["texts"])
-        check_texts(folders["texts"])
-        for case, (unit, contenders) in CASES.items():
+        write_texts(Path(place))
+        check_texts(folders["jsonl"])
+        check_texts(folders["parquet"])
+        for case in arguments.cases:
+            unit, contenders = CASES[case]
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
             for seed, (name, contender) in itertools.product(range(rounds), contenders.items()):
                 found[name].append(measure(contender, folders[case], seed))

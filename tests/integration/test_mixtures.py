@@ -1,5 +1,8 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
 
+ROOT = Path(__file__).parents[2]
 G = 8
 WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
 MIXTURES: dict[str, Any] = {
@@ -248,3 +252,85 @@ def test_a_running_job_gets_other_weights(
     assert values(again) == values(plain[3:])
     again, _ = batches(daemon, "all", 40, job="train")  # it begins again: it was given nothing
     assert values(again) == values(plain)
+
+
+def read_steps(
+    daemon: Daemon, loaders: list[Loader], num: int, kill_at: int = -1
+) -> list[dict[int, str]]:
+    """Of each step, the ids of the global batch with their texts."""
+    steps = []
+    streams = [loader.stream() for loader in loaders]
+    for number in range(num):
+        if number == kill_at:
+            daemon.kill()
+            daemon.start()
+        parts = [next(stream) for stream in streams]
+        assert {len(batch["id"]) for batch in parts} == {G // len(loaders)}
+        steps.append(
+            {
+                value: text
+                for batch in parts
+                for value, text in zip(batch["id"].tolist(), texts(batch, "text"), strict=True)
+            }
+        )
+    return steps
+
+
+def test_kills_ranks_filters_balance_and_a_change_of_weights(
+    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in SIZES:
+        config["datasets"][name]["filter"] = "length(text) >= 5"
+    daemon = gyred(config)
+    change = ("mix", "all", "--weights=web=0.25,code=0.75", "--from-step=14")
+
+    def ranks(num: int, job: str, state: dict[str, Any] | None) -> list[Loader]:
+        loaders = []
+        for rank in range(num):
+            loader = Loader(
+                "all",
+                batch_size=G,
+                seed=9,
+                rank=rank,
+                world_size=num,
+                job=job,
+                address=daemon.address,
+                prefetch_batches=2,
+                balance={"linear": 1.0, "quadratic": 0.1, "field": "text"},
+            )
+            if state:
+                loader.load_state_dict(state)
+            loaders.append(loader)
+        return loaders
+
+    (straight,) = loaders = ranks(1, "straight", None)
+    with straight:
+        whole = read_steps(daemon, loaders, 2)
+        assert printed(capsys, daemon, *change, "--job=straight")[0] == 0
+        whole += read_steps(daemon, loaders, 26)
+    for value, text in (each for step in whole for each in step.items()):
+        assert len(text) >= 5
+        assert text == text_of(value)
+    assert not any(source_of(value) == "books" for step in whole[14:] for value in step)
+    state: dict[str, Any] | None = None
+    found: list[dict[int, str]] = []
+    for num_ranks, num, kill_at in ((2, 2, -1), (2, 8, 4), (4, 9, 5), (1, 9, -1)):
+        with contextlib.ExitStack() as stack:
+            loaders = [stack.enter_context(each) for each in ranks(num_ranks, "elastic", state)]
+            found += read_steps(daemon, loaders, num, kill_at)
+            if len(found) == 2:
+                assert printed(capsys, daemon, *change, "--job=elastic")[0] == 0
+            state = loaders[0].state_dict()
+    assert found == whole
+
+
+def test_the_example_reads_its_schedule(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/mixture.py", "--workdir", str(tmp_path), "--steps", "16"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=240, cwd=ROOT
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    shares = [int(line[3].rstrip("%")) for line in lines if line[0] == "step"]
+    assert len(shares) == 8
+    assert min(shares[:4]) > 70
+    assert max(shares[4:]) < 30

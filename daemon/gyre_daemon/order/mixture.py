@@ -132,11 +132,13 @@ class MixturePlanner(BatchPlanner):
         )
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
-        """See `BatchPlanner.cost_of`; a small source may begin many epochs."""
-        size = self.order.global_batch_size
-        num_positions = num_steps * (size if self._balance else size // world_size)
-        its = sum(each.cost_of(num_steps * size, world_size) for each in self._planners)
-        return num_positions + its
+        """See `BatchPlanner.cost_of`: blocks are shuffled for all ranks, and sources are planned.
+
+        A small source may begin many epochs.
+        """
+        num_positions = num_steps * self.order.global_batch_size
+        its = sum(each.cost_of(num_positions, world_size) for each in self._planners)
+        return 2 * num_positions + its
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """See `BatchPlanner.sample_ids_at`; places may be in any order."""
