@@ -30,9 +30,9 @@ def test_fifty_steps_equal_one_process(ranks: StartRanks, num_ranks: int) -> Non
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
 
 
-def test_fifty_steps_on_eight_ranks_equal_one_process(ranks: StartRanks) -> None:
-    alone = train_alone(Variant(SMALL), 50)
-    for outcome in ranks(8).run(train_rotated, Variant(SMALL), 50):
+def test_twenty_steps_on_eight_ranks_equal_one_process(ranks: StartRanks) -> None:
+    alone = train_alone(Variant(SMALL), 20)
+    for outcome in ranks(8).run(train_rotated, Variant(SMALL), 20):
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
 
 
