@@ -1,5 +1,6 @@
 """`gyre-train export`: a checkpoint becomes a folder that `transformers` loads, bit by bit."""
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,43 @@ def test_an_exported_model_has_every_bit_of_the_checkpoint(tmp_path: Path, jobs:
     status, errors = ran(jobs, "export", str(tmp_path / "nothing"), str(out))
     assert status == 2
     assert "there is no checkpoint in" in errors
+
+
+def test_adapters_are_trained_resumed_and_exported_as_peft_has_them(
+    tmp_path: Path, jobs: Jobs
+) -> None:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    shape = tomllib.loads(LLAMA)["model"]["config"]
+    before = library.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
+    before.save_pretrained(tmp_path / "base")
+    config, run, out = tmp_path / "train.toml", tmp_path / "run", tmp_path / "adapters"
+    model = f'pretrained = "{tmp_path}/base"\nlora = {{ rank = 2, targets = ["q_proj", "v_proj"] }}'
+    config.write_text(CONFIG.format(folder=tmp_path, model=model))
+    rate = "--set=optimizer.lr=0.01"
+    assert ran(jobs, "run", str(config), rate)[0] == 0
+    status, errors = ran(jobs, "run", str(config), rate, "--resume", "--set=run.steps=4")
+    assert status == 0, errors
+    status, errors = ran(jobs, "export", str(run), str(out), "--nproc", "2")
+    assert status == 0, errors
+    dcp_to_torch_save(run / "checkpoints/step-00000004", tmp_path / "whole.pt")
+    expected = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    base = before.state_dict()
+    after: Any = peft.PeftModel.from_pretrained(library.from_pretrained(tmp_path / "base"), out)
+    found = {
+        name.removeprefix("base_model.model."): each for name, each in after.state_dict().items()
+    }
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+        if "lora_" not in name:
+            assert torch.equal(value, base[name.replace(".base_layer", "")]), "it is frozen"
+        if "lora_B" in name:
+            assert value.any(), "it was trained"
+    status, errors = ran(jobs, "plan", str(config))
+    assert (status, "of a model with adapters is not known" in errors) == (2, True), errors
 
 
 def test_a_gpt_of_our_own_is_refused(tmp_path: Path, jobs: Jobs) -> None:

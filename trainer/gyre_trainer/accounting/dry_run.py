@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.sharded_init import allocate
-from gyre_trainer.training.build import plain
+from gyre_trainer.training.build import has_adapters, plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
@@ -52,10 +53,15 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
     They are found before a dry run: fake tensors have no values to try a rule with.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or it has adapters.
     """
     if isinstance(config.model, GPTConfig):
         return None
+    if has_adapters(config.model):
+        raise ConfigError(
+            "the plan of a model with adapters is not known; leave out `model.lora` to plan for "
+            "training all weights, which needs more memory"
+        )
     with torch.device("meta"):
         model = plain(config.model)
     rules: dict[type[nn.Module] | str, Rule | None] = {}

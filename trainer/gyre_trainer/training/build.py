@@ -9,11 +9,12 @@ from gyre_trainer.rotate import RotationPolicy, Rules, materialize, rotate_all
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
+from gyre_trainer.training.models.lora import adapt
 from gyre_trainer.training.rank_context import RankContext
 
 
 def plain(model: ModelConfig) -> nn.Module:
-    """The model on torch's current default device, not distributed yet.
+    """The model on torch's current default device, not distributed yet and without adapters.
 
     Raises:
         ConfigError: there is no such model of transformers.
@@ -34,7 +35,8 @@ def features_of(model: nn.Module) -> nn.Module:
 def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -> nn.Module:
     """The model, rotated before it exists, so that no rank ever holds more than its own shards.
 
-    Its parameters have no values until `materialize`.
+    Its parameters have no values until `materialize`. It has no adapters yet, and where it will
+    have some, it rotates layer by layer: an adapter takes the place of a layer inside a block.
 
     Args:
         config: of the run.
@@ -49,7 +51,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
     )
-    finds = rules is None and not isinstance(model, GPT)
+    finds = rules is None and not isinstance(model, GPT) and not has_adapters(config.model)
     rotate_all(
         model,
         mesh=mesh,
@@ -73,4 +75,20 @@ def build_model(config: TrainConfig, context: RankContext) -> nn.Module:
         pretrained.load(model, config.model.pretrained, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)
+    add_adapters(model, config)
     return model
+
+
+def has_adapters(model: ModelConfig) -> bool:
+    """Whether only adapters are trained."""
+    return isinstance(model, LibraryConfig) and model.lora.rank > 0
+
+
+def add_adapters(model: nn.Module, config: TrainConfig) -> None:
+    """Put the configured adapters into the model, if there are any.
+
+    Raises:
+        ConfigError: as `adapt`.
+    """
+    if isinstance(config.model, LibraryConfig) and config.model.lora.rank:
+        adapt(model, config.model.lora, config.run.seed)

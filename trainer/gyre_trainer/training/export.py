@@ -8,10 +8,11 @@ import torch
 from gyre_trainer import pretrained
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.sharded_init import allocate
-from gyre_trainer.training.build import rotated
+from gyre_trainer.training.build import add_adapters, has_adapters, rotated
 from gyre_trainer.training.checkpoints import manifest, run_checkpoints
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.lora import save_adapters
 from gyre_trainer.training.rank_context import join_job
 
 
@@ -72,5 +73,10 @@ def export(config: TrainConfig, given: Export) -> None:
     with join_job(config.run) as context:
         model = rotated(config, context.mesh)
         allocate(model, context.device)
+        add_adapters(model, config)
         run_checkpoints.load_model(model, given.checkpoint, config.model)
-        pretrained.save_pretrained(model, given.out, dtype=given.dtype)
+        if not has_adapters(config.model):
+            pretrained.save_pretrained(model, given.out, dtype=given.dtype)
+        elif context.rank == 0:
+            assert isinstance(config.model, LibraryConfig)
+            save_adapters(model, config.model.lora, config.model.pretrained, given.out)

@@ -101,8 +101,9 @@ def _mean_num_targets(examples: Examples) -> float:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """AdamW with weight decay for matrices only (as Radford et al. 2019 and later models train)."""
     settings = config.optimizer
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -78,7 +78,7 @@ def read(path: Path, model_config: ModelConfig) -> Manifest:
             the message says what differs, or names the key.
     """
     manifest = _converted(path)
-    saved, wanted = manifest.model, asdict(model_config)
+    saved, wanted = manifest.model, json.loads(json.dumps(asdict(model_config)))
     differences = [
         f"{key} is {saved.get(key)!r:.40} there and {wanted.get(key)!r} here"
         for key in sorted(saved.keys() | wanted.keys())

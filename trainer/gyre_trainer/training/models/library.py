@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.models.lora import Lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,12 @@ class LibraryConfig:
         pretrained: a folder with `config.json`, and with weights to train from; `gyre-train plan`
             takes the file, too.
         config: the keys of a `config.json`: `model_type`, and those that have no default.
+        lora: adapters; where there are any, only they are trained.
     """
 
     pretrained: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lora: Lora = dataclasses.field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         if bool(self.pretrained) == bool(self.config):
