@@ -1,6 +1,6 @@
 """Rotated models in the trainers that people use: accelerate and Hugging Face's Trainer.
 
-In goes a model whose parameters are DTensors: rotated, or sharded by FSDP2. Out come what those
-trainers call, and their checkpoints. Users import it; nothing else does. Lightning needs nothing:
-its `ModelParallelStrategy` takes such models (`examples/rotate_lightning.py`).
+In: a model whose parameters are DTensors, rotated or sharded by FSDP2. Out: what those trainers
+call, and their checkpoints. Users import it; nothing else does. Lightning needs nothing: its
+`ModelParallelStrategy` takes such models (`examples/rotate_lightning.py`).
 """
