@@ -1,5 +1,6 @@
 """Text that is tokenised and packed: what comes out is what packs when the ids are stored."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,3 +150,60 @@ def test_lengths_decide_layouts_and_shares_of_ranks(served: Daemon, tmp_path: Pa
         each.close()
     with pytest.raises(InvalidRequest, match=r"the transforms do not make; .* they make tokens"):
         Loader("lines", batch_size=4, address=served.address, pack={**PACK, "field": "json"})
+
+
+def test_conversations_are_packed_with_their_masks(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json")
+    config = json.dumps({"chat_template": template})
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    said = texts(60)
+    talks = [
+        {
+            "messages": [
+                {"role": "user", "content": said[number]},
+                {"role": "assistant", "content": said[-1 - number]},
+            ]
+        }
+        for number in range(30)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
+    chat = [{"name": "chat", "field": "json", "tokenizer": str(tokenizer)}]
+    wanted: dict[int, tuple[list[int], list[bool]]] = {}
+    with Loader(tmp_path / "talks.jsonl", batch_size=5, transform=chat) as loader:
+        for batch in loader:
+            bounds = batch["tokens.offsets"].tolist()
+            for row, number in enumerate(batch["sample_id"].tolist()):
+                some = slice(bounds[row], bounds[row + 1])
+                mask = batch["loss_mask"][some].tolist()
+                wanted[number] = batch["tokens"][some].tolist(), mask
+    assert 0.2 < np.mean([value for _, mask in wanted.values() for value in mask]) < 0.9
+    found: dict[int, list[tuple[list[int], list[bool]]]] = {}
+    with Loader(
+        tmp_path / "talks.jsonl", batch_size=2, tail="drop", transform=chat, pack=PACK, epochs=1
+    ) as loader:
+        for batch in loader:
+            own, position = batch["loss_mask"], batch["position"]
+            filled = batch["tokens"] > 0  # padding is 0, which no text has
+            for number, ids in check_packed(
+                {**batch, "loss_mask": (position > 0) & filled}, "tokens", 0
+            ):
+                found.setdefault(number, []).append((ids.tolist(), []))
+            flat, ends = own.reshape(-1).tolist(), batch["cu_seqlens"].tolist()
+            masks = [
+                flat[begin:end]
+                for begin, end in itertools.pairwise(ends)
+                if filled.reshape(-1)[begin]
+            ]
+            for number, mask in zip(batch["document_id"].tolist(), masks, strict=True):
+                next(part for part in found[number] if not part[1])[1].extend(mask)
+            assert not own[~filled].any()
+    assert len(found) > 20
+    for number, parts in found.items():
+        talk, mask = wanted[number]
+        for part, counts in parts:
+            begin = next(b for b in range(0, len(talk), LENGTH) if talk[b : b + LENGTH] == part)
+            assert counts == [False, *mask[begin + 1 : begin + LENGTH]]

@@ -217,7 +217,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
             Loader(folder, batch_size=1, pack=pack)
     masked = tmp_path / "masked.parquet"
     pq.write_table(pa.table({"tokens": [[1, 2], [3]], "loss_mask": [[0, 1], [1]]}), masked)
-    with pytest.raises(InvalidRequest, match="mask that knows nothing of theirs"):
+    with pytest.raises(InvalidRequest, match="no mask of a transform"):
         Loader(masked, batch_size=1, pack={"field": "tokens", "length": 8})
     with pytest.raises(InvalidRequest, match="no blocks"):
         blocks = Loader(

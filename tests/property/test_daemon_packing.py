@@ -130,7 +130,7 @@ def test_no_packed_batch_is_larger_than_its_bound(
     index = SampleTable(
         [spec], [len(lengths)], np.cumsum(sizes)[:, None] - sizes, sizes, identity=b""
     )
-    made = pack(index, index.fields, NO_SAMPLES, PackConfig("tokens", 20))
+    made = pack(index, index.fields, 0, NO_SAMPLES, PackConfig("tokens", 20))
     planner = BatchPlanner(Order("full", tail, 0, size), made.num_samples)
     plan = planner.batches(0, 9, 0, 1)
     rows, extents = locate_packed(index, made, plan)

@@ -85,6 +85,11 @@ class Dataset:
         return self.index
 
     @property
+    def num_made(self) -> int:
+        """How many of the fields transforms make; these come first."""
+        return 0
+
+    @property
     def stored(self) -> "Dataset":
         """Its samples as they are stored; itself where nothing is done to them."""
         return self

@@ -31,7 +31,12 @@ class PackedDatasets:
             found = self._kept.pop(key, None)
             if found is None or found.storage is not documents.storage:
                 packed = await asyncio.to_thread(
-                    pack, documents.sized, documents.fields, documents.corrupt, config
+                    pack,
+                    documents.sized,
+                    documents.fields,
+                    documents.num_made,
+                    documents.corrupt,
+                    config,
                 )
                 fingerprint = packed.fingerprint(documents.fingerprint, documents.transforms)
                 found = replace(

@@ -40,12 +40,15 @@ class Packed:
         stored: the field of the documents that is packed, as it is stored.
         column: its number among the stored fields.
         sequences: which documents are in which sequence.
+        mask_column: the number of the documents' own loss mask among the fields that transforms
+            make; None where they have none.
     """
 
     config: PackConfig
     stored: FieldSpec
     column: int
     sequences: Sequences
+    mask_column: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -90,13 +93,18 @@ class Packed:
 
 
 def pack(
-    index: SampleIndex, fields: Sequence[FieldSpec], corrupt: Int64Array, config: PackConfig
+    index: SampleIndex,
+    fields: Sequence[FieldSpec],
+    num_made: int,
+    corrupt: Int64Array,
+    config: PackConfig,
 ) -> Packed:
     """Pack the samples of a dataset; waits a quarter of a second for a million.
 
     Args:
         index: of the documents.
         fields: theirs.
+        num_made: how many of these transforms make, which come first.
         corrupt: int64 [C], documents that are left out, in rising order.
         config: how.
 
@@ -105,19 +113,54 @@ def pack(
     """
     spec = _field(fields, config)
     column = list(stored_fields(fields)).index(spec)
+    if num_made and column >= num_made:
+        raise InvalidRequest(
+            f"`pack` names the field {spec.name!r:.100}, which no transform makes; behind "
+            "transforms only what they make can be packed"
+        )
+    mask_column = _mask_column(fields, num_made)
 
     def lengths_of(documents: Int64Array) -> Int64Array:
-        parts = [
-            index.locate(documents[begin : begin + _AT_ONCE]).tensor_bytes[:, column]
-            for begin in range(0, len(documents), _AT_ONCE)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *parts]) // spec.dtype.itemsize
+        parts = [np.empty(0, np.int64)]
+        for begin in range(0, len(documents), _AT_ONCE):
+            some = documents[begin : begin + _AT_ONCE]
+            found = index.locate(some).tensor_bytes
+            parts.append(found[:, column] // spec.dtype.itemsize)
+            if mask_column is not None:
+                _check_masks(some, parts[-1], found[:, mask_column])
+        return np.concatenate(parts)
 
     rule = PackRule(config.length, config.overlong, config.window, config.seed)
     sequences = pack_documents(index.num_samples, lengths_of, rule, corrupt)
     if sequences.begins is not None and spec.codec == "text":
         spec = replace(spec, codec="bytes")  # a cut may go through a character
-    return Packed(config, spec, column, sequences)
+    return Packed(config, spec, column, sequences, mask_column)
+
+
+def _mask_column(fields: Sequence[FieldSpec], num_made: int) -> int | None:
+    """Where the documents' own loss mask is among the fields that transforms make."""
+    names = [spec.name for spec in stored_fields(fields)]
+    if all(spec.name != LOSS_MASK for spec in fields):
+        return None
+    if LOSS_MASK in names[:num_made]:
+        column = names.index(LOSS_MASK)
+        spec = stored_fields(fields)[column]
+        if spec.ragged and not spec.shape and spec.dtype == np.bool_:
+            return column
+    raise InvalidRequest(
+        f"the samples have a field {LOSS_MASK!r} that is no mask of a transform such as `chat`, "
+        "and packed batches have one of their own: leave it out with `columns`, or rename it"
+    )
+
+
+def _check_masks(documents: Int64Array, lengths: Int64Array, masks: Int64Array) -> None:
+    """Refuse a document whose loss mask has not one value for each token."""
+    wrong = np.flatnonzero(lengths != masks)
+    if len(wrong):
+        raise InvalidRequest(
+            f"sample {documents[wrong[0]]} has {lengths[wrong[0]]} tokens and {masks[wrong[0]]} "
+            f"values of {LOSS_MASK!r}; only a mask of the same length can be packed with them"
+        )
 
 
 def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
@@ -134,12 +177,6 @@ def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
         raise InvalidRequest(
             f"a packed dataset has a field {spec.name!r} of its own; give the one that is packed "
             "another name with `rename`"
-        )
-    if any(each.name == LOSS_MASK for each in fields):
-        raise InvalidRequest(
-            f"the samples have a field {LOSS_MASK!r}, and only {spec.name!r:.100} is packed: the "
-            "packed batches would have a mask that knows nothing of theirs. Cut and fill each "
-            "sample with crop_or_pad, or leave the field out with `columns`"
         )
     if config.overlong in ("split", "truncate") and spec.codec == "npy":
         raise InvalidRequest(

@@ -110,17 +110,22 @@ def _lay_out(packed: Packed, rows: PackedRows, *, pads: bool) -> BatchLayout:
     num_padded = int(np.count_nonzero(rows.filled < length))
     counts = {DOCUMENT_ID: len(rows.documents), CU_SEQLENS: len(rows.documents) + num_padded + 1}
     places = TensorPlaces(num_rows, pads=pads)
-    base = 0
+    bases = {}
     for spec in packed.fields:
         shape = (counts[spec.name],) if spec.ragged else (num_rows, *spec.shape)
         begin = places.add(spec.name, spec.dtype, shape)
         if spec.ragged:
             places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_rows + 1,))
-        elif spec.name == packed.stored.name:
-            base = begin
-    item, row = packed.stored.dtype.itemsize, np.repeat(np.arange(num_rows), np.diff(rows.bounds))
-    begins = base + (row * length + rows.starts) * item
-    return places.finished(np.stack((begins, begins + rows.lengths * item), axis=1)[:, None])
+        bases[spec.name] = begin
+    begins = np.repeat(np.arange(num_rows), np.diff(rows.bounds)) * length + rows.starts
+    written = [(packed.stored.name, packed.stored.dtype.itemsize)]
+    if packed.mask_column is not None:
+        written.append((LOSS_MASK, 1))
+    destinations = np.empty((len(begins), len(written), 2), np.int64)
+    for column, (name, item) in enumerate(written):
+        destinations[:, column, 0] = bases[name] + begins * item
+        destinations[:, column, 1] = destinations[:, column, 0] + rows.lengths * item
+    return places.finished(destinations)
 
 
 def write_packed(

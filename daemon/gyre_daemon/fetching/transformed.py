@@ -179,16 +179,23 @@ class TransformingFetcher:
         packed, rows = self._dataset.packed, fetch.rows
         assert packed
         assert rows
-        item = packed.stored.dtype.itemsize
-        with slot.arena.lease():
-            into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
-            some = slice(begin, begin + len(portion.plan))
-            places = fetch.layout.destinations[some, 0]
-            starts = portion.made[packed.column][:-1]
+        into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
+        some = slice(begin, begin + len(portion.plan))
+
+        def parts(column: int, made: int, item: int) -> Iterator[tuple[slice, slice]]:
+            starts = portion.made[made][:-1]
             if rows.begins is not None:
                 starts = starts + rows.begins[some] * item
-            for (at, end), start in zip(places.tolist(), starts.tolist(), strict=True):
-                into[at:end] = memory[start : start + end - at]
+            places = fetch.layout.destinations[some, column].tolist()
+            for (at, end), start in zip(places, starts.tolist(), strict=True):
+                yield slice(at, end), slice(start, start + end - at)
+
+        with slot.arena.lease():
+            for there, here in parts(0, packed.column, packed.stored.dtype.itemsize):
+                into[there] = memory[here]
+            if packed.mask_column is not None:  # what is there says which tokens can be targets
+                for there, here in parts(1, packed.mask_column, 1):
+                    into[there] &= memory[here]
 
 
 def _runs(num: int, begin: int, size: int) -> Iterator[tuple[int, int]]:

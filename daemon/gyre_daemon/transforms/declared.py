@@ -93,6 +93,11 @@ class TransformedDataset(Dataset):
         return self.measured or self.index
 
     @property
+    def num_made(self) -> int:
+        """See `Dataset.num_made`."""
+        return len(self.made)
+
+    @property
     def made_ragged(self) -> Sequence[FieldSpec]:
         """The fields that transforms make and whose samples differ in length."""
         return [spec for spec in self.made if spec.ragged]
