@@ -1,6 +1,7 @@
 """The engine, over a source whose responses the test controls."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
@@ -183,6 +184,7 @@ def test_nothing_is_hedged_while_the_storage_throttles() -> None:
         await engine.read(*range(0, 1280, 16))
         engine.source.at_once = None
         engine.source.asked.clear()
+        before = Counter(engine.outcomes())  # on a busy machine some were late
         refused, late = engine.read(1500), engine.read(2000)
         await until(lambda: len(engine.source.asked) == 2)
         engine.source.asked[0].answer(Response(503))
@@ -192,7 +194,7 @@ def test_nothing_is_hedged_while_the_storage_throttles() -> None:
         for asked in engine.source.asked[1:]:
             asked.answer()
         await asyncio.gather(refused, late)
-        assert engine.outcomes() == {"ok": 82, "refused": 1}
+        assert Counter(engine.outcomes()) - before == {"ok": 2, "refused": 1}
 
     play(scene)
 

@@ -62,6 +62,14 @@ def description() -> pb.DatasetDescription:
     return found
 
 
+def index_progress() -> Iterator[pb.IndexProgress]:
+    """A shard that was scanned, and one that was measured."""
+    scanned = evil(pb.IndexProgress(num_shards=1))
+    scanned.ClearField("measured")
+    yield scanned
+    yield pb.IndexProgress(num_shards=1, measured=evil(pb.MeasuringProgress()))
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> Iterator[StubDaemon]:
     """A daemon all of whose strings are such."""
@@ -90,7 +98,7 @@ def stub(tmp_path: Path) -> Iterator[StubDaemon]:
         "ExplainStep": lambda request: evil(pb.ExplainStepResponse()),
         "PlanStep": lambda request: pb.PlanStepResponse(sample_ids=[1, 2]),
         "PlanCost": lambda request: evil(pb.PlanCostResponse()),
-        "IndexDataset": lambda request: iter([evil(pb.IndexProgress(num_shards=1))]),
+        "IndexDataset": lambda request: index_progress(),
         "LintDataset": lambda request: iter([evil(pb.LintProgress(num_shards=1))]),
     }
     with stub:
