@@ -96,13 +96,13 @@ def test_what_is_scarce_goes_to_jobs_by_their_weights(
 
     with loader("prod-a", 1) as heavy, loader("probe", 2) as light:
         loaders = {"prod-a": heavy, "probe": light}
-        counts = shares(loaders, 160)
+        counts = shares(loaders, 400)
         assert 2 < counts["prod-a"] / counts["probe"] < 4.5
         event = daemon.reconfigure(
             to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}})
         )
         assert (event["event"], event["reweighed"]) == ("reloaded", ["probe", "prod-*"])
-        counts = shares(loaders, 160)
+        counts = shares(loaders, 400)
         assert 2 < counts["probe"] / counts["prod-a"] < 4.5
 
 

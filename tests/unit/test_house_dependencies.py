@@ -89,7 +89,7 @@ def of_google(modules: set[str]) -> set[str]:
             ],
         ),
         ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),
-        ("trainer", ["trainer", "huggingface"]),
+        ("trainer", ["trainer", "huggingface", "lora"]),
         ("protos", []),
     ],
 )
