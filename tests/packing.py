@@ -53,3 +53,12 @@ def check_packed(batch: Batch, field: str, padding_id: int) -> list[Part]:
         assert ends[number] == (row + 1) * length
     assert segments[-1] == len(ends) == number + 1
     return parts
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """A global batch of the parts of all ranks."""
+    return {
+        name: torch.cat([part[name] for part in parts])
+        for name in parts[0]
+        if not name.startswith("cu_seqlens") and not name.endswith(".offsets")
+    }

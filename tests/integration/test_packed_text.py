@@ -10,15 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CursorRejected, InvalidRequest
 from tokenizers import Tokenizer
 
-from tests.batches import Batch, same, take
+from tests.batches import same, take
 from tests.conftest import Daemon, StartDaemon
-from tests.packing import check_packed
+from tests.packing import check_packed, joined
 from tests.tokenizers import make_tokenizer
 
 LENGTH, END, NUM_SHARDS, PER_SHARD = 48, 1, 3, 70
@@ -52,15 +51,6 @@ def write_parquet(path: Path, name: str, values: Any) -> Path:
 def tokenize(folder: Path, **options: Any) -> dict[str, Any]:
     path = str(folder / "tokenizer.json")
     return {"name": "tokenize", "tokenizer": path, "end": END, **options}
-
-
-def joined(parts: list[Batch]) -> Batch:
-    """A global batch of the parts of all ranks."""
-    return {
-        name: torch.cat([part[name] for part in parts])
-        for name in parts[0]
-        if not name.startswith("cu_seqlens") and not name.endswith(".offsets")
-    }
 
 
 @pytest.fixture

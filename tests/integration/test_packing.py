@@ -15,9 +15,9 @@ from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CursorRejected, InvalidRequest
 
-from tests.batches import Batch, same
+from tests.batches import same
 from tests.conftest import StartDaemon
-from tests.packing import Documents, check_packed, documents
+from tests.packing import Documents, check_packed, documents, joined
 from tests.token_files import megatron_idx
 
 LENGTH, PADDING = 64, 7
@@ -108,15 +108,6 @@ def test_every_document_is_served_once_in_an_epoch(
                 )
                 for number, ids in expected(overlong, whole).items()
             }
-
-
-def joined(parts: list[Batch]) -> Batch:
-    """A global batch of the parts of all ranks."""
-    return {
-        name: torch.cat([part[name] for part in parts])
-        for name in parts[0]
-        if not name.startswith("cu_seqlens") and not name.endswith(".offsets")
-    }
 
 
 def test_global_batches_are_the_same_on_any_ranks_through_kills(

@@ -143,3 +143,13 @@ class OfField(Transform):
     def drops(self) -> Sequence[str]:
         """See `Transform.drops`."""
         return [self.field]
+
+    def require_bytes(self, fields: Mapping[str, Field]) -> None:
+        """Refuse a field that is not the bytes of files.
+
+        Raises:
+            ValueError: it has another dtype, or one shape.
+        """
+        stored = fields[self.field]
+        if stored.dtype != np.uint8 or stored.shape != (None,):
+            raise ValueError(f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files")

@@ -1,7 +1,7 @@
 """From the bytes of a sound file to its samples."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,14 +11,14 @@ import soundfile
 import soxr
 from msgspec import Meta
 
-from gyre_daemon.transforms.transform import Field, Sample, Transform
+from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 # The header of an MP3 file says about how long it is; those of the others say it exactly.
 _ESTIMATED = ("MP3", "MPEG")
 
 
 @dataclass(frozen=True)
-class DecodeAudio(Transform):
+class DecodeAudio(OfField):
     """Decodes WAV, FLAC, MP3, Ogg and what else libsndfile reads.
 
     Attributes:
@@ -30,22 +30,11 @@ class DecodeAudio(Transform):
         quality: of resampling, as soxr names it.
     """
 
-    field: str
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"
     channels: Annotated[int, Meta(ge=1, le=64)] = 1
     max_seconds: Annotated[float, Meta(gt=0, le=24 * 3600)] = 600
     quality: Literal["QQ", "LQ", "MQ", "HQ", "VHQ"] = "HQ"
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    @property
-    def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
-        return [self.field]
 
     @property
     def is_random(self) -> bool:
@@ -54,9 +43,7 @@ class DecodeAudio(Transform):
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
-        stored = fields[self.field]
-        if stored.dtype != np.uint8 or stored.shape != (None,):
-            raise ValueError(f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files")
+        self.require_bytes(fields)
         more = () if self.channels == 1 else (self.channels,)
         return {self.to: Field(np.dtype(np.float32), (None, *more))}
 

@@ -50,10 +50,8 @@ class DecodeImage(OfField):
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
-        stored = fields[self.field]
-        if stored.dtype != np.uint8 or stored.shape != (None,):
-            raise ValueError(f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files")
-        return {self.to: Field(stored.dtype, (None, None, 3 if self.colors == "rgb" else 1))}
+        self.require_bytes(fields)
+        return {self.to: Field(np.dtype(np.uint8), (None, None, 3 if self.colors == "rgb" else 1))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta
 
 from gyre_daemon.transforms.images.pixels import Pixels, resized
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+from gyre_daemon.transforms.transform import Cost, Field, OfField, Sample
 
 _Length = Annotated[int, Meta(ge=1, le=1 << 14)]
 # Containers that hold all of a video. Others, such as playlists, name files that would be opened.
@@ -21,7 +21,7 @@ _MAX_GAP_S = 2.0
 
 
 @dataclass(frozen=True)
-class DecodeVideo(Transform):
+class DecodeVideo(OfField):
     """Decodes some frames of MP4, WebM, Matroska, AVI, MPEG and Ogg files.
 
     Of each moment, the frame that is shown then. Where a video has ended, its last one.
@@ -37,7 +37,6 @@ class DecodeVideo(Transform):
         max_pixels: a video whose frames have more is refused before it is decoded.
     """
 
-    field: str
     frames: Annotated[int, Meta(ge=1, le=4096)]
     size: tuple[_Length, _Length]
     to: str = "video"
@@ -48,26 +47,14 @@ class DecodeVideo(Transform):
     cost: ClassVar[Cost] = "slow"
 
     @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field]
-
-    @property
-    def drops(self) -> Sequence[str]:
-        """See `Transform.drops`."""
-        return [self.field]
-
-    @property
     def is_random(self) -> bool:
         """See `Transform.is_random`."""
         return self.rate > 0 and self.start == "random"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
-        stored = fields[self.field]
-        if stored.dtype != np.uint8 or stored.shape != (None,):
-            raise ValueError(f"{self.field!r:.100} is {stored.dtype.name}, no bytes of files")
-        return {self.to: Field(stored.dtype, (self.frames, *self.size, 3))}
+        self.require_bytes(fields)
+        return {self.to: Field(np.dtype(np.uint8), (self.frames, *self.size, 3))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
