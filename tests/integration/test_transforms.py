@@ -323,7 +323,7 @@ def test_a_definition_with_an_unknown_transform_is_refused_at_the_start(
 def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -> None:
     chain: Sequence[Mapping[str, Any]] = [
         {"name": "decode_image", "field": "jpg"},
-        {"name": "random_resized_crop", "size": 24},
+        {"name": "random_resized_crop", "size": 24, "interpolation": "bicubic"},
         {"name": "horizontal_flip"},
         {"name": "to_chw"},
     ]
@@ -340,7 +340,7 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             pixels = Image.open(io.BytesIO(files[f"{number}.jpg"])).convert("RGB")
             top, left, height, width = torchvision_box(pixels.height, pixels.width, rng)
             part = pixels.crop((left, top, left + width, top + height))
-            wanted = np.asarray(part.resize((24, 24), Image.Resampling.BILINEAR))
+            wanted = np.asarray(part.resize((24, 24), Image.Resampling.BICUBIC))
             if rng.random() < 0.5:
                 wanted = wanted[:, ::-1]
             assert_array_equal(image.transpose(1, 2, 0), wanted)
