@@ -21,9 +21,9 @@ from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
 
-from tests.contract import test_chunked_formats
-from tests.contract.chunk_contract import decode_all
-from tests.contract.engine import DATA, Engine, play, until
+from tests.contract.formats import test_chunked_formats
+from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.storage.engine import DATA, Engine, play, until
 
 BLOCK, NUM_BLOCKS = 100, 10
 LIGHT, HEAVY = Flow("light"), Flow("heavy", weight=8.0)
