@@ -23,6 +23,7 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
+from gyre_trainer.training.records.rank_log import log_to
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
 from gyre_trainer.training.step import Stepper
 
@@ -52,6 +53,7 @@ def train(
         gyre_client.GyreError: the data is not available.
     """
     with join_job(config.run) as context:
+        log_to(Path(config.run.out), context.rank)
         config.require_divisible(context.world_size)
         with (
             shared_daemon(config) as here,
