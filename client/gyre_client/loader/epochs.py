@@ -42,9 +42,19 @@ class Epochs:
 
     def epoch_of(self, step: int) -> int:
         """Returns the epoch in which a step begins."""
+        stage, passed = self._place(step)
+        return self._first[stage] + passed // self._lengths[stage]
+
+    def epochs_before(self, step: int) -> float:
+        """Returns how many epochs lie before a step, as a fraction."""
+        stage, passed = self._place(step)
+        return self._first[stage] + passed / self._lengths[stage]
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Returns the stage in which a step begins, and the positions that passed in it before."""
         position = step * self._batch_size
         stage = bisect_right(self._positions, position) - 1
-        return self._first[stage] + (position - self._positions[stage]) // self._lengths[stage]
+        return stage, position - self._positions[stage]
 
     def stop_step(self, step: int, num_epochs: int) -> int:
         """Returns the step behind the last one of the iteration that `step` belongs to.

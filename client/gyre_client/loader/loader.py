@@ -300,6 +300,11 @@ class Loader(DescribedDataset):
         """The epoch in which the next step begins, counted from 0."""
         return self._epochs.epoch_of(self.step)
 
+    @property
+    def epochs_passed(self) -> float:
+        """How many epochs lie before the next step, as a fraction."""
+        return self._epochs.epochs_before(self.step)
+
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
 

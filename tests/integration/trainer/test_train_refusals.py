@@ -104,6 +104,14 @@ def test_a_resume_without_a_checkpoint(
     )
 
 
+def test_weights_to_begin_with_that_no_run_begins_with(
+    tmp_path: Path, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, str(config_path), "--init-from", str(tmp_path / "none"), says="is no folder")
+    both = "--init-from", str(tmp_path), "--resume"
+    refused(capsys, str(config_path), *both, says="leave one of them out")
+
+
 def test_a_checkpoint_of_another_model_says_what_differs(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +214,7 @@ def test_what_is_no_file_among_the_records_is_refused_at_once(
     (config_path.parent / "run").mkdir()
     make(config_path.parent / "run" / name)
     with pytest.raises(ConfigError, match=f"run/{name} is no regular file but a folder, a pipe"):
-        RunRecorder(load(config_path), RunFacts(1, 1, 1, 1), 0)
+        RunRecorder(load(config_path), RunFacts(1, 1, 1), 0)
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
