@@ -19,5 +19,5 @@ def write_data(writer: FileSystemWriter, *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+    FileSystemWriter.write_data = write_data  # type: ignore[assignment]
     sys.exit(main())

@@ -91,7 +91,7 @@ def test_adapters_of_an_earlier_run_are_taken_or_refused_with_what_differs(
     alone = library.from_config(AutoConfig.for_model("llama", **SHAPE))
     alone.save_pretrained(tmp_path / "base")
     settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
-    peft.get_peft_model(alone, settings).save_pretrained(tmp_path / "adapters")
+    peft.get_peft_model(alone, settings).save_pretrained(str(tmp_path / "adapters"))
     told = ranks(2).run(begun_from, tmp_path / "base", tmp_path / "adapters")
     for of_rank, of_alpha, of_none in told:
         assert "q_proj.lora_A.weight has the shape [2, 32] there and [3, 32] here" in of_rank

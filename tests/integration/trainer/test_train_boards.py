@@ -62,7 +62,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 def logged(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """The run's id, and what was logged: the file is a log as LevelDB has it, of messages."""
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     content, place, parts = path.read_bytes(), HEADER_BYTES, b""
     run_id, lines = "", []
@@ -75,7 +75,7 @@ def logged(path: Path) -> tuple[str, list[dict[str, Any]]]:
         parts += content[place + HEADER_BYTES : place + HEADER_BYTES + length]
         place += HEADER_BYTES + length
         if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record.FromString(parts)
+            record = Record.FromString(parts)
             parts = b""
             if record.HasField("run"):
                 run_id = record.run.run_id

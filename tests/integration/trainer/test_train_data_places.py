@@ -54,9 +54,7 @@ def test_the_history_of_a_dataset_that_grows_says_the_epochs(tmp_path: Path, job
     write(tmp_path / "data/0.bin", 8)
     config = tmp_path / "train.toml"
     for steps, flags in ((3, []), (9, ["--resume"])):
-        config.write_text(
-            CONFIG.format(out=tmp_path / "run", data=tmp_path / "data", steps=steps)
-        )
+        config.write_text(CONFIG.format(out=tmp_path / "run", data=tmp_path / "data", steps=steps))
         job = jobs.start("run", str(config), *flags)
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 0, errors
@@ -86,9 +84,7 @@ def test_a_rank_with_other_data_is_named_before_the_first_step(tmp_path: Path, j
             "GLOO_SOCKET_IFNAME": "lo",
         }
         variables = {name: str(value) for name, value in place.items()}
-        started.append(
-            jobs.start("run", str(config), environment={**os.environ, **variables})
-        )
+        started.append(jobs.start("run", str(config), environment={**os.environ, **variables}))
     for job in started:
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 2, errors

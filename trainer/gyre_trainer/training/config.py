@@ -58,7 +58,7 @@ class RunConfig:
         log_every: steps between two writes to history, boards and progress; each write costs
             one small collective.
         seed: the seed of the initial weights.
-        replicas: rings of ranks, each with all parameters; its ranks are the job's over this number.
+        replicas: rings of ranks; each ring has all parameters, and all have as many ranks.
         timeout_s: the job ends when a rank has waited for another for longer than this, in one hop
             or collective.
     """
