@@ -150,6 +150,16 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
     _check_count("the dataset's num_samples", opened.num_samples, 1, MAX_COUNT)
     if opened.stages:
         _check_stages(opened, request.order)
+    skipped = [(each.first, each.stop) for each in opened.skip_steps.ranges]
+    if not all(first < stop <= MAX_COUNT for first, stop in skipped) or not all(
+        before[1] < after[0] for before, after in pairwise(skipped)
+    ):
+        raise DaemonFault(f"the daemon says that a job leaves out the steps {skipped[:10]}")
+    if request.HasField("skip_steps") and opened.skip_steps != request.skip_steps:
+        raise DaemonFault(
+            f"the daemon leaves out the steps {skipped[:10]}, and others were asked for; it may be "
+            "of an older version"
+        )
     _check_count("max_queued_batches", opened.max_queued_batches, 1, MAX_QUEUED)
     _check_count("max_kept_batches", opened.max_kept_batches, 0, MAX_QUEUED)
     _check_count("arena_bytes", opened.arena_bytes, 0, MAX_BYTES)

@@ -248,6 +248,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             fields=convert.from_fields(wanted.dataset.fields),
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
+            skip_steps=convert.from_skipped(wanted.order.skipped),
         )
 
     @answers_errors

@@ -1527,6 +1527,7 @@ class OpenSessionRequest(_message.Message):
     CHANGED_TRANSFORMS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     GROW_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
@@ -1550,6 +1551,10 @@ class OpenSessionRequest(_message.Message):
     def reader(self) -> Global___Reader: ...
     @_builtins.property
     def transforms(self) -> Global___TransformList: ...
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """absent: those of the cursor"""
+
     def __init__(
         self,
         *,
@@ -1565,16 +1570,63 @@ class OpenSessionRequest(_message.Message):
         changed_transforms: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
         grow: _builtins.bool = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class SkippedSteps(_message.Message):
+    """Steps of the order that a job leaves out, at most 100 ranges that rise and do not touch. A session's batches are counted without
+    them: `step` counts batches in every message about a session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRange]: ...
+    def __init__(
+        self,
+        *,
+        ranges: _abc.Iterable[Global___StepRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkippedSteps: _TypeAlias = SkippedSteps  # noqa: Y015
+
+@_typing.final
+class StepRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRange: _TypeAlias = StepRange  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
@@ -1616,6 +1668,7 @@ class SessionOpened(_message.Message):
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
@@ -1643,6 +1696,10 @@ class SessionOpened(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
         """of the job, if its dataset grows; the first begins with epoch 0, and epochs and samples rise"""
 
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """that the job leaves out; absent if there is none"""
+
     def __init__(
         self,
         *,
@@ -1658,10 +1715,11 @@ class SessionOpened(_message.Message):
         max_kept_batches: _builtins.int = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
         transforms: _builtins.str = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,8 @@
 A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
-STEP` prints.
+STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
+`data.skip_steps` leaves out.
 """
 
 import hashlib
