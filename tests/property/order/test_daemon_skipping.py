@@ -16,7 +16,7 @@ from gyre_daemon.order.stages import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.property.test_daemon_mixture import mixture
+from tests.mixtures import mixture
 
 NUM_STEPS = 60
 
