@@ -130,6 +130,23 @@ def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintPro
         yield progress
 
 
+def check_located(response: pb.LocateStepResponse) -> None:
+    """Checks where a daemon says that samples are stored.
+
+    Raises:
+        DaemonFault: It names a shard or a source that it does not list, or has too few rows.
+    """
+    samples = [sample for row in response.rows for sample in row.samples]
+    num_shards, num_sources = len(response.shards), max(1, len(response.sources))
+    if any(each.shard >= num_shards or each.source >= num_sources for each in samples):
+        raise DaemonFault("the daemon names a shard or a source that it does not list")
+    wanted = 0 if response.skipped else response.order.global_batch_size
+    if len(response.rows) != wanted:
+        raise DaemonFault(
+            f"the daemon found {len(response.rows)} rows of a step of {wanted} samples"
+        )
+
+
 def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> None:
     """Checks what a daemon grants a session.
 

@@ -23,6 +23,7 @@ from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
+from gyre_daemon.order.planner import Order
 from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
@@ -274,6 +275,18 @@ def from_session(session: Session) -> pb.SessionState:
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
         stages=from_stages(session),
         lately=_from_lately(session.lately),
+    )
+
+
+def from_order(order: Order) -> pb.OrderSpec:
+    """The order of a job, as its client asked for it."""
+    return pb.OrderSpec(
+        mode=pb.OrderMode.Value(f"ORDER_MODE_{order.mode.upper()}"),
+        tail=pb.Tail.Value(f"TAIL_{order.tail.upper()}"),
+        seed=order.seed,
+        global_batch_size=order.global_batch_size,
+        io_block_bytes=order.io_block_bytes,
+        window_blocks=order.window_blocks,
     )
 
 

@@ -1477,6 +1477,179 @@ class PlanStepResponse(_message.Message):
 Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
 
 @_typing.final
+class LocateStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.bytes
+    """any one of the job"""
+    step: _builtins.int
+    """of the order"""
+    batch: _builtins.int
+    """of the job, counted without the steps that it leaves out"""
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        cursor: _builtins.bytes = ...,
+        step: _builtins.int = ...,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "cursor", b"cursor", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_at: _TypeAlias = _typing.Literal["step", "batch"]  # noqa: Y015
+    _WhichOneofArgType_at: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_at) -> _WhichOneofReturnType_at | None: ...
+
+Global___LocateStepRequest: _TypeAlias = LocateStepRequest  # noqa: Y015
+
+@_typing.final
+class LocateStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    batch: _builtins.int
+    skipped: _builtins.bool
+    """the job leaves this step out; `batch` is then the next one"""
+    epoch: _builtins.int
+    """of its first position"""
+    join: Global___Join.ValueType
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocatedRow]:
+        """of the global batch, in the order of positions"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of a mixture"""
+
+    @_builtins.property
+    def order(self) -> Global___OrderSpec:
+        """of the job, to open a session with the cursor"""
+
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """of the job"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        skipped: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
+        rows: _abc.Iterable[Global___LocatedRow] | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        order: Global___OrderSpec | None = ...,
+        join: Global___Join.ValueType = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "skip_steps", b"skip_steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "join", b"join", "order", b"order", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateStepResponse: _TypeAlias = LocateStepResponse  # noqa: Y015
+
+@_typing.final
+class LocatedRow(_message.Message):
+    """One row of a global batch: a sample, or a packed sequence of several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.int
+    """as in the batch"""
+    padding: _builtins.bool
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocatedSample]: ...
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.int = ...,
+        padding: _builtins.bool = ...,
+        samples: _abc.Iterable[Global___LocatedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding", "sample_id", b"sample_id", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocatedRow: _TypeAlias = LocatedRow  # noqa: Y015
+
+@_typing.final
+class LocatedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.int
+    """in its source, or in the dataset that is no mixture"""
+    shard: _builtins.int
+    """number in `shards`"""
+    row: _builtins.int
+    """in the shard, counted from 0"""
+    offset: _builtins.int
+    """of its first byte in the shard; absent where chunks of it are decoded"""
+    num_bytes: _builtins.int
+    """of its stored fields"""
+    source: _builtins.int
+    """number in `sources`"""
+    first_token: _builtins.int
+    """where documents are packed: the part of it that the sequence has"""
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.int = ...,
+        shard: _builtins.int = ...,
+        row: _builtins.int = ...,
+        offset: _builtins.int | None = ...,
+        num_bytes: _builtins.int = ...,
+        source: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "offset", b"offset", "row", b"row", "sample_id", b"sample_id", "shard", b"shard", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___LocatedSample: _TypeAlias = LocatedSample  # noqa: Y015
+
+@_typing.final
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,10 @@ class Training:
         self._stepper = Stepper(build_model(config, context), config)
         self._collator = Collator(config.data, config.model.vocab_size)
         self._checkpoints = Checkpoints(
-            Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model
+            Path(config.run.out) / "checkpoints",
+            config.checkpoint.keep,
+            config.model,
+            {"dataset": config.data.dataset, "format": config.data.format},
         )
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
