@@ -37,8 +37,11 @@ from tests.waiting import until
 NUM_SAMPLES, LENGTH, KEPT = 101, 8, 3
 CROP = {"name": "crop_or_pad", "field": "tokens", "length": KEPT, "start": "random"}
 CHAIN: Sequence[Mapping[str, Any]] = [{"name": "draw"}, CROP]
-SMALL = [{"name": "decode_image", "field": "jpg"}, {"name": "center_crop", "size": 16}]
-HALF = {"name": "normalize", "dtype": "bfloat16"}
+SMALL: Sequence[Mapping[str, Any]] = [
+    {"name": "decode_image", "field": "jpg"},
+    {"name": "center_crop", "size": 16},
+]
+HALF: Mapping[str, Any] = {"name": "normalize", "dtype": "bfloat16"}
 Batches = list[dict[str, np.ndarray[Any, Any]]]
 
 
