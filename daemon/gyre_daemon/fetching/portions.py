@@ -21,7 +21,7 @@ from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.dtypes import name_of
@@ -174,7 +174,7 @@ class PortionReader:
         outputs, made, end = self._outputs(plan, staged)
         request = ENCODER.encode(self._request(plan, staged, outputs))
         where = range(end, end + len(request))
-        async with self._dataset.pool.room.hold(where.stop, flow, plan.urgency) as exchange:
+        async with self._dataset.pool.room.hold(where.stop, Claims(flow, plan.urgency)) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
             memory = exchange.memory[: staged.num_bytes]
             staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
