@@ -45,16 +45,16 @@ test: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL)
 
 # What needs no process of its own, and a little of each of the other folders.
-FAST := tests/unit tests/property $(addprefix tests/contract/,test_formats.py test_storage_local.py) \
-  $(addprefix tests/integration/,test_daemon_batches.py test_daemon_reload.py test_train_checkpoint.py) \
-  $(addprefix tests/distributed/,test_rotation_modules.py test_rotation_plan.py) tests/faults/test_copy_workers_that_die.py
+FAST := tests/unit tests/property $(addprefix tests/contract/,formats/test_formats.py storage/test_storage_local.py) \
+  $(addprefix tests/integration/,service/test_daemon_batches.py service/test_daemon_reload.py trainer/test_train_checkpoint.py) \
+  $(addprefix tests/distributed/rotation/,test_rotation_modules.py test_rotation_plan.py) tests/faults/service/test_copy_workers_that_die.py
 
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
 
 # Deeper models of transformers, found blocks, recomputation: what `make test` has no time for.
 test-models: setup
-	$(IN_VENV) python -m pytest -m models tests/distributed/test_rotation_models.py
+	$(IN_VENV) python -m pytest -m models tests/distributed/models/test_rotation_models.py
 
 # An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.
 SOAK_S ?= 3600

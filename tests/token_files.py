@@ -10,7 +10,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import ProbeRequest
 from gyre_daemon.storage.shard import Shard
 
-from tests.contract.format_contract import inspect
+from tests.contract.formats.format_contract import inspect
 from tests.shard_formats import shard_format
 
 IDS = np.arange(5000) % 4999

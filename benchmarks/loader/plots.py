@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks.loader.compare import Rates
 from benchmarks.loader.data import Workload
-from benchmarks.loader.growth import Size
-from benchmarks.loader.sessions import Crowd
+from benchmarks.loader.parts.growth import Size
+from benchmarks.loader.parts.sessions import Crowd
 
 GYRE, OTHER = "#d1495b", "#8d99ae"
 

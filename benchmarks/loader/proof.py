@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loader import compare, growth, identical, sessions, transport, widened
+from benchmarks.loader import compare, identical
 from benchmarks.loader.compare import Form, Rates, best
 from benchmarks.loader.data import Workload, workloads, write_tokens
 from benchmarks.loader.markdown import table
+from benchmarks.loader.parts import growth, sessions, transport, widened
 from benchmarks.loader.plots import plot_growth, plot_rates, plot_sessions
 from benchmarks.loader.processes import MEMORY_SLACK_BYTES, Daemon, daemon
 from benchmarks.loader.race import Contender, Result

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rtp.ranks import run_on_ranks
-from tests.distributed.families import FAMILIES, made
+from tests.distributed.models.families import FAMILIES, made
 
 LORA = "Llama, LoRA"
 _NUM_LAYERS, _WIDTH, _NUM_SEQUENCES, _NUM_TOKENS = 2, 256, 2, 64

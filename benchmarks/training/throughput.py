@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.loader.datasets import RINAS_THREADS
-from benchmarks.loader.objects import FIRST_BYTE
 from benchmarks.loader.processes import daemon, load_average
+from benchmarks.loader.storage.objects import FIRST_BYTE
 from benchmarks.training import pace_report, samples
 from benchmarks.training.ledger import Key, Ledger, Result
 from benchmarks.training.loaders import BATCH_SIZE, BATCHES_AHEAD, Kind, Source, Window

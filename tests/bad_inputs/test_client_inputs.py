@@ -15,7 +15,7 @@ from gyre_client import Loader
 from tests.bad_inputs.node import BATCH_SIZE, Node
 from tests.bad_inputs.row import SECRET, Row, cases
 from tests.bad_inputs.table import commands, python_calls
-from tests.integration.test_train_refusals import CONFIG
+from tests.integration.trainer.test_train_refusals import CONFIG
 
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "gyre": gyre_client.command.cli.main,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.objects import ObjectServer
+from tests.contract.storage.objects import ObjectServer
 
 modules = ("storage_contract", "remote_contract", "format_contract", "places")
 pytest.register_assert_rewrite(*(f"tests.contract.{module}" for module in modules))

@@ -17,7 +17,7 @@ from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.opener import StorageOpener
 
 from tests.conftest import S3Server
-from tests.contract.objects import ObjectServer
+from tests.contract.storage.objects import ObjectServer
 
 Result = TypeVar("Result")
 Bytes = npt.NDArray[np.uint8]

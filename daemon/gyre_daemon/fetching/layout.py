@@ -187,7 +187,7 @@ def max_metadata_bytes(index: SampleIndex, num_samples: int) -> int:
 
     That is sample ids, where the samples lie until they are read, and a layout if batches may
     differ in theirs. The figures are measured with small samples; see
-    `benchmarks/loader/metadata.py`.
+    `benchmarks/loader/parts/metadata.py`.
     """
     per_sample, per_batch = (32, 900) if any(spec.ragged for spec in index.fields) else (8, 64)
     num_fields = len(index.fields)

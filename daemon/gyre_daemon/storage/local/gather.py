@@ -20,8 +20,8 @@ Addresses = npt.NDArray[np.uint64]
 Sizes = npt.NDArray[np.int64]
 
 _MAX_RANGES = 1024  # IOV_MAX
-# Ranges are written up to this mean size and read above it. `benchmarks/loader/gather.py` measures
-# both; twice the value makes copies out of huge pages slower.
+# Ranges are written up to this mean size and read above it. `benchmarks/loader/parts/gather.py`
+# measures both; twice the value makes copies out of huge pages slower.
 _MAX_WRITTEN_BYTES = 16 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)

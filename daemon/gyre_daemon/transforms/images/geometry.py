@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import cv2
 import numpy as np
@@ -57,6 +57,8 @@ class RandomResizedCrop(_Crop):
         interpolation: see `resized`.
         antialias: see `resized`.
     """
+
+    version: ClassVar[int] = 2  # 1 was resized by Pillow
 
     size: Size
     field: str = "image"
@@ -122,6 +124,8 @@ class Resize(ImageTransform):
         interpolation: see `resized`.
         antialias: see `resized`.
     """
+
+    version: ClassVar[int] = 2  # 1 was resized by Pillow
 
     size: Size
     field: str = "image"

@@ -44,6 +44,7 @@ class DecodeVideo(OfField):
     start: Literal["beginning", "center", "random"] = "beginning"
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 28)] = 4096 * 2304
 
+    version: ClassVar[int] = 2  # 1 was resized by Pillow
     cost: ClassVar[Cost] = "slow"
 
     @property

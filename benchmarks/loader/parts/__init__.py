@@ -1,0 +1,1 @@
+"""What one part of the daemon or the transport costs."""

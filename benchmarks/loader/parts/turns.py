@@ -1,0 +1,152 @@
+"""Versions of Gyre against each other.
+
+`python -m benchmarks.loader.parts.turns CHECKOUT [CHECKOUT ...] [--workloads T S10k]`
+
+Each checkout has an environment of its own in `.venv`, as `make setup` makes it. A daemon of each
+serves the same files, and its own client reads them: one job, four jobs of one order, four jobs of
+an order each. All take turns, round by round, so a disturbance affects all alike. Ratios are to the
+first checkout, in the same round.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.loader.compare import circumstances
+from benchmarks.loader.data import FULL, SHORT, Workload, workloads
+from benchmarks.loader.markdown import table
+from benchmarks.loader.processes import daemon
+from benchmarks.loader.race import Contender, Entry, Result
+
+JOBS = (
+    Contender("one job", "gyre"),
+    Contender("each of four of one order", "gyre", num_jobs=4, same_seed=True),
+    Contender("each of four orders", "gyre", num_jobs=4),
+)
+HEAD = (
+    "",
+    "version",
+    "samples/s per job",
+    "to the first",
+    "half of the rounds",
+    "CPU s per 1000: job",
+    "daemon",
+    "memory of all, MiB",
+    "to the first",
+)
+
+
+def measure(
+    folder: Path,
+    roots: Sequence[Path],
+    loads: Sequence[Workload],
+    num_rounds: int,
+    duration_s: float,
+) -> dict[str, list[Entry]]:
+    """Return the entries of each of `JOBS`, by label: one for each root."""
+    configs = {load.name: load.config for load in loads}
+    entries: dict[str, list[Entry]] = {}
+    with ExitStack() as stack:
+        pythons = [str(root / ".venv/bin/python") for root in roots]
+        servers = [
+            stack.enter_context(daemon(folder, configs, python=python)) for python in pythons
+        ]
+        for job in JOBS:
+            pairs = zip(pythons, roots, strict=True)
+            entries[job.label] = [Entry(job, python=python, root=root) for python, root in pairs]
+            for entry, server in zip(entries[job.label], servers, strict=True):
+                stack.callback(entry.stop)
+                entry.start(server.address)
+                entry.await_start()
+        for load in loads:
+            for round_ in range(num_rounds):
+                for label, its in entries.items():
+                    rates = [
+                        entry.run(load, round_, duration_s, server)["samples_per_s"]
+                        for entry, server in zip(its, servers, strict=True)
+                    ]
+                    about = f"{load.name}  round {round_ + 1} of {num_rounds}  {label:26}"
+                    print(
+                        f"  {about}",
+                        *(f"{rate:>11,.0f}" for rate in rates),
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    return entries
+
+
+def report(
+    roots: Sequence[Path], loads: Sequence[Workload], entries: dict[str, list[Entry]]
+) -> list[str]:
+    """A table, as Markdown."""
+    rows = []
+    for load in loads:
+        for label, its in entries.items():
+            first = its[0].results[load.name]
+            rows += [
+                (f"{load.name}, {label}", root.name, *_row(entry.results[load.name], first))
+                for root, entry in zip(roots, its, strict=True)
+            ]
+    return table(HEAD, rows)
+
+
+def _row(results: Sequence[Result], first: Sequence[Result]) -> tuple[str, ...]:
+    ratios = [
+        one["samples_per_s"] / other["samples_per_s"]
+        for one, other in zip(results, first, strict=True)
+    ]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    rate, job, server, memory = (
+        statistics.median(result[key] for result in results)
+        for key in ("samples_per_s", "cpu_s_per_1000", "daemon_cpu_s_per_1000", "own_bytes")
+    )
+    first_memory = statistics.median(result["own_bytes"] for result in first)
+    return (
+        f"{rate:,.0f}",
+        f"{middle:.2f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{job:.4f}",
+        f"{server:.4f}",
+        f"{memory / 2**20:,.0f}",
+        f"{memory / first_memory:.2f}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, or write it where `--out` says."""
+    parser = argparse.ArgumentParser(description="Versions of Gyre in turns.")
+    parser.add_argument(
+        "roots", nargs="+", type=Path, metavar="CHECKOUT", help="with an environment in .venv"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=["T", "S10k"], metavar="NAME", help="of T, S10k and S100k"
+    )
+    parser.add_argument("--short", action="store_true", help="with little data")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md")
+    parsed = parser.parse_args(arguments)
+    roots = [root.absolute() for root in parsed.roots]
+    about = circumstances(f"python -m benchmarks.loader.parts.turns {' '.join(sys.argv[1:])}")
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
+        loads = [
+            load
+            for load in workloads(Path(name), SHORT if parsed.short else FULL)
+            if load.name in parsed.workloads
+        ]
+        lines = report(
+            roots, loads, measure(Path(name), roots, loads, parsed.rounds, parsed.seconds)
+        )
+    if parsed.out:
+        Path(f"{parsed.out}.md").write_text(
+            "\n".join(["# Versions in turns", "", *about, "", *lines, ""])
+        )
+    print("\n".join([*about, "", *lines]))
+
+
+if __name__ == "__main__":
+    main()

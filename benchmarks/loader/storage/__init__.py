@@ -1,0 +1,1 @@
+"""Reading from object storage: rates, indexes, TLS, and faults."""

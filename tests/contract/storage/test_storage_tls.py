@@ -1,0 +1,245 @@
+"""Object storage behind TLS, and the URLs that are signed for it."""
+
+import contextlib
+import datetime
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import botocore.auth
+import pytest
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from gyre_daemon.errors import ConfigError, NotAllowed
+from gyre_daemon.storage.sources.http_options import take_http_options
+from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
+from gyre_daemon.storage.sources.plain_source import PlainSource
+
+from tests.certificates import Authority
+from tests.contract.places import Place, Targets, noise, run, unique
+from tests.contract.storage.remote_contract import RemoteContract
+from tests.object_server.process import ObjectServerProcess, object_server
+
+DATA = noise(0, 1000)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def server(authority: Authority) -> Iterator[ObjectServerProcess]:
+    pair = authority.sign("server")
+    with object_server(tls=(pair.certificate, pair.key)) as process:
+        yield process
+
+
+class SecurePlace(Place):
+    def __init__(self, server: ObjectServerProcess, authority: Authority) -> None:
+        self.server, self.path = server, f"/storage-{next(unique)}/data"
+        self.root = f"s3:/{self.path}"
+        self.settings = {**server.storage_settings, "ca_file": str(authority.path)}
+
+    def put(self, name: str, data: bytes) -> None:
+        self.server.put(f"{self.path}/{name}", data)
+
+    def delete(self, name: str) -> None:
+        self.server.delete(f"{self.path}/{name}")
+
+
+class TestS3OverTls(RemoteContract):
+    @pytest.fixture
+    def place(self, server: ObjectServerProcess, authority: Authority) -> SecurePlace:
+        return SecurePlace(server, authority)
+
+    def num_gets(self, place: Place) -> int:
+        assert isinstance(place, SecurePlace)
+        by_path = place.server.counts()["by_path"]
+        return sum(count for path, count in by_path.items() if path.startswith(place.path))
+
+    def test_it_is_our_client_that_reads(self, place: SecurePlace, opener: Any) -> None:
+        place.put("0.bin", DATA)
+
+        async def scene() -> None:
+            storage = await opener(place.root, place.settings)
+            assert isinstance(storage._credentials.source, PlainSource)
+
+        run(scene())
+
+    @pytest.mark.parametrize("fault", ["unknown", "expired", "of another host"])
+    def test_a_certificate_that_is_not_trusted(
+        self, place: SecurePlace, opener: Any, tmp_path: Path, fault: str
+    ) -> None:
+        other = Authority(tmp_path)
+        host, days = "127.0.0.2" if fault == "of another host" else "127.0.0.1", 1
+        pair = other.sign("server", host=host, days=-1 if fault == "expired" else days)
+        with object_server(tls=(pair.certificate, pair.key)) as process:
+            process.put("/b/0.bin", DATA)
+            roots = place.settings["ca_file"] if fault == "unknown" else str(other.path)
+            settings = {**process.storage_settings, "ca_file": roots}
+            told = r"certificate of the server is not trusted \(\w+\); .*`ca_file`"
+            with pytest.raises(NotAllowed, match=told):
+                run(opener("s3://b/0.bin", settings))
+
+    def test_a_proxy(
+        self, place: SecurePlace, opener: Any, proxy: "Proxy", monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        place.put("0.bin", DATA)
+        targets = Targets().add(0, 100, 500)
+
+        async def scene() -> None:
+            await (await opener(place.root, place.settings)).read(targets.reads())
+
+        run(scene())
+        targets.check([DATA])
+        assert set(proxy.targets) == {place.server.url.removeprefix("https://")}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no certificate", b"\xff\xfe", "folder"])
+def test_a_file_of_roots_that_is_none(tmp_path: Path, content: bytes | str | None) -> None:
+    file = tmp_path / "roots.pem"
+    if content == "folder":
+        file.mkdir()
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"ca_file .*roots\.pem.* cannot be used"):
+        take_http_options({"ca_file": str(file)})
+
+
+def test_roots_must_be_a_path() -> None:
+    with pytest.raises(ConfigError, match="ca_file must be the path"):
+        take_http_options({"ca_file": 3})
+
+
+@pytest.fixture
+def proxy() -> Iterator["Proxy"]:
+    proxy = Proxy()
+    yield proxy
+    proxy.close()
+
+
+class Proxy:
+    """Tunnels what it is asked to `CONNECT` to.
+
+    Attributes:
+        url: where it listens.
+        targets: where the tunnels led.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.targets: list[str] = []
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._sockets.append(client)
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += client.recv(1)
+                target = head.split()[1].decode()
+                self.targets.append(target)
+                host, port = target.split(":")
+                server = socket.create_connection((host, int(port)))
+                self._sockets.append(server)
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                for pair in ((client, server), (server, client)):
+                    self._threads.append(threading.Thread(target=self._carry, args=pair))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+
+def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signed URL cannot say so: obstore reads, and signs each request as botocore does."""
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        settings = {**CREDENTIALS, "endpoint": f"http://{host}", "request_payer": "true"}
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                requests.append(connection.recv(1 << 16))
+                modified = b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n"
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n" + modified + b"\r\n")
+
+        server = threading.Thread(target=answer)
+        server.start()
+        filesystem = open_objects("s3", settings, "s3://bucket/data/a.bin", max_retries=0)
+        assert run(filesystem._info("s3://bucket/data/a.bin"))["size"] == 5
+        server.join()
+    lines = requests[0].decode().split("\r\n")
+    sent = dict(line.split(": ", 1) for line in lines[1:] if line)
+    assert sent["x-amz-request-payer"] == "requester"
+    at = datetime.datetime.strptime(sent["x-amz-date"], "%Y%m%dT%H%M%SZ")
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
+    payer = {"x-amz-request-payer": "requester"}
+    request = AWSRequest("HEAD", f"http://{host}/bucket/data/a.bin", payer)
+    credentials = Credentials(CREDENTIALS["access_key_id"], CREDENTIALS["secret_access_key"])
+    botocore.auth.S3SigV4Auth(credentials, "s3", CREDENTIALS["region"]).add_auth(request)
+    assert request.headers["Authorization"] == sent["authorization"]
+
+
+CREDENTIALS = {
+    "region": "eu-west-3",
+    "access_key_id": "AKIDEXAMPLE",
+    "secret_access_key": "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY",
+}
+KEYS = ("data/a.bin", "data/a b+c~d/é#?.bin", "data/%41&=;.bin")
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("token", [None, "session/token+of=STS"])
+@pytest.mark.parametrize("style", ["path", "virtual-hosted"])
+def test_signatures_are_those_of_botocore(
+    key: str, token: str | None, style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = "https://storage.example.org:9000"
+    if style == "virtual-hosted":
+        endpoint = endpoint.replace("storage", "bucket.storage")
+    settings = {
+        "endpoint": endpoint,
+        **CREDENTIALS,
+        "virtual_hosted_style_request": str(style == "virtual-hosted").lower(),
+        **({"session_token": token} if token else {}),
+    }
+
+    async def sign() -> str:
+        return await ObjectSource("s3", settings, f"s3://bucket/{key}").signed_url(
+            f"s3://bucket/{key}"
+        )
+
+    signed = urlsplit(run(sign()))
+    query = parse_qs(signed.query)
+    at = datetime.datetime.strptime(query["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ")
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
+    request = AWSRequest("GET", f"{signed.scheme}://{signed.netloc}{signed.path}")
+    credentials = Credentials(settings["access_key_id"], settings["secret_access_key"], token)
+    expires_s = int(query["X-Amz-Expires"][0])
+    botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-west-3", expires_s).add_auth(request)
+    assert parse_qs(urlsplit(request.url).query) == query
+    assert signed.netloc == urlsplit(endpoint).netloc
+    assert signed.path.startswith("/data/" if style == "virtual-hosted" else "/bucket/data/")

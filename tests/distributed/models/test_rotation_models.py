@@ -1,0 +1,132 @@
+"""Models as they are: other layouts of layers, tied heads with a bias, parameters that are read."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.rotate import rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import FAMILIES, compared
+from tests.distributed.training import whole
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
+    require_exact(ranks(num_ranks).run(compared, list(FAMILIES)))
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_families_train_exactly_in_blocks(
+    ranks: StartRanks, num_ranks: int, recompute: bool
+) -> None:
+    run = partial(compared, find_blocks=True, recompute=recompute)
+    require_exact(ranks(num_ranks).run(run, list(FAMILIES)))
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deeper_models_train_exactly(ranks: StartRanks, family: str) -> None:
+    depth = {"GPT2": "n_layer", "T5": "num_layers"}.get(family, "num_hidden_layers")
+    sizes: dict[str, Any] = {depth: 4}
+    require_exact(ranks(3).run(partial(compared, **sizes), [family]))
+
+
+def require_exact(found: list[dict[str, tuple[float, float, float]]]) -> None:
+    """The library computes losses, and norms in places, in float32."""
+    for each in found:
+        for family, (share, loss, gradients) in each.items():
+            assert share > 0.9, family
+            assert loss <= 1e-6, family
+            assert gradients <= 1e-5, family
+
+
+class Reads(nn.Module):
+    """Reads the parameters of a list, of a dict and of a layer, instead of calling these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList([nn.Parameter(torch.rand(4)) for _ in range(2)])
+        self.shifts = nn.ParameterDict({"one": nn.Parameter(torch.rand(4))})
+        self.layer, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.gains[0] + self.shifts["one"] * self.gains[1]
+        output: Tensor = self.called(F.linear(y, self.layer.weight, self.layer.bias))
+        return output
+
+
+def gradients_of_reads(num_parts: int, part: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Reads()).double()
+    x = torch.rand(6, 4, dtype=torch.float64)
+    if num_parts > 1:
+        rotate_all(model, mesh=make_mesh("cpu"), rules={"0.layer": None})
+    model(x.chunk(num_parts)[part]).sin().mean().backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of_reads_here() -> dict[str, Tensor]:
+    return gradients_of_reads(dist.get_world_size(), dist.get_rank())
+
+
+def test_parameters_may_be_read(ranks: StartRanks) -> None:
+    expected = gradients_of_reads(1, 0)
+    for found in ranks(2).run(gradients_of_reads_here):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad)
+
+
+def rotating_and_gradients(min_numel: int) -> tuple[list[str], dict[str, Tensor]]:
+    """Paths of the modules that rotate, and gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 12), nn.Linear(12, 4), nn.Linear(4, 4))
+    plan = rotate_all(model, mesh=make_mesh("cpu"), rules={"3": LinearRule()}, min_numel=min_numel)
+    model(torch.ones(2, 4)).sum().backward()
+    rotating = [entry.path for entry in plan.entries if entry.how == "rotated"]
+    return rotating, {
+        name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def test_small_modules_stay_whole_where_that_is_wanted(ranks: StartRanks) -> None:
+    ((_, expected), *_) = ranks(2).run(rotating_and_gradients, 0)
+    for rotating, found in ranks(2).run(rotating_and_gradients, 48):
+        assert rotating == ["1", "2", "3"]  # the last one has a rule
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad)
+
+
+class Computes(nn.Module):
+    """Two thirds of its parameters belong to no known kind of module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(1024, 1024))
+        self.kept, self.layer = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+
+def warned(build: Callable[[], nn.Module]) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        rotate_all(build(), mesh=make_mesh("cpu"), rules={"kept": None})
+    return [str(each.message) for each in seen]
+
+
+def test_a_model_that_hardly_rotates_is_a_warning(ranks: StartRanks) -> None:
+    for (message,) in ranks(2).run(warned, Computes):
+        assert "only 33% of the parameters rotate" in message
+        assert "1,048,576 as in the model: no rule is known for Computes" in message
+        assert "1,049,600 as in kept: a rule of None keeps them whole" in message

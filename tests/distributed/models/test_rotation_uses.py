@@ -1,0 +1,78 @@
+"""Rotated models in generation, and on two rings of one job."""
+
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.rotate import rotate_all
+from gyre_trainer.training.models.gpt import GPT
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, reference
+from tests.distributed.training import batch, distance, rotated_gpt, whole
+
+
+def generate(model: GPT, tokens: Tensor, num_tokens: int) -> Tensor:
+    """The most likely continuation of a prompt."""
+    for _ in range(num_tokens):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    return tokens
+
+
+def generated() -> list[bool]:
+    """Whether this rank's text equals one process's, with other prompts on each rank."""
+    model = rotated_gpt(VARIANT).eval()
+    alone = reference(model).eval()
+    rank = dist.get_rank()
+    prompt = torch.randint(
+        VARIANT.config.vocab_size,
+        (1 + rank, 2 + rank),
+        generator=torch.Generator().manual_seed(rank),
+    )
+    same = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same.append(torch.equal(generate(model, prompt, 4), generate(alone, prompt, 4)))
+    return same
+
+
+def test_every_rank_generates_text_from_prompts_of_its_own(ranks: StartRanks) -> None:
+    assert ranks(3).run(generated) == [[True, True]] * 3
+
+
+def gradients_of_two_rings() -> tuple[list[int], float]:
+    """The ranks on this rank's ring, and the distance of its gradients from one process's.
+
+    That process trains on the data of this ring alone.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "rotate"))
+    ring_index = mesh.get_local_rank("replicate")
+    model = reference(rotated_gpt(VARIANT))
+    own = DeviceMesh.from_group(mesh["rotate"].get_group(), "cpu")
+    rotate_all(model, mesh=own)
+    ring = ring_of(own)
+    assert ring is not ring_of(make_mesh("cpu"))
+    alone = reference(model)
+    data = batch(ring_index, VARIANT.config.vocab_size)
+    tokens, targets = (tensor.chunk(ring.size)[ring.rank] for tensor in data)
+    backward(model.loss(tokens, targets))
+    backward(alone.loss(*data))
+    expected = {
+        name: parameter.grad
+        for name, parameter in alone.named_parameters()
+        if parameter.grad is not None
+    }
+    found = {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return dist.get_process_group_ranks(mesh["rotate"].get_group()), distance(found, expected)
+
+
+def test_two_rings_of_one_job_do_not_mix(ranks: StartRanks) -> None:
+    outcomes = ranks(4).run(gradients_of_two_rings)
+    assert [members for members, _ in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert max(apart for _, apart in outcomes) <= 1e-12

@@ -1,0 +1,287 @@
+"""The order of hops and computations, and what remains in memory afterwards."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.rotate import RotationPolicy, rotate
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.steps.test_rotation_parity import UNEVEN
+from tests.distributed.training import Variant, batch, build, rotated_gpt, train_step
+
+
+class Numbered(MLP):
+    """An MLP that records when it computes, and with which rank's slice.
+
+    All entries of rank r's slice are r.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 6)
+        self.number = number
+        self.seen: Callable[[str], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.seen is not None
+        self.seen(f"compute {self.number} with {int(self.up.weight[0, 0])}")
+        return super().forward(x)
+
+
+@contextmanager
+def hops_told_to(seen: Callable[[str], None]) -> Iterator[None]:
+    shift = Ring.shift
+
+    def told(
+        ring: Ring,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        stream: Stream,
+        identity: int = 0,
+    ) -> Hop:
+        seen(f"hop {stream.name.lower()} {direction.name.lower()}")
+        return shift(ring, outgoing, incoming, direction, stream, identity)
+
+    with patch.object(Ring, "shift", told):
+        yield
+
+
+def events_of_two_modules() -> tuple[list[str], list[list[str]]]:
+    """Hops and computations of one forward and two backwards of two modules with recomputation."""
+    events: list[str] = []
+    mesh = make_mesh("cpu")
+    modules = [Numbered(0), Numbered(1)]
+    for module in modules:
+        module.seen = events.append
+        rotate(module, mesh=mesh, policy=RotationPolicy(recompute=True), rule=MLPRule())
+    for parameter in nn.ModuleList(modules).parameters():
+        nn.init.constant_(parameter.to_local(), mesh.get_local_rank())  # type: ignore[attr-defined]
+    model = nn.Sequential(*modules)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # the first call, which puts the rule to the proof
+    events.clear()
+    backwards = []
+    with hops_told_to(events.append):
+        for _ in range(2):
+            output = model(torch.ones(1, 4)).sum()
+            forward = events[:]
+            events.clear()
+            output.backward()
+            backwards.append(events[:])
+            events.clear()
+    return forward, backwards
+
+
+FORWARD = "hop weights clockwise"
+BACKWARD = "hop weights counter_clockwise"
+GRADIENTS = "hop gradients counter_clockwise"
+
+
+def test_the_next_slice_is_in_flight_while_one_computes(ranks: StartRanks) -> None:
+    for rank, (forward, _) in enumerate(ranks(3).run(events_of_two_modules)):
+        own, first, second = rank, (rank - 1) % 3, (rank - 2) % 3
+        assert forward == [
+            event
+            for number in (0, 1)
+            for event in (
+                FORWARD,
+                f"compute {number} with {own}",
+                FORWARD,
+                f"compute {number} with {first}",
+                f"compute {number} with {second}",
+            )
+        ]
+
+
+def test_backward_sends_the_next_module_off_before_the_own_slice_computes(
+    ranks: StartRanks,
+) -> None:
+    """This holds from the second backward on; the first one learns the order of modules."""
+    for rank, (_, backwards) in enumerate(ranks(3).run(events_of_two_modules)):
+        own, first, second = rank, (rank + 1) % 3, (rank + 2) % 3
+
+        def rest(
+            number: int, own: int = own, first: int = first, second: int = second
+        ) -> list[str]:
+            return [
+                BACKWARD,
+                f"compute {number} with {first}",
+                GRADIENTS,
+                f"compute {number} with {second}",
+                GRADIENTS,
+                f"compute {number} with {own}",
+            ]
+
+        assert backwards[0] == [BACKWARD, *rest(1), BACKWARD, *rest(0)]
+        assert backwards[1] == [BACKWARD, *rest(1)[:-1], BACKWARD, rest(1)[-1], *rest(0)]
+
+
+def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
+    """For each hop of weights: whether it sends the own slice, and whether it sends on.
+
+    A hop sends on if it sends the buffer that the previous hop filled.
+    """
+    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"))
+    assert isinstance(mlp, RotatedModule)
+    own_slice = mlp.rotation.sharded.flat.data_ptr()
+    hops: list[tuple[int, int]] = []
+    shift = Ring.shift
+
+    def noted(
+        ring: Ring,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        stream: Stream,
+        identity: int = 0,
+    ) -> Hop:
+        if stream is Stream.WEIGHTS:
+            hops.append((outgoing.data_ptr(), incoming.data_ptr()))
+        return shift(ring, outgoing, incoming, direction, stream, identity)
+
+    with patch.object(Ring, "shift", noted):
+        mlp(torch.ones(1, 4)).sum().backward()
+    before = [0] + [incoming for _, incoming in hops]
+    return [
+        (outgoing == own_slice, outgoing == last)
+        for (outgoing, _), last in zip(hops, before, strict=False)
+    ]
+
+
+def test_a_hop_sends_what_arrived_without_a_copy_in_between(ranks: StartRanks) -> None:
+    """In both passes the own slice is sent first, then the buffer that the previous hop filled."""
+    assert ranks(3).run(where_hops_begin_and_end) == [[(True, False), (False, True)] * 2] * 3
+
+
+def memory_after_each_step(policy: RotationPolicy) -> list[tuple[int, set[int]]]:
+    """Bytes of all tensors of this rank, and the addresses of the transient buffers."""
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through again and again
+    variant = Variant(UNEVEN, policy)
+    model = rotated_gpt(variant)
+    optimizer = torch.optim.AdamW(model.parameters())
+    pool = ring_of(make_mesh("cpu")).pool
+    found = []
+    for step in range(4):
+        tokens, targets = (
+            part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(step, 37)
+        )
+        train_step(model, optimizer, tokens, targets, variant)
+        with torch.no_grad():
+            model.loss(tokens, targets)
+        del tokens, targets
+        gc.collect()
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) is Tensor
+        }
+        buffers = {buffer.data_ptr() for free in pool._free.values() for buffer in free}
+        found.append((sum(storages.values()), buffers))
+    gc.unfreeze()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_nothing_grows_and_no_buffer_is_made_after_the_first_step(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    """The second step allocates nothing, though it is the first that starts hops ahead of time."""
+    for policy in (
+        RotationPolicy(),
+        RotationPolicy(compute_dtype=torch.bfloat16),
+        RotationPolicy(recompute=True),
+    ):
+        for found in ranks(num_ranks).run(memory_after_each_step, policy):
+            (num_bytes, buffers), *later = found
+            assert num_bytes > 0
+            # of weights and of gradients, two each where there are remote slices
+            assert len(buffers) >= 2 * (num_ranks - 1)
+            assert later == [(num_bytes, buffers)] * 3
+
+
+def what_is_averaged(frozen: tuple[str, ...]) -> list[int]:
+    """Elements of each all-reduce in a step of a model with several norms and biases."""
+    variant = Variant(UNEVEN, frozen=frozen)
+    model = rotated_gpt(variant)
+    loss = model.loss(
+        *(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(0, 37))
+    )
+    seen: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", noted):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.mlp_norm",)])
+def test_replicated_gradients_are_averaged_in_one_all_reduce(
+    ranks: StartRanks, frozen: tuple[str, ...]
+) -> None:
+    norms = [(name, p.numel()) for name, p in build(UNEVEN).named_parameters() if "norm" in name]
+    assert len(norms) == 10
+    numel = sum(numel for name, numel in norms if not name.startswith(frozen or "none"))
+    assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
+
+
+def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
+    """Whether the module's input is still in memory before the loss's backward, and after it."""
+    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"), policy=policy)
+    x = torch.ones(2, 4) * 2
+    memory = weakref.ref(x.untyped_storage())
+    loss = mlp(x).sum()
+    del x
+    kept = [memory() is not None]
+    loss.backward()
+    assert loss.grad_fn is not None
+    return [*kept, memory() is not None]
+
+
+def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
+    for policy in (RotationPolicy(), RotationPolicy(recompute=True)):
+        assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
+
+
+def what_a_model_leaves() -> tuple[int, bool, int, bool]:
+    """The transient buffers and the norm's weight that exist with a model, and after it is gone."""
+    gc.collect()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+    mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
+    mlp(torch.ones(2, 4)).sum().backward()
+    files, weight = (
+        transport._CONNECTIONS[mesh.get_group()].memory.files,
+        weakref.ref(mlp.get_parameter("0.weight")),
+    )
+    before = len(files), weight() is not None
+    del mlp
+    gc.collect()
+    return *before, len(files), weight() is not None
+
+
+def test_nothing_is_left_of_a_model_that_is_gone(ranks: StartRanks) -> None:
+    for num_files, there, num_files_later, there_later in ranks(2).run(what_a_model_leaves):
+        assert num_files >= 2
+        assert there
+        assert num_files_later == 0
+        assert not there_later

@@ -1,0 +1,111 @@
+"""Several backwards for one optimizer step are exact, with and without `no_sync`.
+
+Inside `no_sync` the gradients of replicated parameters are not averaged; the last backward averages
+their sum.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import no_sync
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.test_rotation_regressions import (
+    VARIANT,
+    backward,
+    gradients,
+    mine,
+    reference,
+)
+from tests.distributed.training import batch, build, distance, rotated_gpt
+
+NUM_PARTS = 3
+
+
+def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
+    """Distances of the gradients from one process's and bytes sent, by step; then one check.
+
+    The check is whether the norms' gradients were each rank's own inside `no_sync`.
+    """
+    model = rotated_gpt(VARIANT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distances, sent, own = [], [], []
+    for step in range(2):
+        alone = reference(model)
+        data = [
+            batch(NUM_PARTS * step + part, VARIANT.config.vocab_size) for part in range(NUM_PARTS)
+        ]
+        with SentBytes(make_mesh("cpu").size()) as sent_bytes:
+            with no_sync(model) if holds_back else nullcontext():
+                for part in data[:-1]:
+                    backward(model.loss(*mine(part)))
+            own.append(differs_among_ranks(model.norm))
+            backward(model.loss(*mine(data[-1])))
+        for part in data:
+            backward(alone.loss(*part))
+        distances.append(distance(gradients(model), gradients(alone)))
+        sent.append(sent_bytes.total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return distances, sent, own
+
+
+def differs_among_ranks(norm: nn.Module) -> bool:
+    """Whether the gradient of the module's weight differs among ranks."""
+    grad = norm.weight.grad
+    assert isinstance(grad, DTensor)
+    local = grad.to_local().clone()
+    torch.distributed.broadcast(local, src=0)
+    found = torch.tensor(float(not torch.equal(local, grad.to_local())))
+    torch.distributed.all_reduce(found)
+    return bool(found.item())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_held_back_by_no_sync_are_averaged_with_the_last_part(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    replicated = 8 * sum(
+        p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" in name
+    )
+    all_reduce = replicated * 2 * (num_ranks - 1) // num_ranks
+    outcomes = zip(
+        *(ranks(num_ranks).run(accumulated, holds_back) for holds_back in (True, False)),
+        strict=True,
+    )
+    for (distances, sent, own), (each_distances, each_sent, each_own) in outcomes:
+        assert max(*distances, *each_distances) <= 1e-12
+        assert own == [num_ranks > 1] * 2
+        assert each_own == [False] * 2
+        assert [more - less for more, less in zip(each_sent, sent, strict=True)] == [
+            (NUM_PARTS - 1) * all_reduce
+        ] * 2
+
+
+def test_a_model_that_is_not_rotated_is_refused() -> None:
+    with (
+        pytest.raises(RotationError, match=r"Linear is not rotated; first call rotate_all"),
+        no_sync(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def leaves_no_trace_of_an_exception() -> bool:
+    """Whether the next backward averages gradients again after an exception inside `no_sync`."""
+    model = rotated_gpt(VARIANT)
+    try:
+        with no_sync(model), no_sync(model):
+            raise KeyError
+    except KeyError:
+        backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
+    return differs_among_ranks(model.norm)
+
+
+def test_after_an_exception_gradients_are_averaged_again(ranks: StartRanks) -> None:
+    assert ranks(2).run(leaves_no_trace_of_an_exception) == [False] * 2

@@ -1,0 +1,229 @@
+"""Replicas of rings: exact, averaged while backward goes on, and never of different weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer import pretrained
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import materialize, no_sync, rotate, rotate_all
+from gyre_trainer.shards.local_shards import local_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.test_rotation_regressions import (
+    VARIANT,
+    backward,
+    gradients,
+    reference,
+)
+from tests.distributed.steps.test_rotation_checkpoint import VARIANTS, train_between
+from tests.distributed.steps.test_rotation_muon import OPTIONS
+from tests.distributed.steps.test_rotation_muon import alone as alone_under_muon
+from tests.distributed.steps.test_rotation_muon import rotated as under_muon
+from tests.distributed.steps.test_rotation_parity import GATED_GROUPED, UNEVEN
+from tests.distributed.training import (
+    Variant,
+    batch,
+    build,
+    default_dtype,
+    distance,
+    rotated_gpt,
+    train_alone,
+    train_rotated,
+    whole_parameters,
+)
+
+CLIPPED = Variant(UNEVEN, max_norm=0.1)
+ACCUMULATED = Variant(GATED_GROUPED, num_parts=2, frozen=("blocks.0.mlp",))
+
+
+@pytest.mark.parametrize("variant", [CLIPPED, ACCUMULATED])
+def test_two_rings_train_as_one_process(ranks: StartRanks, variant: Variant) -> None:
+    alone = train_alone(variant)
+    for found in ranks(4).run(train_rotated, variant, 20, 2):
+        assert found.losses == pytest.approx(alone.losses, rel=1e-12)
+        assert distance(found.parameters, alone.parameters) <= 1e-12
+
+
+def test_rings_of_one_rank_are_data_parallel(ranks: StartRanks) -> None:
+    alone = train_alone(CLIPPED)
+    for found in ranks(2).run(train_rotated, CLIPPED, 20, 2):
+        assert distance(found.parameters, alone.parameters) <= 1e-12
+
+
+def accumulated() -> float:
+    """The distance of gradients from one process's; only the last backward averages."""
+    model = rotated_gpt(VARIANT, replicate=2)
+    ring = ring_of(model.head.weight.device_mesh)  # type: ignore[attr-defined]
+    alone = reference(model)
+    parts = [batch(step, VARIANT.config.vocab_size) for step in range(2)]
+    mine = [[each.chunk(4)[ring.part] for each in part] for part in parts]
+    with no_sync(model):
+        backward(model.loss(*mine[0]))
+    backward(model.loss(*mine[1]))
+    for part in parts:
+        backward(alone.loss(*part))
+    return distance(gradients(model), gradients(alone))
+
+
+def test_the_last_backward_averages_what_no_sync_left(ranks: StartRanks) -> None:
+    assert max(ranks(4).run(accumulated)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpoints_of_two_rings_load_at_any_number_of_ranks(
+    ranks: StartRanks, tmp_path: Path, name: str
+) -> None:
+    variant = VARIANTS[name]
+    ranks(4).run(train_between, variant, 0, 3, None, tmp_path / "checkpoint", 2)
+    alone = train_alone(variant, num_steps=6).parameters
+    for num_ranks, replicate in ((1, 1), (2, 1), (4, 1), (4, 2), (2, 2)):
+        for found in ranks(num_ranks).run(
+            train_between, variant, 3, 6, tmp_path / "checkpoint", None, replicate
+        ):
+            assert distance(found, alone) <= 1e-12
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    model = rotated_gpt(CLIPPED, replicate=2)
+    pretrained.save_pretrained(model, path)
+    return whole_parameters(model)
+
+
+def test_weights_are_written_once(ranks: StartRanks, tmp_path: Path) -> None:
+    expected = ranks(4).run(saved, tmp_path)[3]
+    with default_dtype(torch.float64):
+        model = build(UNEVEN)
+    pretrained.load(model, tmp_path)
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes all-reduces, and gradients that leave for the next rank."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = str(func.name())
+        if name in ("c10d::allreduce_", "gyre::send"):
+            self.seen.append(name)
+        return func(*args, **kwargs or {})
+
+
+def order_in_backward() -> list[str]:
+    mesh = make_mesh("cpu", replicate=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    rotate_all(model, mesh=mesh)
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).sum()
+        operators = _Operators()
+        with operators:
+            loss.backward()
+    return operators.seen
+
+
+def test_a_modules_average_starts_before_the_next_modules_backward(ranks: StartRanks) -> None:
+    hop, average = "gyre::send", "c10d::allreduce_"
+    for seen in ranks(4).run(order_in_backward):
+        first = seen.index(average)
+        assert hop in seen[first:]
+        # one for each module, and one at the end that compares the order of the others
+        assert seen.count(average) == 3 + 1
+
+
+def refusal(program: Any) -> str:
+    try:
+        program()
+    except RotationError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def seeds_of_their_own() -> None:
+    mesh = make_mesh("cpu", replicate=2)
+    with torch.device("meta"):
+        model = build(UNEVEN)
+    rotate_all(model, mesh=mesh)
+    materialize(model, seed=mesh.get_local_rank("replicate"))
+    model.loss(*batch(0, UNEVEN.vocab_size))
+
+
+def norms_of_their_own() -> None:
+    mesh = make_mesh("cpu", replicate=2)
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(norm)
+    rotate_all(model, mesh=mesh)
+    with torch.no_grad():
+        local_of(norm.weight).fill_(mesh.get_local_rank("replicate"))
+    model(torch.ones(2, 4))
+
+
+def values_of_their_own() -> None:
+    mesh = make_mesh("cpu", replicate=2)
+    torch.manual_seed(mesh.get_local_rank("replicate"))
+    rotate_all(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+
+
+def modules_of_their_own() -> None:
+    mesh = make_mesh("cpu", replicate=2)
+    torch.manual_seed(0)
+    layers = [rotate(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
+    for layer in layers:
+        layer(torch.ones(2, 4))
+    layers[mesh.get_local_rank("replicate")](torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (seeds_of_their_own, ["embedding", "one replica", "seed"]),
+        (norms_of_their_own, ["Sequential", "one replica"]),
+        (values_of_their_own, ["0.weight has values of digest", "rank 2", "sync_from=0"]),
+        (modules_of_their_own, ["replicas", "other modules"]),
+    ],
+)
+def test_replicas_never_differ_in_silence(
+    ranks: StartRanks, program: Any, words: list[str]
+) -> None:
+    for found in ranks(4).run(refusal, program):
+        assert all(word in found for word in words), found
+
+
+def taken_from_one_rank() -> dict[str, Tensor]:
+    mesh = make_mesh("cpu", replicate=2)
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    rotate_all(model, mesh=mesh, sync_from=2)
+    return whole_parameters(model)
+
+
+def test_all_replicas_take_the_values_of_one_rank(ranks: StartRanks) -> None:
+    torch.manual_seed(2)
+    expected = nn.Linear(4, 4).weight
+    for found in ranks(4).run(taken_from_one_rank):
+        assert torch.equal(found["0.weight"], expected)
+
+
+def test_muon_shares_its_work_on_each_ring(ranks: StartRanks) -> None:
+    expected = alone_under_muon(OPTIONS["as it is"], 2)
+    num_matrices = sum(each.ndim == 2 for each in expected.values())
+    outcomes = ranks(4).run(under_muon, OPTIONS["as it is"], 0, 2, None, None, 2)
+    for found, _ in outcomes:
+        assert all(torch.equal(found[each], expected[each]) for each in expected)
+    assert sum(shapes.total() for _, shapes in outcomes) == 2 * 2 * num_matrices  # steps, rings

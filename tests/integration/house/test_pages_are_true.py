@@ -1,0 +1,145 @@
+"""Commands print what the pages show, and the examples of the front page run as they are."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from gyre_trainer.cli import main
+from gyre_trainer.training.config import load
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 150
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in a language."""
+    text = (ROOT / page).read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for its_language, block in found if its_language == language]
+
+
+@pytest.mark.timeout(600)  # it computes for fifteen seconds, where nobody else does
+def test_the_plan_of_the_training_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = (
+        each for each in blocks("docs/training.md", "") if each.startswith("$ gyre-train plan")
+    )
+    command, _, shown = block.replace("\\\n", " ").partition("\n")
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command.removeprefix("$ gyre-train "))) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_configuration_of_the_training_page_describes_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(blocks("docs/training.md", "toml")[0])
+    assert load(path).data.format == "tokens"
+
+
+def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    promises = [line for line in page.splitlines() if re.match(r"\| .*\.(py\)|\.) ", line)]
+    links = re.findall(r"\[(\w+)\]\(\.\./(tests/\S+\.py)\)", page)
+    assert len(links) >= 20
+    assert len(promises) == len(links), "a promise without a test"
+    for name, path in links:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
+def write_tokens(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    np.arange(1025 * 600, dtype=np.uint16).tofile(folder / "train.bin")
+
+
+def write_tars(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "images-000.tar", "w") as archive:
+        for n in range(300):
+            for extension, data in (
+                ("jpg", b"\xff\xd8" + bytes([n % 256])),
+                ("cls", str(n % 10).encode()),
+            ):
+                member = tarfile.TarInfo(f"{n:04}.{extension}")
+                member.size = len(data)
+                archive.addfile(member, BytesIO(data))
+
+
+@pytest.mark.parametrize(("word", "write"), [("tokens", write_tokens), ("webdataset", write_tars)])
+def test_a_quick_start_of_the_front_page_runs_as_it_is(
+    word: str, write: object, tmp_path: Path
+) -> None:
+    """But for its path, which is another here, and its loop, which ends after some batches."""
+    (code,) = (each for each in blocks("README.md", "python") if f'format="{word}"' in each)
+    assert len(code.splitlines()) <= 10
+    (path,) = re.findall(r'Loader\("(/data/\w+)', code)
+    write(tmp_path / "data")  # type: ignore[operator]
+    code = code.replace(path, str(tmp_path / "data"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout
+
+
+def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(128):
+        folder = tmp_path / "photos" / f"class{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        height, width = rng.integers(20, 90, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    code = blocks("docs/transforms.md", "python")[0]
+    code = code.replace("/data/photos", str(tmp_path / "photos"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
+    assert result.stdout.splitlines() == [shown] * 2
+
+
+def test_the_front_page_makes_data_and_serves_it_to_several_ranks(tmp_path: Path) -> None:
+    """The page's commands run as they are, except for their paths and the number of ranks."""
+    with TemporaryDirectory(prefix="gyre-pages-") as short:  # the path of a socket is short
+
+        def moved(block: str) -> str:
+            return block.replace("/data/", f"{tmp_path}/data/").replace("/tmp/gyre/", f"{short}/")
+
+        (make_data,) = (each for each in blocks("README.md", "sh") if "tofile(" in each)
+        (serve,) = (each for each in blocks("README.md", "sh") if "torchrun" in each)
+        (config,) = blocks("README.md", "toml")
+        (train,) = (each for each in blocks("README.md", "python") if "train.py" in each)
+        (tmp_path / "gyre.toml").write_text(moved(config))
+        (tmp_path / "train.py").write_text(train)
+        serve = moved(serve).replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
+        commands = f"({moved(make_data)})\ntrap 'kill %1; wait' EXIT\n{serve}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        result = subprocess.run(
+            ["bash", "-e", "-c", commands],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+            env=environment,
+            cwd=tmp_path,
+        )
+    assert result.returncode == 0, result.stderr
+    # 16 steps for each rank: an epoch is 1,023 windows of the page's 2**20 tokens
+    assert result.stdout.count("torch.Size([32, 1025])") == 2 * 16, result.stdout
+    assert (tmp_path / "state.pt").exists()

@@ -1,0 +1,63 @@
+"""A rank that asks for more memory than there is ends with one sentence, and says what to do."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gyre_trainer.training.out_of_memory import explained
+
+from tests.integration.trainer.test_train_refusals import CONFIG
+
+DEADLINE_S = 240.0
+LIMIT_BYTES = 32 << 30  # of addresses; the model asks for 384 GiB at once
+CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "asked_for"),
+    [
+        (MemoryError(), "memory ran out; use more ranks"),
+        (torch.OutOfMemoryError(CUDA), "memory ran out: 20.00 MiB more were asked for; use"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory ran out; use more ranks"),
+        (RuntimeError("CUDA error: out of memory"), "memory ran out; use more ranks"),
+        (RuntimeError("shapes differ"), ""),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ""),
+        (ValueError("can't allocate memory"), ""),
+    ],
+)
+def test_what_is_about_memory(error: BaseException, asked_for: str) -> None:
+    told = explained(error)
+    assert told.startswith(asked_for)
+    assert bool(told) == bool(asked_for)
+
+
+def test_the_allocators_own_error() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert "memory ran out: 1,073,741,824.00 GiB more were asked for" in explained(caught.value)
+
+
+def test_a_rank_without_memory_says_so_in_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(CONFIG.format(out=tmp_path / "run"))
+    command = [sys.executable, "-m", "gyre_trainer", "trace", str(config), "--nproc=2"]
+    command += ["--set=run.device=cpu", "--set=model.hidden_dim=1073741824", "--set=model.dim=64"]
+    command += [f"--out={tmp_path}/trace"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "RANK"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)),
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("gyre-train: rank ")
+    assert "GiB more were asked for; use more ranks, make `data.batch_size`" in done.stderr

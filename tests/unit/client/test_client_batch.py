@@ -1,0 +1,191 @@
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from gyre_client.batches.batch import (
+    BatchGroup,
+    Layout,
+    PayloadBuffer,
+    TensorPlace,
+    read_cursors,
+    read_layout,
+    read_layouts,
+)
+from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.loader.text import objects, texts
+from gyre_protos.v1 import loader_pb2 as pb
+
+
+def filled(*chunks: bytes) -> PayloadBuffer:
+    buffer = PayloadBuffer(sum(map(len, chunks)))
+    for chunk in chunks:
+        buffer.append(memoryview(chunk))
+    return buffer
+
+
+def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
+    return read_layout(pb.Layout(tensors=layout), {}).places
+
+
+def tensors_of(buffer: PayloadBuffer, layout: list[pb.Tensor]) -> dict[str, torch.Tensor]:
+    return {place.name: place.view(buffer.memory) for place in places_of(layout)}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+    ],
+)
+def test_tensors_have_the_dtype_shape_and_values_of_the_arrays(dtype: str) -> None:
+    array = np.arange(12).reshape(3, 4).astype(dtype)
+    payload = bytes(64) + array.tobytes()
+    tensors = tensors_of(
+        filled(payload[:70], payload[70:]),
+        [pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)],
+    )
+    assert tensors["x"].dtype == getattr(torch, dtype)
+    assert np.array_equal(tensors["x"].numpy(), array)
+    (place,) = places_of([pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
+    elsewhere = torch.tensor(list(payload), dtype=torch.uint8)
+    copied = place.view_on_device(elsewhere)
+    assert copied.dtype == tensors["x"].dtype
+    assert copied.tolist() == tensors["x"].tolist()
+    assert copied.data_ptr() == elsewhere.data_ptr() + 64
+
+
+def test_bfloat16_is_known_to_torch_alone() -> None:
+    values = torch.tensor([[0.1, -2.5], [3e38, float("inf")]]).bfloat16()
+    layout = [pb.Tensor(name="x", dtype="bfloat16", shape=[2, 2])]
+    payload = values.view(torch.uint8).numpy().tobytes()
+    found = tensors_of(filled(payload), layout)["x"]
+    (place,) = places_of(layout)
+    copied = place.view_on_device(torch.tensor(list(payload), dtype=torch.uint8))
+    for each in (found, copied):
+        assert each.dtype == torch.bfloat16
+        assert each.tolist() == values.tolist()
+
+
+def test_tensors_are_writable_aligned_and_apart() -> None:
+    layout = [
+        pb.Tensor(name="a", dtype="uint8", shape=[3]),
+        pb.Tensor(name="b", dtype="int64", shape=[1], offset_bytes=64),
+    ]
+    tensors = tensors_of(filled(bytes(72)), layout)
+    tensors["a"].fill_(255)
+    assert tensors["b"].item() == 0
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+
+
+def test_empty_tensors_and_payloads() -> None:
+    layout = [
+        pb.Tensor(name="none", dtype="float32", shape=[0, 5]),
+        pb.Tensor(name="scalar", dtype="float16"),
+    ]
+    tensors = tensors_of(filled(b"\x00\x3c"), layout)
+    assert tensors["none"].shape == (0, 5)
+    assert tensors["scalar"].item() == 1.0
+    copied = {
+        place.name: place.view_on_device(torch.tensor([0, 0x3C], dtype=torch.uint8))
+        for place in places_of(layout)
+    }
+    assert copied["none"].shape == (0, 5)
+    assert copied["scalar"].item() == 1.0
+    assert PayloadBuffer(0).num_missing == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pb.Tensor(name="x", dtype="uint8", shape=[65]),
+        pb.Tensor(name="x", dtype="uint8", shape=[1], offset_bytes=64),
+        pb.Tensor(name="x", dtype="int64", shape=[2**61]),
+        pb.Tensor(name="x", dtype="int16", shape=[1], offset_bytes=3),
+        pb.Tensor(name="x", dtype="<U4", shape=[1]),
+    ],
+)
+def test_a_tensor_outside_its_payload_is_refused(place: pb.Tensor) -> None:
+    with pytest.raises(DaemonFault, match="tensor 'x'"):
+        tensors_of(filled(bytes(64)), [place])
+    with pytest.raises(DaemonFault, match="tensor 'x'"):
+        places_of([place])[0].view_on_device(torch.zeros(64, dtype=torch.uint8))
+
+
+def test_a_group_has_one_layout_for_all_batches_or_one_each() -> None:
+    layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
+    three = pb.Cursors(own=[b"a", b"b", b"c"])
+    read = partial(read_layout, widened={})
+    assert [
+        each.num_bytes
+        for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts[:1]), read)
+    ] == [64, 64, 64]
+    assert [
+        each.num_bytes for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts), read)
+    ] == [64, 128, 192]
+    for wrong in (layouts[:2], []):
+        with pytest.raises(
+            DaemonFault, match=f"the 3 batches from step 7 on come with {len(wrong)} layouts"
+        ):
+            read_layouts(pb.BatchGroup(first_step=7, cursors=three, layouts=wrong), read)
+
+
+def test_a_group_returns_its_batches_in_order() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    layouts = [Layout([TensorPlace("x", np.dtype(np.uint8), (num,), 1)], num + 1) for num in (3, 2)]
+    group = BatchGroup(
+        7,
+        read_cursors(pb.Cursors(common=b"-", num_before=1, own=[b"ab", b"c"])),
+        layouts,
+        memory,
+        [10, 40],
+    )
+    assert (len(group), group.last_cursor) == (2, b"c-")
+    taken = [(group.is_taken, group.take()) for _ in range(len(group))]
+    assert [
+        (was_taken, batch.step, batch.cursor, batch.tensors["x"].tolist())
+        for was_taken, batch in taken
+    ] == [(False, 7, b"a-b", [11, 12, 13]), (False, 8, b"c-", [41, 42])]
+    assert group.is_taken
+    with pytest.raises(ValueError, match="2 batches at 1 places"):
+        BatchGroup(7, read_cursors(pb.Cursors()), layouts, memory, [0])
+
+
+def test_a_chunk_that_spans_two_batches_is_refused() -> None:
+    buffer = PayloadBuffer(10)
+    buffer.append(memoryview(bytes(6)))
+    with pytest.raises(DaemonFault, match="5 bytes came where 4 end the batch"):
+        buffer.append(memoryview(bytes(5)))
+
+
+def ragged(*samples: bytes) -> dict[str, torch.Tensor]:
+    data = torch.tensor(list(b"".join(samples)), dtype=torch.uint8)
+    return {
+        "x": data,
+        "x.offsets": torch.tensor([0, *np.cumsum([len(sample) for sample in samples])]),
+        "y": torch.zeros(2),
+    }
+
+
+def test_ragged_bytes_as_texts_and_objects() -> None:
+    assert texts(ragged(b"one", b"", "drei \u2713".encode()), "x") == ["one", "", "drei \u2713"]
+    assert objects(ragged(b'{"a": [1]}', b"null"), "x") == [{"a": [1]}, None]
+    for name in ("y", "z"):
+        with pytest.raises(
+            InvalidRequest,
+            match=f"'{name}' is not a field of ragged bytes; the batch has x, x.offsets, y",
+        ):
+            texts(ragged(b"one"), name)

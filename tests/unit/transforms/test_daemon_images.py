@@ -1,0 +1,312 @@
+"""Transforms of images, compared with Pillow, with torch, and with torchvision's description.
+
+No build of torchvision fits torch's builds for processors. `torchvision_box` is its documented
+algorithm, and its pixels are those of Pillow (for images of Pillow) and of
+`torch.nn.functional.interpolate` (for tensors, which it calls).
+"""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cykooz_resizer import CpuExtensions
+from gyre_daemon.transforms import Field, Transform
+from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.dtypes import dtype_of
+from gyre_daemon.transforms.images.colors import ColorJitter, Normalize, ToChw
+from gyre_daemon.transforms.images.decode import DecodeImage
+from gyre_daemon.transforms.images.geometry import (
+    CenterCrop,
+    HorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from gyre_daemon.transforms.images.pixels import RESIZER, resized, to_pillow
+from PIL import Image, ImageEnhance
+from scipy import stats
+from torch.nn import functional
+
+from tests.torchvision_box import torchvision_box
+
+BYTES = {"jpg": Field(np.dtype(np.uint8), (None,))}
+JITTERS = ("brightness", "contrast", "saturation")
+Pixels = np.ndarray[Any, Any]
+
+
+def picture(height: int, width: int, seed: int = 0) -> Pixels:
+    """A smooth picture with some noise, as photographs are."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noisy = np.asarray(smooth, np.int16) + rng.integers(-12, 13, (height, width, 3), np.int16)
+    pixels: Pixels = noisy.clip(0, 255).astype(np.uint8)
+    return pixels
+
+
+def encoded(pixels: Pixels, kind: str = "JPEG", mode: str = "RGB") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def reference(data: bytes, mode: str = "RGB") -> Pixels:
+    return np.asarray(Image.open(io.BytesIO(data)).convert(mode))
+
+
+def run(data: bytes, *transforms: Transform, seed: int = 0) -> dict[str, Pixels]:
+    """What a chain that begins with an encoded image makes of it."""
+    chain = Chain([(type(each).__name__, each) for each in transforms], BYTES)
+    out: dict[str, Pixels] = {}
+    for name, field in chain.made.items():
+        out[name] = np.full([length or 0 for length in field.shape], 7, field.dtype)
+    rng = np.random.default_rng(seed)
+    chain.apply({"jpg": np.frombuffer(data, np.uint8)}, rng, out)
+    return out
+
+
+def decoded(data: bytes, **options: Any) -> Pixels:
+    sample: dict[str, Pixels] = {"jpg": np.frombuffer(data, np.uint8)}
+    DecodeImage("jpg", **options).apply(sample, np.random.default_rng(0), {})
+    assert list(sample) == ["image"]
+    return sample["image"]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_files_are_decoded_as_pillow_does(kind: str, mode: str) -> None:
+    data = encoded(picture(67, 45), kind, mode)
+    assert np.array_equal(decoded(data), reference(data))
+    gray = decoded(data, colors="gray")[:, :, 0].astype(int)
+    most = 2 if (kind, mode) == ("JPEG", "RGB") else 0  # gray is stored there, and not computed
+    assert np.abs(gray - reference(data, "L")).max() <= most
+
+
+def test_odd_files_are_decoded_as_pillow_does() -> None:
+    cmyk = encoded(picture(40, 50), "JPEG", "CMYK")
+    progressive = io.BytesIO()
+    Image.fromarray(picture(40, 50)).save(progressive, "JPEG", progressive=True, subsampling=2)
+    palette = encoded(picture(40, 50), "PNG", "P")
+    for data in (cmyk, progressive.getvalue(), palette, encoded(picture(9, 9)) + b"more"):
+        assert np.array_equal(decoded(data), reference(data))
+    approximate = decoded(progressive.getvalue(), exact=False).astype(int)
+    assert np.abs(approximate - reference(progressive.getvalue())).mean() < 6
+
+
+def huge_png() -> bytes:
+    """The header of a PNG of 60,000 x 60,000 pixels."""
+    header = struct.pack(">2L5B", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    body = struct.pack(">L", len(header)) + chunk + struct.pack(">L", zlib.crc32(chunk))
+    return b"\x89PNG\r\n\x1a\n" + body + struct.pack(">L", 0) + b"IDAT"
+
+
+def huge_jpeg() -> bytes:
+    """A JPEG file whose header says 60,000 x 60,000 pixels."""
+    data = bytearray(encoded(picture(16, 16)))
+    place = data.index(b"\xff\xc0") + 5
+    data[place : place + 4] = struct.pack(">2H", 60_000, 60_000)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (huge_png(), "declares 60000 x 60000 pixels"),
+        (huge_jpeg(), "declares 60000 x 60000 pixels"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image that can be decoded"),
+        (b"", "no image that can be decoded"),
+        (encoded(picture(60, 60))[:900], "no image that can be decoded"),
+        (encoded(picture(60, 60), "PNG")[:900], "no image that can be decoded"),
+    ],
+)
+def test_files_that_are_no_images_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(TransformFailed, match=reason):
+        run(data, DecodeImage("jpg"), Resize((8, 8)))
+
+
+def test_flips_of_bits_are_refused_or_decoded_as_pillow_does() -> None:
+    data, rng = encoded(picture(50, 60)), np.random.default_rng(1)
+    for place in rng.choice(len(data), 60, replace=False).tolist():
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        try:
+            found = decoded(bytes(damaged))
+        except ValueError:
+            continue
+        assert found.shape[2] == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_resized_crop_is_that_of_torchvision(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    height, width = rng.integers(30, 400, 2).tolist()
+    data = encoded(picture(height, width, seed))
+    top, left, h, w = torchvision_box(height, width, np.random.default_rng(seed))
+    part = reference(data)[top : top + h, left : left + w]
+    tensor = torch.tensor(part.copy()).permute(2, 0, 1)[None].float()
+    for interpolation, least, most in (("bilinear", 2, 1), ("bicubic", 0, 2)):
+        crop = RandomResizedCrop(64, interpolation=interpolation)  # type: ignore[arg-type]
+        found = run(data, DecodeImage("jpg"), crop, seed=seed)["image"]
+        small = Image.fromarray(part).resize((64, 64), Image.Resampling[interpolation.upper()])
+        assert np.abs(found.astype(int) - np.asarray(small)).max() <= least
+        wanted = functional.interpolate(tensor, (64, 64), mode=interpolation, antialias=True)
+        assert np.abs(wanted[0].permute(1, 2, 0).clamp(0, 255).numpy() - found).max() <= most + 0.01
+    coarse = run(data, DecodeImage("jpg"), RandomResizedCrop(64, antialias=False), seed=seed)
+    wanted = functional.interpolate(tensor, (64, 64), mode="bilinear", align_corners=False)
+    assert np.abs(wanted[0].permute(1, 2, 0).numpy() - coarse["image"]).max() <= 1.01
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_bilinear_pixels_are_as_near_to_the_exact_ones_as_those_of_pillow(channels: int) -> None:
+    """And every processor computes the same; the fourth byte of a pixel is unused."""
+    padded = np.random.default_rng(3).integers(0, 256, (61, 83, 4), np.uint8)
+    pixels = padded[:, :, : min(channels, 3)]
+    pixels = pixels if channels == 4 else np.ascontiguousarray(pixels)
+    tensor = torch.tensor(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None].double()
+    for size in ((40, 30), (80, 120)):
+        exact = functional.interpolate(tensor, size, mode="bilinear", antialias=True)
+        wanted = exact[0].permute(1, 2, 0).numpy()
+        small = np.asarray(to_pillow(pixels).resize(size[::-1], Image.Resampling.BILINEAR))
+        found = [small.reshape(wanted.shape)]
+        for extension in (CpuExtensions.none, CpuExtensions.sse4_1, CpuExtensions.avx2):
+            RESIZER.cpu_extensions = extension
+            found.append(resized(pixels, *size, "bilinear", antialias=True))
+        errors = [np.abs(each - wanted) for each in found]
+        assert all(np.array_equal(each, found[-1]) for each in found[1:])
+        assert errors[-1].max() <= 1.01
+        assert errors[-1].mean() <= 1.05 * errors[0].mean()
+
+
+@pytest.mark.parametrize(("height", "width"), [(300, 400), (50, 400), (400, 50), (1, 1)])
+def test_boxes_have_the_distribution_of_torchvision(height: int, width: int) -> None:
+    ours, theirs = np.random.default_rng(1), np.random.default_rng(2)
+    crop = RandomResizedCrop(224)
+    found = np.array([crop.box(height, width, ours) for _ in range(2000)])
+    wanted = np.array([torchvision_box(height, width, theirs) for _ in range(2000)])
+    assert (found[:, 0] + found[:, 2] <= height).all()
+    assert (found[:, 1] + found[:, 3] <= width).all()
+    for left, right in zip(found.T, wanted.T, strict=True):
+        assert stats.ks_2samp(left, right).pvalue > 0.001
+
+
+def test_resize_and_center_crop_are_those_of_torchvision() -> None:
+    for height, width in ((90, 130), (130, 90), (40, 60)):
+        data = encoded(picture(height, width))
+        found = run(data, DecodeImage("jpg"), Resize(72), CenterCrop(64))["image"]
+        scaled = (
+            (72, int(72 * height / width)) if width < height else (int(72 * width / height), 72)
+        )
+        small = np.asarray(
+            Image.fromarray(reference(data)).resize(scaled, Image.Resampling.BILINEAR)
+        )
+        top, left = round((small.shape[0] - 64) / 2), round((small.shape[1] - 64) / 2)
+        difference = np.abs(found.astype(int) - small[top : top + 64, left : left + 64])
+        assert difference.max() <= 2
+        assert difference.mean() < 0.25
+    data = encoded(picture(20, 21))
+    padded = run(data, DecodeImage("jpg"), CenterCrop((30, 25)))["image"]
+    assert np.array_equal(padded[5:25, 2:23], reference(data))
+    assert not padded[:5].any()
+    assert not padded[:, 23:].any()
+
+
+def test_half_of_the_images_are_flipped() -> None:
+    data, flips = encoded(picture(12, 20)), 0
+    for seed in range(200):
+        found = run(data, DecodeImage("jpg"), Resize((12, 20)), HorizontalFlip(), seed=seed)[
+            "image"
+        ]
+        is_flipped = np.array_equal(found, reference(data)[:, ::-1])
+        assert is_flipped or np.array_equal(found, reference(data))
+        flips += is_flipped
+    assert 70 <= flips <= 130
+
+
+@pytest.mark.parametrize("kind", JITTERS)
+def test_jitter_is_that_of_pillow(kind: str) -> None:
+    """Pillow's gray is in whole numbers, so levels may differ by two."""
+    data, names = encoded(picture(30, 40)), {"saturation": "Color"}
+    for seed in range(6):
+        strengths: dict[str, Any] = {kind: 0.8}
+        jitter = ColorJitter(**strengths)
+        found = run(data, DecodeImage("jpg"), Resize((30, 40)), jitter, seed=seed)["image"]
+        rng = np.random.default_rng(seed)
+        rng.permutation(4)
+        factors = dict.fromkeys(JITTERS, 1.0)
+        for each in factors:
+            limit = 0.8 if each == kind else 0.0
+            factors[each] = rng.uniform(max(0.0, 1 - limit), 1 + limit)
+        enhance = getattr(ImageEnhance, names.get(kind, kind.capitalize()))
+        wanted = enhance(Image.fromarray(reference(data))).enhance(factors[kind])
+        assert np.abs(np.asarray(wanted, int) - found).max() <= 2
+
+
+def test_hue_turns_by_the_circle() -> None:
+    red = np.zeros((4, 4, 3), np.uint8)
+    red[:, :, 0] = 200
+    from gyre_daemon.transforms.images.colors import turned
+
+    assert turned(red, 1 / 3)[0, 0].tolist() == [0, 200, 0]
+    assert turned(red, -1 / 3)[0, 0].tolist() == [0, 0, 200]
+    pixels = picture(20, 20)
+    assert np.abs(turned(pixels, 0.0).astype(int) - pixels).max() <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["chw", "hwc"])
+def test_normalized_numbers_are_those_of_torch(dtype: Any, layout: Any) -> None:
+    data, normalize = encoded(picture(24, 18)), Normalize(dtype=dtype, layout=layout)
+    found = run(data, DecodeImage("jpg"), Resize((24, 18)), normalize)["image"]
+    tensor = torch.tensor(reference(data).copy()).permute(2, 0, 1).float() / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
+    wanted = ((tensor - mean) / std).to(getattr(torch, dtype)).float().numpy()
+    assert found.dtype == dtype_of(dtype)
+    made = found.astype(np.float32)
+    assert np.array_equal(made if layout == "chw" else made.transpose(2, 0, 1), wanted)
+
+
+@pytest.mark.parametrize("colors", ["rgb", "gray"])
+def test_channels_come_first_where_that_is_asked_for(colors: Any) -> None:
+    data = encoded(picture(24, 18))
+    found = run(data, DecodeImage("jpg", colors=colors), Resize((24, 18)), ToChw())["image"]
+    assert np.array_equal(found.transpose(1, 2, 0), decoded(data, colors=colors))
+
+
+@pytest.mark.parametrize(
+    ("transforms", "reason"),
+    [
+        ([RandomResizedCrop(8, field="jpg")], "'jpg' is uint8 .*, and an image is uint8"),
+        ([DecodeImage("jpg")], r"differ in shape \[\*, \*, 3\]; end with"),
+        ([DecodeImage("jpg"), Resize(8)], r"differ in shape \[\*, \*, 3\]"),
+        ([DecodeImage("jpg", colors="gray"), ColorJitter(hue=0.1)], "is gray"),
+        ([DecodeImage("jpg", colors="gray"), Normalize()], "need 1 numbers"),
+        (
+            [DecodeImage("jpg"), CenterCrop(8), Normalize(), CenterCrop(4)],
+            "float32 .*, and an image",
+        ),
+    ],
+)
+def test_chains_that_make_no_sense_are_refused(transforms: list[Transform], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Chain([(type(each).__name__, each) for each in transforms], BYTES)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_jpegs_are_decoded_smaller_where_that_is_allowed(factor: int) -> None:
+    height, width = 321, 405
+    data = encoded(picture(height, width))
+    least = -(-height // factor)
+    small = decoded(data, min_size=least)
+    assert small.shape == (least, -(-width // factor), 3)
+    assert decoded(data, min_size=least + 1).shape[0] == -(-height // (factor // 2))
+    # where lengths are no multiples of the factor, the last small pixel has a part that is no image
+    data, size = encoded(picture(320, 416)), (320 // factor // 2, 416 // factor // 2)
+    whole = run(data, DecodeImage("jpg"), Resize(size))["image"].astype(int)
+    found = run(data, DecodeImage("jpg", min_size=320 // factor), Resize(size))["image"]
+    difference = np.abs(found - whole)
+    assert difference.max() <= 16
+    assert difference.mean() <= 0.5 * factor
