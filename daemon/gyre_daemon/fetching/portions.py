@@ -94,6 +94,12 @@ class PortionPlan:
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    def part(self, some: slice) -> "PortionPlan":
+        """Some of its samples."""
+        lengths = None if self.lengths is None else self.lengths[some]
+        ids, epochs, extents = self.sample_ids[some], self.epochs[some], self.extents.part(some)
+        return PortionPlan(ids, epochs, extents, self.urgency, lengths)
+
     @property
     def alone(self) -> GroupPlan:
         """These samples as if they were a batch."""
