@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
@@ -14,6 +15,7 @@ from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
+from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.rank_context import RankContext
 from gyre_trainer.training.step import Stepper, build_optimizer
 from safetensors.torch import load_file
@@ -97,6 +99,24 @@ def test_adapters_of_an_earlier_run_are_taken_or_refused_with_what_differs(
         assert "q_proj.lora_A.weight has the shape [2, 32] there and [3, 32] here" in of_rank
         assert "have alpha 8, but `model.lora` has 4.0" in of_alpha
         assert "it has adapters, but `model.lora` has rank 0" in of_none
+
+
+def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    model = library.from_config(AutoConfig.for_model("llama", **SHAPE))
+    masks = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    tokens = rows(0)[:, :-1]
+    loss = loss_of(model)(tokens, tokens)
+    assert masks == [None]
+    logits = model(input_ids=tokens).logits
+    assert float(loss.detach()) == pytest.approx(
+        float(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).detach())
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])  # granite scales its logits

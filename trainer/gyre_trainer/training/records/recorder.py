@@ -1,7 +1,7 @@
 """Everything that rank 0 writes about a run: history, boards, progress, report."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,11 +37,13 @@ class RunFacts:
         num_samples: samples in an epoch of the dataset.
         world_size: the number of ranks of this job.
         num_parameters: parameters of the whole model.
+        data_step: takes a step of the run, and returns the one of the data's order that it read.
     """
 
     num_samples: int
     world_size: int
     num_parameters: int
+    data_step: Callable[[int], int]
 
 
 class RunRecorder:
@@ -202,7 +204,7 @@ class RunRecorder:
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
         evaluations = notes(self._history_path, Evaluation)
-        position = len(records) * self._config.data.batch_size
+        position = self._facts.data_step(len(records)) * self._config.data.batch_size
         return Report(
             steps=len(records),
             final_loss=final_loss(records),
