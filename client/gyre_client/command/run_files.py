@@ -109,7 +109,7 @@ def _history(path: Path) -> dict[int, dict[str, Any]]:
     for entry in _entries(path):
         if isinstance(resumed := entry.get("resumed_at"), int):
             records = {step: each for step, each in records.items() if step < resumed}
-        elif isinstance(step := entry.get("step"), int):
+        elif isinstance(step := entry.get("step"), int) and "sample_ids" in entry:
             records[step] = entry
     return records
 

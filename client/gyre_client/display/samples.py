@@ -14,7 +14,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.errors import DaemonFault
 from gyre_client.messages.answers import check_group, check_same_dataset
 from gyre_client.messages.frames import chunk_data
-from gyre_client.messages.layouts import OFFSETS_SUFFIX, BatchTensors
+from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX, BatchTensors
 from gyre_client.messages.requests import order, reader
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.outbox import Outbox
@@ -33,6 +33,7 @@ _CODES = {
     "int64": "q",
     "uint64": "Q",
     "float16": "e",
+    BFLOAT16: "H",  # the upper half of a float32
     "float32": "f",
     "float64": "d",
     "complex64": "ff",
@@ -154,6 +155,9 @@ class _Batch:
         code, shape = _CODES[self._tensors[name].dtype], self.row_shape(name)
         num_numbers = len(code) * prod(shape) * (stop - start)
         numbers = struct.unpack(f"<{num_numbers}{code[0]}", self.bytes(name, start, stop))
+        if self._tensors[name].dtype == BFLOAT16:
+            halves = struct.pack(f"<{num_numbers}I", *(number << 16 for number in numbers))
+            numbers = struct.unpack(f"<{num_numbers}f", halves)
         items: list[Any] = list(numbers)
         if len(code) == 2:
             items = [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]

@@ -159,7 +159,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         check_ranks(order, request.rank, world_size)
         name, config = self._opener.resolve(request.dataset, caller)
         rule = requests.to_balance(request.order)
-        if config.pack or rule:  # what transforms make may decide the order
+        # what transforms make may decide the order, and what they refuse is replaced
+        if config.pack or rule or config.on_corrupt == "replace":
             dataset = await self._opener.open_dataset(name, config, None)
         else:
             dataset = await self._catalog.open(name, config)

@@ -13,7 +13,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.fetching.measuring import Measurer, Measuring
+from gyre_daemon.fetching.measuring import Measurer, Measuring, is_measured
 from gyre_daemon.fetching.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
@@ -143,8 +143,7 @@ class SessionOpener:
                 f"those whose samples differ in length they make {there}; name one of these, or "
                 "leave the transforms out"
             )
-        if dataset.made_ragged:
-            dataset = await self._measurer.measured(dataset)
+        dataset = await self._measurer.measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
@@ -157,8 +156,8 @@ class SessionOpener:
         """
         if config.transforms:
             dataset = await self._transformed(name, config, config.transforms, by_client=False)
-            if dataset.made_ragged:
-                async for measuring in self._measurer.progress(dataset):
+            if is_measured(dataset, config):
+                async for measuring in self._measurer.progress(dataset, config):
                     yield measuring
 
     async def _transformed(

@@ -658,7 +658,7 @@ class Field(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """numpy's name: "uint16", "int64", ..."""
+    """numpy's name: "uint16", "int64", ...; or "bfloat16" """
     ragged: _builtins.bool
     """samples differ in length: `shape` is one element's, and the tensor NAME.offsets has the lengths"""
     token_ids: _builtins.bool

@@ -32,6 +32,7 @@ from gyre_trainer.training.configuration.ranges import (
 )
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.sampling import SampleConfig
 
 ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
@@ -211,8 +212,13 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
 
     def __post_init__(self) -> None:
+        if self.sample.prompts and not self.eval.every:
+            raise ConfigError(
+                "`sample.prompts` are continued after each evaluation, but `eval.every` is 0"
+            )
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "

@@ -4,13 +4,15 @@ import hashlib
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
+from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, Diverged
@@ -18,6 +20,7 @@ from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
@@ -69,6 +72,7 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context), config)
         self._collator = Collator(config.data, config.model.vocab_size)
+        self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
             Path(config.run.out) / "checkpoints",
             config.checkpoint.keep,
@@ -153,7 +157,9 @@ class Training:
         if is_last or evaluates or saves or self.step % config.run.log_every == 0:
             self._record()
         if evaluates:
-            self._evaluate()
+            with _in_eval_mode(self._stepper.model):
+                self._evaluate()
+                self._sample()
         if saves:
             if self._recorder:
                 self._recorder.sync()
@@ -193,6 +199,21 @@ class Training:
             dist.all_reduce(total)
         if self._recorder:
             self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
+
+    def _sample(self) -> None:
+        """Record how the model continues the prompts."""
+        if self._sampler:
+            texts = self._sampler.texts(self._stepper.model)
+            if self._recorder:
+                self._recorder.add_samples(self.step, texts)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context without dropout."""
+    model.eval()
+    yield
+    model.train()
 
 
 def open_loader(
