@@ -15,7 +15,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.measuring import Measurer, Measuring, is_measured
 from gyre_daemon.fetching.verifying import EngineVerifier
-from gyre_daemon.order.cursor import joined_at
+from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
 from gyre_daemon.service.audit import audit_hidden
@@ -90,6 +90,8 @@ class SessionOpener:
             grow=request.grow,
             changed_transforms=request.changed_transforms,
         )
+        cursor = skipping(cursor, requests.to_skipped(request))
+        order = cursor.order
         if dataset.mixture:
             key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
             if not request.cursor and not any(job_on(each) == key for each in self._sessions):

@@ -86,6 +86,8 @@ class DataConfig:
         seed: the seed of the global shuffle.
         tail: what happens to the last samples of an epoch that do not fill a global batch.
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
+        skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
+            the run are counted without them.
     """
 
     dataset: Text
@@ -98,6 +100,7 @@ class DataConfig:
     seed: Seed = 0
     tail: Literal["wrap", "drop", "pad"] = "wrap"
     prefetch_batches: AtLeast1 = 8
+    skip_steps: tuple[tuple[AtLeast0, AtLeast1], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import hashlib
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +47,9 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
         config.require_divisible(context.world_size)
         with (
             shared_daemon(config) as here,
-            open_loader(here, context, config.data.dataset, config.data.seed) as loader,
+            open_loader(
+                here, context, config.data.dataset, config.data.seed, config.data.skip_steps
+            ) as loader,
         ):
             training = Training(here, context, loader)
             training.begin(resume, may_restart=may_restart)
@@ -72,7 +74,10 @@ class Training:
         self._collator = Collator(config.data, config.model.vocab_size)
         self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
-            Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model
+            Path(config.run.out) / "checkpoints",
+            config.checkpoint.keep,
+            config.model,
+            {"dataset": config.data.dataset, "format": config.data.format},
         )
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
@@ -95,15 +100,16 @@ class Training:
                 self._loader.steps_per_epoch,
                 self._context.world_size,
                 num_parameters,
+                self._loader.step_of,
             )
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
         self._step_began_s = time.monotonic()
 
     def _require_resumable(self, path: Path) -> None:
-        if self._loader.step != self.step:
+        if self._loader.num_batches != self.step:
             raise CheckpointRejected(
                 f"checkpoint {path} cannot be read: `step` is {self.step}, but its place in the "
-                f"data is before step {self._loader.step}; "
+                f"data is before step {self._loader.num_batches}; "
                 "resume from another one with --resume CHECKPOINT"
             )
         if self.step > self._config.run.steps:
@@ -210,7 +216,13 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     model.train()
 
 
-def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: int) -> Loader:
+def open_loader(
+    config: TrainConfig,
+    context: RankContext,
+    dataset: str,
+    seed: int,
+    skip_steps: Sequence[tuple[int, int]] | None = None,
+) -> Loader:
     """This rank's part of a stream of global batches."""
     data = config.data
     return Loader(
@@ -226,6 +238,7 @@ def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: i
         device=context.device,
         format=data.format or None,
         options=data.options or None,
+        skip_steps=skip_steps,
     )
 
 

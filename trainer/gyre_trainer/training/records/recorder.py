@@ -1,7 +1,7 @@
 """Everything that rank 0 writes about a run: history, TensorBoard, progress, report."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +37,14 @@ class RunFacts:
         steps_per_epoch: whole steps in an epoch.
         world_size: the number of ranks of this job.
         num_parameters: parameters of the whole model.
+        data_step: takes a step of the run, and returns the one of the data's order that it read.
     """
 
     num_samples: int
     steps_per_epoch: int
     world_size: int
     num_parameters: int
+    data_step: Callable[[int], int]
 
 
 class RunRecorder:
@@ -188,6 +190,7 @@ class RunRecorder:
 
         Only with the tail `wrap` a batch runs on into the next epoch.
         """
+        step = self._facts.data_step(step)
         if self._config.data.tail == "wrap":
             return step * self._config.data.batch_size // self._facts.num_samples
         return step // self._facts.steps_per_epoch
@@ -201,12 +204,11 @@ class RunRecorder:
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
         evaluations = notes(self._history_path, Evaluation)
-        position = len(records) * self._config.data.batch_size
+        data_step = self._facts.data_step(len(records))
+        position = data_step * self._config.data.batch_size
         wraps = self._config.data.tail == "wrap"
         epochs = (
-            position / self._facts.num_samples
-            if wraps
-            else len(records) / self._facts.steps_per_epoch
+            position / self._facts.num_samples if wraps else data_step / self._facts.steps_per_epoch
         )
         return Report(
             steps=len(records),
