@@ -18,14 +18,16 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 CONFIG = Path(__file__).with_name("chat.toml")
-WORDS = (
-    "red blue green black white brown pink grey gold lime plum rust sand rose mint navy teal coral "
-    "apple pear fig date kiwi lemon mango peach grape melon cherry olive onion leek bean corn "
-    "oak elm ash birch pine cedar maple willow lark crow owl swan duck heron robin wren"
-).split()
+TREES = ("oak", "elm", "ash", "birch", "pine", "cedar", "maple", "willow", "alder", "yew")
+BIRDS = ("lark", "crow", "owl", "swan", "duck", "heron", "robin", "wren", "kite", "rook")
+FRUITS = ("apple", "pear", "fig", "date", "kiwi", "lemon", "mango", "peach", "grape", "melon")
+COLOURS = ("red", "blue", "green", "black", "white", "brown", "pink", "grey", "gold", "mint")
+WORDS = (*TREES, *BIRDS, *FRUITS, *COLOURS)
 ROLES = ("<|user|>", "<|assistant|>", "<|end|>")
 NUM_CONVERSATIONS, NUM_HELD_OUT = 6000, 64
 TEMPLATE = (
@@ -75,9 +77,6 @@ def gyre_train(*arguments: str) -> None:
 
 def answers(folder: Path, tokenizer: Tokenizer, questions: list[tuple[str, ...]]) -> list[str]:
     """What the exported model says, by transformers alone, with the likeliest tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     library: Any = AutoModelForCausalLM
     model = library.from_pretrained(folder)
     ids = torch.tensor([tokenizer.encode(prompt(words)).ids for words in questions])
@@ -113,14 +112,11 @@ def main() -> int:
     gyre_train("run", str(CONFIG), ranks, "--resume-if-any", *overrides)
     gyre_train("export", str(folder / "run"), str(folder / "exported"), ranks)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    history = [
-        json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()
-    ]
+    history = [json.loads(line) for line in (folder / "run/history.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in history if "loss" in line]
     told = answers(folder / "exported", tokenizer, held_out)
     right = sum(
-        text.split() == list(reversed(words))
-        for words, text in zip(held_out, told, strict=True)
+        text.split() == list(reversed(words)) for words, text in zip(held_out, told, strict=True)
     )
     print(f"first loss {losses[0]:.3f}, last loss {losses[-1]:.3f}")
     print(f"question: backwards {' '.join(held_out[0])}\nanswer:   {told[0]}")

@@ -126,7 +126,7 @@ def test_packed_documents_do_not_see_each_other_where_the_family_can_do_that(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     library: Any = AutoModelForCausalLM
-    shape = SHAPE if apart else {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1}
+    shape = SHAPE if apart else {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
     torch.manual_seed(5)
     model = library.from_config(AutoConfig.for_model(family, **shape))
     loss: Any = loss_of(model)

@@ -58,7 +58,7 @@ class Examples:
         columns = [
             [None] * num_parts if each is None else each.chunk(num_parts) for each in tensors
         ]
-        return [Examples(*part) for part in zip(*columns, strict=True)]  # type: ignore[arg-type]
+        return [Examples(*part) for part in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> "Examples":
         """The same examples on a device."""

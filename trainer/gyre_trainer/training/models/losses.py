@@ -20,7 +20,6 @@ from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.models.gpt import GPT
 
-
 _log = logging.getLogger(__name__)
 
 
