@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,52 @@ class Flow:
 
 
 NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes
+
+_Ask = Callable[[Flow, int], None]
+
+
+class Claims:
+    """Who needs one thing, and how urgently; others may come to need it while it is waited for.
+
+    It is done at the first turn of any of them. Without that a job would wait for the turns of the
+    one that asked first, whose share may be smaller, or which may not need the thing for long.
+    """
+
+    __slots__ = ("_asking", "_urgency")
+
+    def __init__(self, flow: Flow, urgency: int) -> None:
+        """One job needs it.
+
+        Args:
+            flow: the job.
+            urgency: as for `FairQueue.acquire`.
+        """
+        self._urgency = {flow: urgency}
+        self._asking: list[_Ask] = []
+
+    @property
+    def first(self) -> tuple[Flow, int]:
+        """The job that asked first, and how urgently it needs the thing by now."""
+        return next(iter(self._urgency.items()))
+
+    def join(self, flow: Flow, urgency: int) -> None:
+        """A job needs it, too, or needs it more urgently than before."""
+        if flow in self._urgency and self._urgency[flow] <= urgency:
+            return
+        self._urgency[flow] = urgency
+        for ask in list(self._asking):
+            ask(flow, urgency)
+
+    @contextlib.contextmanager
+    def told(self, ask: _Ask) -> Iterator[None]:
+        """Tell of all who need it, and of those who come to need it inside the context."""
+        for flow, urgency in self._urgency.items():
+            ask(flow, urgency)
+        self._asking.append(ask)
+        try:
+            yield
+        finally:
+            self._asking.remove(ask)
 
 
 class Turn:
@@ -179,6 +225,38 @@ class FairQueue:
             yield
         finally:
             self.release()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
+        """Hold inside the block the first turn that is granted to one of several jobs."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turns: list[Turn] = []
+
+        def grant() -> None:
+            if granted.done():
+                self.release()
+            else:
+                granted.set_result(None)
+
+        def ask(flow: Flow, urgency: int) -> None:
+            if not granted.done():
+                turn = self.ask(flow, cost, urgency, grant)
+                if turn is None:
+                    granted.set_result(None)
+                else:
+                    turns.append(turn)
+
+        try:
+            try:
+                with claims.told(ask):
+                    await granted
+            finally:
+                for turn in turns:
+                    turn.cancel()
+            yield
+        finally:
+            if not granted.cancelled():
+                self.release()
 
     def _new_user(self, name: str) -> _UserQueue:
         if len(self._users) >= _MAX_IDLE_QUEUES:

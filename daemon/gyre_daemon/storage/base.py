@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.runtime.fair import NO_JOB, Claims, Flow
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
@@ -105,6 +105,7 @@ class Reads:
         delays: records how long the requests took.
         arena: where targets lie. The caller of `read` holds a lease of it while it waits. A thread
             that writes there holds its own, because it continues if the caller is cancelled.
+        claims: the job, and others that may come to need the same bytes; None if nobody else can.
     """
 
     shard: npt.NDArray[np.int64]
@@ -119,6 +120,7 @@ class Reads:
     next_use: NextUse | None = None
     delays: Delays | None = None
     arena: WritableArena | None = None
+    claims: Claims | None = None
 
     def __len__(self) -> int:
         """The number of reads."""
@@ -139,6 +141,10 @@ class Reads:
             target=self.target[which],
             sample=self.sample[which],
         )
+
+    def claimed(self) -> Claims:
+        """Who needs these bytes."""
+        return self.claims or Claims(self.flow, self.urgency)
 
     def lease(self) -> AbstractContextManager[None]:
         """Keep the memory of all targets inside the context; raises ArenaClosed if it is gone."""

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.runtime.fair import Claims, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.response import Response, response_from_error
@@ -289,7 +289,7 @@ def test_a_read_waits_for_admission_no_longer_than_nothing_is_answered() -> None
         began = loop.time()
 
         async def enter() -> None:
-            async with admission.admitted(JOB, 0, began):
+            async with admission.admitted(Claims(JOB, 0), began):
                 pytest.fail("there is no room")
 
         waiting = asyncio.create_task(enter())

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.sessions.weights import Weights, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,6 +178,38 @@ def test_names_of_jobs_alone_never_give_a_user_more(
     turns = [(flow, 1.0, 0) for flow in (*ones, other) for _ in range(60)]
     granted = asyncio.run(_serve(FairQueue(1), turns))[:40]
     assert abs(sum(flow is other for flow, _, _ in granted) - 20) <= 2
+
+
+def test_what_several_jobs_need_is_done_once_at_the_first_of_their_turns() -> None:
+    queue, slow, fast = FairQueue(1), Flow("slow"), Flow("fast", weight=8.0)
+    done: list[str] = []
+
+    async def one(name: str, claims: Claims) -> None:
+        async with queue.turn_of(claims, 1.0):
+            done.append(name)
+
+    async def scene() -> None:
+        await queue.acquire(slow, 1.0)
+        claims = {name: Claims(slow, urgency) for urgency, name in enumerate("abcde")}
+        tasks = {name: asyncio.create_task(one(name, its)) for name, its in claims.items()}
+        await asyncio.sleep(0)
+        claims["d"].join(slow, -1)
+        claims["d"].join(slow, 0)  # it is that urgent already
+        claims["e"].join(fast, 9)
+        claims["c"].join(fast, 10)
+        assert queue.num_waiting == 8
+        tasks["c"].cancel()
+        queue.release()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert sorted(done) == ["a", "b", "d", "e"]
+        assert done[:2] in (["d", "e"], ["e", "d"])
+        assert queue.num_taken == 0
+        assert claims["d"].first == (slow, -1)
+        async with queue.turn_of(claims["a"], 1.0):  # free: granted at once, and once
+            assert queue.num_taken == 1
+        assert queue.num_taken == queue.num_waiting == 0
+
+    asyncio.run(scene())
 
 
 @given(st.sampled_from([1.0, 2.0, 4.0]))

@@ -17,7 +17,7 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.chunks.exchange import Exchange, ExchangeRoom, pages
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.fair import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -50,11 +50,13 @@ class _Decoding:
     Attributes:
         ready: the memory of the decoded chunk.
         target: where the chunk begins there.
+        claims: the jobs that read from it.
         num_readers: who wait for it or copy from it.
         unused: set when there are none any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, claims: Claims) -> None:
+        self.claims = claims
         self.ready: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
         self.target = 0
         self.num_readers = 0
@@ -130,14 +132,16 @@ class DecodedStorage:
 
     async def _read_chunk(self, chunk: int, reads: Reads) -> None:
         """Do reads from one chunk."""
+        claims = reads.claimed()
         if chunk not in self._decodings:
-            decoding = _Decoding()
+            decoding = _Decoding(Claims(reads.flow, reads.urgency))
             decode = self._decode(chunk, decoding, reads)
             self._decodings[chunk] = decoding, asyncio.create_task(decode, name="decode chunk")
         decoding, task = self._decodings[chunk]
         decoding.num_readers += 1
         try:
-            exchange = await asyncio.shield(decoding.ready)
+            with claims.told(decoding.claims.join):
+                exchange = await asyncio.shield(decoding.ready)
             await self._copy(chunk, exchange, decoding.target, reads)
         finally:
             decoding.num_readers -= 1
@@ -149,20 +153,26 @@ class DecodedStorage:
 
     async def _decode(self, chunk: int, decoding: _Decoding, reads: Reads) -> None:
         """Fetch and decode a chunk, and keep it while it is read."""
-        index = self._index
+        index, claims = self._index, decoding.claims
         shard, pieces = int(index.shard[chunk]), index.pieces(chunk)
         sizes = [stop - start for start, stop in pieces]
         decoding.target = pages(sum(sizes))
         num_bytes = decoding.target + pages(int(index.chunk_bytes[chunk]))
         try:
-            async with self._room.exchanges.hold(num_bytes, reads.flow, reads.urgency) as exchange:
+            async with self._room.exchanges.hold(num_bytes, claims) as exchange:
                 ends = np.cumsum(sizes).tolist()
                 memories = [
                     exchange.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)
                 ]
                 fetch = Reads.into(memories, [shard] * len(pieces), [start for start, _ in pieces])
                 await self._source.read(
-                    replace(fetch, flow=reads.flow, urgency=reads.urgency, delays=reads.delays)
+                    replace(
+                        fetch,
+                        flow=reads.flow,
+                        urgency=reads.urgency,
+                        claims=claims,
+                        delays=reads.delays,
+                    )
                 )
                 listed = self._source.shards[shard]
                 request = DecodeRequest(
@@ -176,9 +186,7 @@ class DecodedStorage:
                     decoding.target,
                     exchange.num_bytes,
                 )
-                await self._room.decoders.decode(
-                    request, listed.name, exchange, reads.flow, reads.urgency
-                )
+                await self._room.decoders.decode(request, listed.name, exchange, claims)
                 decoding.ready.set_result(exchange)
                 await decoding.unused.wait()
         except Exception as error:

@@ -7,7 +7,7 @@ from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.errors import CorruptSample, GyreError
-from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairQueue
 
 # Each takes a core while jobs wait for chunks, and some ten MiB. More than this would rarely be
 # needed: one decodes some hundred MB a second.
@@ -35,7 +35,7 @@ class Decoders:
         self._is_closed = False
 
     async def decode(
-        self, request: DecodeRequest, shard: str, exchange: Exchange, flow: Flow, urgency: int
+        self, request: DecodeRequest, shard: str, exchange: Exchange, claims: Claims
     ) -> None:
         """Have a chunk decoded, whose pieces lie in the exchange.
 
@@ -46,7 +46,7 @@ class Decoders:
             Overloaded: no process can be started.
         """
         cost = sum(expected.num_bytes for expected in request.expected)
-        async with self._line.turn(flow, cost, urgency):
+        async with self._line.turn_of(claims, cost):
             for _ in range(2):
                 try:
                     if await self._decode(request, shard, exchange):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairQueue
 
 _PAGE_BYTES = mmap.PAGESIZE
 # Files are as large as powers of two from here on, so that one serves chunks of similar sizes.
@@ -110,13 +110,13 @@ class ExchangeRoom:
         self._freed = asyncio.Event()
 
     @asynccontextmanager
-    async def hold(self, num_bytes: int, flow: Flow, urgency: int) -> AsyncIterator[Exchange]:
+    async def hold(self, num_bytes: int, claims: Claims) -> AsyncIterator[Exchange]:
         """A file of at least this size, inside the context.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
-        async with self._line.turn(flow, num_bytes, urgency):
+        async with self._line.turn_of(claims, num_bytes):
             while self._used_bytes and self._used_bytes + num_bytes > self._max_bytes:
                 self._freed.clear()
                 await self._freed.wait()

@@ -15,14 +15,14 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.disk import DiskCache
@@ -39,6 +39,17 @@ _MAX_FETCHING_BYTES = 32 << 20
 _INLINE_BYTES = 128 << 10  # copied on the event loop: handing it to a thread would take longer
 _DISK_PAUSE_S = 10.0  # without writes after a disk has failed
 _AFTER_ALL_READS = 1 << 62  # urgency
+# Turns of the event loop from the arrival of a block until the copies out of it have unpinned it.
+# With fewer a block that is about to be free would look pinned for ever, and what waits for its
+# room would be read past the cache.
+_MAX_IDLE_TURNS = 4
+
+
+class _Fetch(NamedTuple):
+    """A block that is being fetched, and the jobs that wait for it."""
+
+    task: asyncio.Task[None]
+    claims: Claims
 
 
 class NodeCache:
@@ -58,7 +69,7 @@ class NodeCache:
         self._clock = clock
         self._placement = Placement(memory_bytes, disk.free_bytes if disk else 0, counts)
         self._max_fetching_bytes = min(_MAX_FETCHING_BYTES, memory_bytes)
-        self._fetching: dict[Key, asyncio.Task[None]] = {}
+        self._fetching: dict[Key, _Fetch] = {}
         self._fetching_bytes = 0
         self._line = FairQueue(1)  # blocks that wait for room
         self._freed = asyncio.Event()
@@ -117,12 +128,14 @@ class NodeCache:
     def expect(self, volume: Volume, blocks: Integers, flow: Flow) -> None:
         """Fetch blocks before they are read, in this order, as memory becomes free."""
         for block in blocks[volume.tier[blocks] == Tier.ABSENT].tolist():
-            if (volume, block) not in self._fetching:
+            if fetch := self._fetching.get((volume, block)):
+                fetch.claims.join(flow, _AFTER_ALL_READS)
+            else:
                 self._begin(volume, block, flow, _AFTER_ALL_READS, None)
 
     async def close(self) -> None:
         """Stop fetching and writing, and release the folder of the disk cache."""
-        tasks = [*self._fetching.values(), *self._background]
+        tasks = [*(fetch.task for fetch in self._fetching.values()), *self._background]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,10 +167,11 @@ class NodeCache:
         self, volume: Volume, block: int, reads: Reads, num_reads: int
     ) -> asyncio.Task[None] | None:
         """The task that fetches an absent block; None if its bytes are read past the cache."""
-        arriving = self._fetching.get((volume, block))
-        if arriving:
+        fetch = self._fetching.get((volume, block))
+        if fetch:
             self._counts.num_joined += num_reads
-            return arriving
+            fetch.claims.join(reads.flow, reads.urgency)
+            return fetch.task
         self._counts.num_misses += num_reads
         is_admitted = (
             reads.block_bytes
@@ -172,10 +186,11 @@ class NodeCache:
     def _begin(
         self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None
     ) -> asyncio.Task[None]:
-        fetching = self._fetch(volume, block, flow, urgency, delays)
+        claims = Claims(flow, urgency)
+        fetching = self._fetch(volume, block, claims, delays)
         arriving = asyncio.create_task(fetching, name="fetch block")
         arriving.add_done_callback(_retrieve_error)
-        self._fetching[volume, block] = arriving
+        self._fetching[volume, block] = _Fetch(arriving, claims)
         return arriving
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
@@ -189,19 +204,21 @@ class NodeCache:
         return True
 
     async def _fetch(
-        self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None
+        self, volume: Volume, block: int, claims: Claims, delays: Delays | None
     ) -> None:
         """Fetch a block, unless there is no room for it and never will be."""
         is_whole = False
         try:
             if volume.tier[block] != Tier.FETCHING and not await self._wait_for_room(
-                volume, block, flow, urgency
+                volume, block, claims
             ):
                 return
             try:
                 shard, start = int(volume.map.shard[block]), int(volume.map.start[block])
                 whole = Reads.into([volume.allocate(block)], [shard], [start])
-                await volume.storage.read(replace(whole, flow=flow, urgency=urgency, delays=delays))
+                flow, urgency = claims.first
+                whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
+                await volume.storage.read(whole)
                 is_whole = True
             finally:
                 self._fetching_bytes -= int(volume.sizes[block])
@@ -211,16 +228,20 @@ class NodeCache:
             del self._fetching[volume, block]
         self._store(volume, block)
 
-    async def _wait_for_room(self, volume: Volume, block: int, flow: Flow, urgency: int) -> bool:
+    async def _wait_for_room(self, volume: Volume, block: int, claims: Claims) -> bool:
         """Wait in line until there is memory for a block; False if nothing can free any."""
-        async with self._line.turn(flow, int(volume.sizes[block]), urgency):
+        async with self._line.turn_of(claims, int(volume.sizes[block])):
+            num_idle_turns = 0
             while not self._reserve(volume, block, Need.SOON):
-                if not (self._fetching_bytes or self._background or self._num_copying):
-                    await asyncio.sleep(0)  # lets copies begin that are about to
-                    if not self._num_copying:
-                        return self._reserve(volume, block, Need.NOW)
-                self._freed.clear()
-                await self._freed.wait()
+                if self._fetching_bytes or self._background or self._num_copying:
+                    num_idle_turns = 0
+                    self._freed.clear()
+                    await self._freed.wait()
+                elif num_idle_turns == _MAX_IDLE_TURNS:
+                    return self._reserve(volume, block, Need.NOW)
+                else:
+                    num_idle_turns += 1
+                    await asyncio.sleep(0)
         return True
 
     async def _copy_after(

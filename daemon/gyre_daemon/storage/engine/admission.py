@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairQueue, Flow
 
 
 class AdmissionQueue:
@@ -37,19 +37,20 @@ class AdmissionQueue:
         self._admitted: Counter[tuple[Flow, int]] = Counter()
 
     @contextlib.asynccontextmanager
-    async def admitted(self, flow: Flow, urgency: int, asked_at: float) -> AsyncIterator[None]:
+    async def admitted(self, claims: Claims, asked_at: float) -> AsyncIterator[None]:
         """Wait until a read is admitted; it stays so inside the context.
 
         Args:
-            flow: the job; jobs are admitted fairly.
-            urgency: among the job's reads the lowest is admitted first.
+            claims: the jobs that need it; jobs are admitted fairly, and among a job's reads the
+                most urgent is admitted first.
             asked_at: when the read was asked for.
 
         Raises:
             GyreError: from `error`; its time was over before there was room.
         """
-        async with self._line.turn(flow, 1, urgency):
+        async with self._line.turn_of(claims, 1):
             await self._wait_for_room(asked_at)
+        flow, urgency = claims.first
         self._admitted[flow, urgency] += 1
         try:
             yield

@@ -119,13 +119,11 @@ class Endpoint:
         self._enqueue(request, is_hedge=False)
 
     def join(self, request: RangeRequest, flow: Flow, urgency: int) -> None:
-        """Another read needs the same range: it is sent at whichever turn comes first.
-
-        Without that a job would wait for the turns of whoever asked first, whose share may be
-        smaller, or who may not need the range for long.
-        """
+        """A read needs the range, too: it is sent at whichever turn comes first; see `Claims`."""
         if request.turns and (flow is not request.flow or urgency < request.urgency):
             self._ask(request, flow, urgency, is_hedge=False)
+        elif urgency < request.urgency:
+            request.flow, request.urgency = flow, urgency  # for its hedge
 
     def abandon(self, request: RangeRequest) -> None:
         """Nobody needs the range any more."""

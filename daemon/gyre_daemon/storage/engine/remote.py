@@ -53,14 +53,15 @@ class RemoteStorage:
         reads = reads.nonempty()
         if not len(reads):
             return
-        asked_at = time.monotonic()
-        async with self._endpoint.admission.admitted(reads.flow, reads.urgency, asked_at):
+        asked_at, claims = time.monotonic(), reads.claimed()
+        async with self._endpoint.admission.admitted(claims, asked_at):
             wanted = list(_ranges(reads))
             pending = _PendingRead(reads, len(wanted), asked_at)
             try:
                 for key, pieces in wanted:
                     self._join(key, pending, pieces)
-                await pending.done
+                with claims.told(functools.partial(self._hasten, pending)):
+                    await pending.done
             finally:
                 pending.close()
                 # Requests that wait for a turn leave before others give theirs back.
@@ -128,7 +129,6 @@ class RemoteStorage:
         if shared:
             shared.waiting.append((pending, pieces))
             pending.shared_requests[shared] = None
-            self._endpoint.join(shared.request, reads.flow, reads.urgency)
             if reads.delays:
                 reads.delays.num_joined += 1
             return
@@ -137,6 +137,11 @@ class RemoteStorage:
         pending.shared_requests[shared] = None
         request.finish = functools.partial(self._finish, shared)
         self._endpoint.submit(request)
+
+    def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
+        """Somebody needs the ranges of a read."""
+        for shared in list(pending.shared_requests):
+            self._endpoint.join(shared.request, flow, urgency)
 
     def _leave(self, shared: "_SharedRequest", pending: "_PendingRead") -> None:
         shared.waiting = [each for each in shared.waiting if each[0] is not pending]

@@ -1,0 +1,117 @@
+"""Blocks and chunks that several jobs wait for: they are fetched at the first turn of any job."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.chunks.decoders import Decoders
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.lines import frames
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.shard import Shard
+
+from tests.contract.formats import test_chunked_formats
+from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.storage.engine import DATA, Engine, play, until
+
+BLOCK, NUM_BLOCKS = 100, 10
+LIGHT, HEAVY = Flow("light"), Flow("heavy", weight=8.0)
+
+
+def cached(engine: Engine, memory_bytes: int, threads: FairExecutor) -> CachedStorage:
+    """The storage of an engine behind a cache whose blocks have 100 bytes."""
+    starts = np.arange(NUM_BLOCKS) * BLOCK
+    blocks = BlockMap(np.zeros(NUM_BLOCKS, np.int64), starts, starts + BLOCK)
+    node = NodeCache(memory_bytes, None, threads, engine.metrics.cache)
+    return CachedStorage(engine.storage, "test", node, lambda _: blocks, BLOCK)
+
+
+async def read(storage: Storage, start: int, flow: Flow, urgency: int = 0) -> bytes:
+    memory = np.zeros(16, np.uint8)
+    reads = Reads.into([memory], [0], [start])
+    await storage.read(replace(reads, flow=flow, urgency=urgency, block_bytes=BLOCK))
+    return memory.tobytes()
+
+
+async def asked_in_turn(engine: Engine, count: int, data: bytes = DATA) -> list[int]:
+    """Answer one request after the other; returns where they begin."""
+    for number in range(count):
+        await until(lambda number=number: len(engine.source.asked) > number)  # type: ignore[misc]
+        asked = engine.source.asked[number]
+        asked.answer(Response(206, data[asked.start : asked.stop], '"v1"', len(data)))
+    return [asked.start for asked in engine.source.asked]
+
+
+@pytest.mark.parametrize("room", [NUM_BLOCKS, 1], ids=["waiting for its turn", "waiting for room"])
+def test_a_block_of_the_cache_is_fetched_at_the_first_turn_of_those_that_wait(room: int) -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=1)
+        with ThreadPoolExecutor(1) as executor:
+            storage = cached(engine, room * BLOCK, FairExecutor(executor, 1))
+            await storage.expect(BLOCK, np.arange(NUM_BLOCKS), LIGHT)
+            queue = engine.endpoint.queue if room > 1 else storage._cache._line
+            others = NUM_BLOCKS - 1 - (room == 1)  # one has the turn to wait for room
+            await until(lambda: queue.num_waiting == others)
+            # The share of the job that expects it is smaller, or its need was not so urgent.
+            reading = [
+                asyncio.create_task(read(storage, 900, HEAVY)),
+                asyncio.create_task(read(storage, 805, LIGHT, urgency=7)),
+            ]
+            await until(lambda: queue.num_waiting == others + 2)
+            starts = await asked_in_turn(engine, NUM_BLOCKS)
+            first = [0, 900, 800] if room > 1 else [0, 100, 900, 800]
+            assert starts == [*first, *sorted(set(range(0, 1000, BLOCK)) - set(first))]
+            assert await asyncio.gather(*reading) == [DATA[900:916], DATA[805:821]]
+            await until(lambda: not storage._cache._fetching)
+        assert engine.endpoint.queue.num_taken == storage._cache._line.num_taken == 0
+
+    play(scene)
+
+
+def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
+    contract = test_chunked_formats.TestCompressedJsonl()
+    data = contract.shards()[0][0]
+    index = contract.index([data])
+    assert isinstance(index, ChunkedIndex)
+    assert index.num_chunks >= 4
+    (whole,) = decode_all([data], index)
+
+    async def scene(room: DecodingRoom) -> None:
+        engine = Engine(max_requests=1)
+        source = RemoteStorage(
+            engine.source, engine.endpoint, ["there"], [Shard("0", len(data), '"v1"')]
+        )
+        decoded = DecodedStorage(source, index, room)
+        begins = index.base.tolist()
+        reading = [asyncio.create_task(read(decoded, begin, LIGHT)) for begin in begins]
+        await until(lambda: engine.endpoint.queue.num_waiting == len(begins) - 1)
+        reading.append(asyncio.create_task(read(decoded, begins[-1], HEAVY)))
+        await until(lambda: engine.endpoint.queue.num_waiting == len(begins))
+        starts = await asked_in_turn(engine, len(begins), data)
+        order: Sequence[int] = [0, len(begins) - 1, *range(1, len(begins) - 1)]
+        assert starts == [index.pieces(chunk)[0][0] for chunk in order]
+        found = await asyncio.gather(*reading)
+        assert found == [whole[begin : begin + 16] for begin in [*begins, begins[-1]]]
+
+    processes = ScanProcesses()
+    with ThreadPoolExecutor(1) as executor:
+        room = DecodingRoom(Decoders(processes), FairExecutor(executor, 1))
+        try:
+            play(lambda: scene(room))
+        finally:
+            room.close()
+            processes.close()
