@@ -320,7 +320,7 @@ class Loader(DescribedDataset):
     def epochs_passed(self) -> float:
         """How many epochs lie before the next step, as a fraction."""
         batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._epochs.epochs_before(batch)
+        return self._place.epochs.epochs_before(batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
