@@ -10,7 +10,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/chat.py"
 
 
 def test_held_out_questions_are_answered(tmp_path: Path) -> None:
-    fewer = ["--nproc=1", "--set=run.steps=90", "--set=eval.every=90"]
+    fewer = ["--nproc=1", "--set=run.threads=1", "--set=run.steps=90", "--set=eval.every=90"]
     environment = {name: value for name, value in os.environ.items() if name != "GYRE_ADDRESS"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -18,7 +18,7 @@ def test_held_out_questions_are_answered(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=450,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
