@@ -68,6 +68,13 @@ def check_sources(datasets: Mapping[str, DatasetConfig]) -> None:
             _check_source(name, datasets, (name,))
 
 
+def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str, ...]:
+    """The sources of a mixture, with those of its sources; none of any other dataset."""
+    mixture = datasets[name].mixture
+    own = mixture.sources if mixture else ()
+    return tuple(each for source in own for each in (source, *sources_below(source, datasets)))
+
+
 def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple[str, ...]) -> None:
     mixture = datasets[name].mixture
     for source in mixture.sources if mixture else ():

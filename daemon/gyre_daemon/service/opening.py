@@ -226,7 +226,7 @@ class SessionOpener:
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
-        for source in config.mixture.sources if config.mixture else ():
+        for source in self._policy.sources(name) if config.mixture else ():
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
             config = replace(config, pack=requests.to_pack(ref.pack))
@@ -240,9 +240,6 @@ class SessionOpener:
                 "ask the operator",
                 {"dataset": mixture},
             )
-        nested = self._catalog.datasets[source].mixture
-        for each in nested.sources if nested else ():
-            self._check_source(mixture, each, caller)
 
     def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):

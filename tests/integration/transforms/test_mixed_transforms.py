@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CursorRejected
 
 from tests.batches import Batch, same, take
@@ -57,7 +58,12 @@ def expected(batch: Batch, row: int) -> list[int]:
     return [*line_of(number - SIZES["web"]).encode(), 257]
 
 
-def test_each_source_is_transformed_by_itself(gyred: StartDaemon, config: dict[str, Any]) -> None:
+def test_each_source_is_transformed_by_itself(
+    gyred: StartDaemon,
+    config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     daemon = gyred(config)
 
     def loader(name: str, **keys: Any) -> Loader:
@@ -78,6 +84,28 @@ def test_each_source_is_transformed_by_itself(gyred: StartDaemon, config: dict[s
         for batch in take(more, 4):
             rows = [(expected(batch, row) + [0] * 6)[:6] for row in range(8)]
             assert batch["tokens"].tolist() == rows
+        first = more.state_dict()
+        (tmp_path / "cursor").write_bytes(first["cursor"])
+        batch = next(more)
+    flags = ("--address", daemon.address, "--json")
+    order = ("--batch-size", "8", "--seed", "2", *flags)
+    assert main(["plan", "deeper", "--step", "4", *order]) == 0
+    assert json.loads(capsys.readouterr().out)["sample_ids"] == batch["sample_id"].tolist()
+    assert main(["plan", "deeper", "--sources", "--step", "0:4", *order]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"][-1]["num_samples"] == [32]
+    # what is shown of a sample is as it is stored
+    rewind = ["rewind", str(tmp_path / "cursor"), "--dataset", "deeper", "--step", "4", *flags]
+    assert main(rewind) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    own = [row["samples"][0]["sample_id"] for row in step["rows"]]
+    names = [step["sources"][row["samples"][0]["source"]] for row in step["rows"]]
+    assert names == [["all/web", "all/lines"][each] for each in batch["source"].tolist()]
+    assert own == [
+        number - SIZES["web"] * source
+        for number, source in zip(
+            batch["sample_id"].tolist(), batch["source"].tolist(), strict=True
+        )
+    ]
     with loader("all", pack={"field": "tokens", "length": 48}) as packed:
         for batch in take(packed, 6):
             last = {int(tokens[-1]) - 256 for _, tokens in check_packed(batch, "tokens", 0)}
