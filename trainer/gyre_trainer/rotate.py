@@ -37,7 +37,7 @@ from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.rotation.per_slice import begun_in, without
-from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
@@ -311,6 +311,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     require_equal_models(module, target.mesh)
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
+    bundle_small(module)
     if target.policy.recompute:
         recompute_norms(module)
     if target.policy.dropout == "equal":

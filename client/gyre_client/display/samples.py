@@ -83,11 +83,46 @@ def first_samples(
     )
     opened = connection.open_session(request)
     check_same_dataset(opened, description)
-    tensors = BatchTensors(opened.fields, num_samples, has_mask=False)
+    return _samples_of(connection, opened, num_samples, has_mask=False)
+
+
+def sample_of_step(
+    connection: Connection, located: pb.LocateStepResponse, request: pb.LocateStepRequest, row: int
+) -> Sample:
+    """Returns one row of a global batch of a job.
+
+    Its fields are as they are stored, where that makes a row of its own; packed ones are as served.
+
+    Raises:
+        DaemonFault: The daemon sends no such batch.
+    """
+    is_packed = any(sample.num_tokens for each in located.rows for sample in each.samples)
+    asked = pb.OpenSessionRequest(
+        dataset=request.dataset,
+        order=located.order,
+        join=located.join,
+        cursor=request.cursor,
+        step=located.batch,
+        reader=reader(None, row, located.order.global_batch_size),
+        prefetch_batches=1,
+        transforms=None if is_packed else pb.TransformList(),
+        changed_transforms=True,
+    )
+    opened = connection.open_session(asked)
+    has_mask = located.order.tail == pb.TAIL_PAD
+    (sample,) = _samples_of(connection, opened, 1, has_mask=has_mask)
+    return sample
+
+
+def _samples_of(
+    connection: Connection, opened: pb.SessionOpened, num_samples: int, *, has_mask: bool
+) -> list[Sample]:
+    """Returns the samples of a session's first batch."""
+    tensors = BatchTensors(opened.fields, num_samples, has_mask=has_mask)
     batch = _first_batch(connection, opened, tensors)
     ids = batch.values("sample_id", 0, num_samples)
     return [
-        Sample(ids[row], {each.name: _value(batch, each, row) for each in description.fields})
+        Sample(ids[row], {each.name: _value(batch, each, row) for each in opened.fields})
         for row in range(num_samples)
     ]
 

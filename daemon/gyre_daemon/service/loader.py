@@ -26,6 +26,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.status import Context, answers_errors
@@ -83,6 +84,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
+        self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -192,6 +194,13 @@ class LoaderService(pb_grpc.LoaderServicer):
         )
 
     @answers_errors
+    async def LocateStep(
+        self, request: pb.LocateStepRequest, context: Context
+    ) -> pb.LocateStepResponse:
+        """Find where the samples of one step of a job are stored."""
+        return await self._locator.locate(self._callers.identify(context), request)
+
+    @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate what each order costs."""
         caller = self._callers.identify(context)
@@ -211,7 +220,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.PlanMixtureResponse:
         """Count what each source of a mixture contributes."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        dataset = await self._opener.open_ordered(request.dataset, caller)
         return await self._mixtures.plan(caller, dataset, request)
 
     @answers_errors
@@ -220,7 +229,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.ChangeWeightsResponse:
         """Give a running job other weights."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        dataset = await self._opener.open_ordered(request.dataset, caller)
         return self._mixtures.change(caller, dataset, request)
 
     @answers_errors
@@ -249,6 +258,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             fields=convert.from_fields(wanted.dataset.fields),
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
+            skip_steps=convert.from_skipped(wanted.order.skipped),
         )
 
     @answers_errors

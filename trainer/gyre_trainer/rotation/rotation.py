@@ -51,6 +51,10 @@ class RotationPolicy:
             parameters computes with a slice; None to run modules as they are. All slices of one
             size share one compiled graph. Weight gradients are then formed beside the buffer that
             travels, so they take memory of their own.
+        bundle_numel: modules with at most this many parameters travel together, up to 2^18 of them
+            in one bundle, and are computed whole, once, instead of slice by slice. Their whole
+            parameters are on every rank until backward has used them. 0 for none. Modules that are
+            recomputed or compiled rotate by themselves all the same.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -59,6 +63,7 @@ class RotationPolicy:
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
+    bundle_numel: int = 0
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -67,6 +72,10 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
+        if self.bundle_numel < 0:
+            raise RotationError(
+                f"RotationPolicy(bundle_numel={self.bundle_numel}): it must not be negative"
+            )
         if self.dropout not in get_args(_Dropout):
             raise RotationError(
                 f"RotationPolicy(dropout={self.dropout!r}): "

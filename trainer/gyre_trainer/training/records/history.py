@@ -3,7 +3,9 @@
 A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
-STEP` prints. Evaluations and samples have lines of their own, to which the same rule applies.
+STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
+`data.skip_steps` leaves out. Evaluations and samples have lines of their
+own, to which the same rule applies.
 """
 
 import hashlib
