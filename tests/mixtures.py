@@ -1,5 +1,6 @@
 """Datasets of several formats that can be mixed, and what batches of a mixture must say of them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
+from gyre_daemon.order.mixture import MixedSource, Mixture
+from gyre_daemon.order.quotas import Phase
 
 # The first value of each source's samples: so a sample tells its source.
 FIRST = {"web": 0, "code": 1000, "books": 2000}
@@ -40,3 +43,22 @@ def write_sources(folder: Path) -> dict[str, dict[str, Any]]:
 
 def source_of(value: int) -> str:
     return next(name for name in reversed(FIRST) if value >= FIRST[name])
+
+
+@dataclass
+class Samples:
+    num_samples: int
+
+    def blocks(self, io_block_bytes: int) -> None:
+        raise AssertionError
+
+
+def mixture(sizes: list[int], phases: tuple[Phase, ...], block: int, bad: int = 0) -> Mixture:
+    """A mixture of sources s0, s1, ... without data."""
+    sources, first = [], 0
+    for number, size in enumerate(sizes):
+        corrupt = np.arange(min(bad, size // 2))
+        its = Samples(size)
+        sources.append(MixedSource(f"s{number}", f"f{number}", its, corrupt, first))  # type: ignore[arg-type]
+        first += size
+    return Mixture(tuple(sources), phases, block, first)

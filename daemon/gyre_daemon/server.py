@@ -164,6 +164,7 @@ class _Daemon:
         self._listeners = listeners
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
+        reports = CorruptReports(Path(config.report_dir or beside / "reports"))
         self._catalog = Catalog(
             config.datasets,
             StorageOpener(workers, terms, metrics, copy_workers),
@@ -171,7 +172,7 @@ class _Daemon:
             self._cache,
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
-            reports=CorruptReports(Path(config.report_dir or beside / "reports")),
+            reports=reports,
         )
         num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
         self._transforms = Transforms(
@@ -180,7 +181,7 @@ class _Daemon:
             partial(keep_records, self._cache, workers) if self._cache else None,
             allow_modules=is_private,
         )
-        self._measurer = Measurer(sidecars, workers)
+        self._measurer = Measurer(sidecars, workers, reports)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
             Budget(config.memory_budget),

@@ -36,6 +36,7 @@ from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
+from gyre_trainer.rotation.per_slice import begun_in, without
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
@@ -330,8 +331,9 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
 
     @uncompiled
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if rotated.training not in left:
+        if rotated.training not in left or begun_in((args, kwargs)):
             return
+        args, kwargs = without((args, kwargs))
         left.remove(rotated.training)
         if not left:
             hook.remove()

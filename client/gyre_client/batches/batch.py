@@ -12,19 +12,28 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.tokens import Widened, widen
 from gyre_client.errors import DaemonFault
-from gyre_client.messages.layouts import OFFSETS_SUFFIX
+from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX
 
 Memory = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in a batch's memory."""
+    """Where a tensor lies in a batch's memory.
+
+    Attributes:
+        name: Of the tensor.
+        dtype: Of its elements; uint16 where numpy has none of this size.
+        shape: Its shape.
+        offset_bytes: Where it begins.
+        known_to_torch: Its dtype, where numpy has none.
+    """
 
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     offset_bytes: int
+    known_to_torch: torch.dtype | None = None
 
     def view(self, memory: Memory) -> torch.Tensor:
         """Returns the tensor in a batch's memory on the host; it is writable if the memory is.
@@ -33,13 +42,14 @@ class TensorPlace:
             DaemonFault: The tensor does not fit into the memory.
         """
         try:
-            return torch.from_numpy(np.ndarray(self.shape, self.dtype, memory, self.offset_bytes))
+            found = torch.from_numpy(np.ndarray(self.shape, self.dtype, memory, self.offset_bytes))
         except (TypeError, ValueError) as error:
             raise self._misfit(len(memory), f": {error}") from None
+        return found.view(self.known_to_torch) if self.known_to_torch else found
 
     def view_on_device(self, payload: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in a batch's memory on any device, uint8 [num_bytes]; see `view`."""
-        dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        dtype = self.known_to_torch or torch.from_numpy(np.empty(0, self.dtype)).dtype
         end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
         if end_bytes > len(payload):
             raise self._misfit(len(payload))
@@ -296,7 +306,7 @@ def read_cursors(cursors: pb.Cursors) -> Cursors:
 
 def _place(tensor: pb.Tensor) -> TensorPlace:
     try:
-        dtype = _dtype(tensor.dtype)
+        dtype = _dtype("uint16" if tensor.dtype == BFLOAT16 else tensor.dtype)
     except TypeError:
         raise DaemonFault(
             f"the tensor {tensor.name!r} has dtype {tensor.dtype!r}, which torch does not know"
@@ -306,7 +316,8 @@ def _place(tensor: pb.Tensor) -> TensorPlace:
             f"the tensor {tensor.name!r} lies at byte {tensor.offset_bytes}, "
             f"which is not aligned for {tensor.dtype}"
         )
-    return TensorPlace(tensor.name, dtype, tuple(tensor.shape), tensor.offset_bytes)
+    own = torch.bfloat16 if tensor.dtype == BFLOAT16 else None
+    return TensorPlace(tensor.name, dtype, tuple(tensor.shape), tensor.offset_bytes, own)
 
 
 @functools.lru_cache

@@ -23,6 +23,11 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds DATASET, --format, --option and --pack."""
     dataset = parser.add_argument("dataset", metavar="DATASET", help="a name, a path or a URI")
     dataset.complete = shtab.FILE  # type: ignore[attr-defined]
+    add_definition_arguments(parser)
+
+
+def add_definition_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --format, --option and --pack."""
     parser.add_argument(
         "--format", help="of the data at a path or URI; found by the names of the files if absent"
     )

@@ -24,6 +24,7 @@ from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
 from gyre_client.command.mixing import add_mix_arguments, mix
 from gyre_client.command.planning import add_plan_arguments, plan
+from gyre_client.command.rewind import add_rewind_arguments, rewind
 from gyre_client.command.status import status
 from gyre_client.command.top import top
 from gyre_client.command.why import add_why_arguments, why
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> CommandOutput | None:
     """Returns None for a command that has printed its output itself."""
+    if "prepare" in args:
+        args.prepare(args)
     target = _target(args)
     try:
         with Connection(target.address) as connection:
@@ -137,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(add(plan, shuffle, "which samples make a step, or what each order costs"))
     add_mix_arguments(add(mix, dataset, "give the running job on a mixture other weights"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
+    about = "the samples behind steps of a run, for a loss that jumped"
+    add_rewind_arguments(add(rewind, common, about))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
     samples.add_argument("--num", type=int, default=3, help="how many (3)")
     add_convert_arguments(

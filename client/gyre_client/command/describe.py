@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gyre_client.display.formatting import CommandOutput, facts, page_width, pla
 from gyre_client.display.histograms import as_text
 from gyre_client.display.media import Picture, media_type, shows_pictures, thumbnail
 from gyre_client.display.page import page_of
-from gyre_client.display.samples import Sample, first_samples
+from gyre_client.display.samples import Sample, Value, first_samples
 from gyre_client.display.values import words_of
 from gyre_client.errors import GyreError, InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import whole
@@ -59,7 +59,7 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     if (num_more := len(description.lengths) - _MAX_HISTOGRAMS) > 0:
         more.append(f"\nlengths of {num_more:,} more fields: --html and --json have them")
     for sample in samples:
-        more += _shown(sample)
+        more += sample_text(sample, f"sample {sample.sample_id}")
     value = plain(description) | {"samples": [_to_plain(each) for each in samples]}
     return CommandOutput(value, text, more=more)
 
@@ -115,12 +115,22 @@ def _shape(field: pb.Field) -> str:
     return f"[{', '.join(sizes)}]"
 
 
-def _shown(sample: Sample) -> list[str | Picture]:
-    """Returns the text about a sample, with pictures of its images where they can be drawn."""
-    parts: list[str | Picture] = [f"\nsample {sample.sample_id}"]
+def sample_text(
+    sample: Sample, head: str, decode: Callable[[Value], str | None] | None = None
+) -> list[str | Picture]:
+    """Returns the text about a sample, with pictures of its images where they can be drawn.
+
+    Args:
+        sample: To show.
+        head: The first line.
+        decode: Says what a value means, if it means anything more than it shows.
+    """
+    parts: list[str | Picture] = [f"\n{head}"]
     for name, value in sample.values.items():
         shape = ", ".join(map(str, value.shape))
         parts.append(f"  {printable(name)}  {value.dtype} [{shape}]  {words_of(value)}")
+        if decode and (text := decode(value)):
+            parts.append(f"    {words_of(Value('uint8', [len(text)], text.encode()))}")
         if not isinstance(value.data, bytes) or not shows_pictures(sys.stdout):
             continue
         if (media_type(value.data) or "").startswith("image/"):

@@ -14,7 +14,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.errors import DaemonFault
 from gyre_client.messages.answers import check_group, check_same_dataset
 from gyre_client.messages.frames import chunk_data
-from gyre_client.messages.layouts import OFFSETS_SUFFIX, BatchTensors
+from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX, BatchTensors
 from gyre_client.messages.requests import order, reader
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.outbox import Outbox
@@ -33,6 +33,7 @@ _CODES = {
     "int64": "q",
     "uint64": "Q",
     "float16": "e",
+    BFLOAT16: "H",  # the upper half of a float32
     "float32": "f",
     "float64": "d",
     "complex64": "ff",
@@ -82,11 +83,46 @@ def first_samples(
     )
     opened = connection.open_session(request)
     check_same_dataset(opened, description)
-    tensors = BatchTensors(opened.fields, num_samples, has_mask=False)
+    return _samples_of(connection, opened, num_samples, has_mask=False)
+
+
+def sample_of_step(
+    connection: Connection, located: pb.LocateStepResponse, request: pb.LocateStepRequest, row: int
+) -> Sample:
+    """Returns one row of a global batch of a job.
+
+    Its fields are as they are stored, where that makes a row of its own; packed ones are as served.
+
+    Raises:
+        DaemonFault: The daemon sends no such batch.
+    """
+    is_packed = any(sample.num_tokens for each in located.rows for sample in each.samples)
+    asked = pb.OpenSessionRequest(
+        dataset=request.dataset,
+        order=located.order,
+        join=located.join,
+        cursor=request.cursor,
+        step=located.batch,
+        reader=reader(None, row, located.order.global_batch_size),
+        prefetch_batches=1,
+        transforms=None if is_packed else pb.TransformList(),
+        changed_transforms=True,
+    )
+    opened = connection.open_session(asked)
+    has_mask = located.order.tail == pb.TAIL_PAD
+    (sample,) = _samples_of(connection, opened, 1, has_mask=has_mask)
+    return sample
+
+
+def _samples_of(
+    connection: Connection, opened: pb.SessionOpened, num_samples: int, *, has_mask: bool
+) -> list[Sample]:
+    """Returns the samples of a session's first batch."""
+    tensors = BatchTensors(opened.fields, num_samples, has_mask=has_mask)
     batch = _first_batch(connection, opened, tensors)
     ids = batch.values("sample_id", 0, num_samples)
     return [
-        Sample(ids[row], {each.name: _value(batch, each, row) for each in description.fields})
+        Sample(ids[row], {each.name: _value(batch, each, row) for each in opened.fields})
         for row in range(num_samples)
     ]
 
@@ -119,6 +155,9 @@ class _Batch:
         code, shape = _CODES[self._tensors[name].dtype], self.row_shape(name)
         num_numbers = len(code) * prod(shape) * (stop - start)
         numbers = struct.unpack(f"<{num_numbers}{code[0]}", self.bytes(name, start, stop))
+        if self._tensors[name].dtype == BFLOAT16:
+            halves = struct.pack(f"<{num_numbers}I", *(number << 16 for number in numbers))
+            numbers = struct.unpack(f"<{num_numbers}f", halves)
         items: list[Any] = list(numbers)
         if len(code) == 2:
             items = [list(pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]

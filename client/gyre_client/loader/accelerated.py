@@ -90,7 +90,7 @@ class PreparedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Sends a Loader of which nothing was read to this epoch; any other goes on by itself."""
-        if epoch > 0 and self.dataset.step == 0:
+        if epoch > 0 and self.dataset.num_batches == 0:
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

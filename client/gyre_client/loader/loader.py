@@ -27,8 +27,8 @@ from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
-from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
-from gyre_client.messages.requests import JOINS, dataset_ref, reader, transform_list
+from gyre_client.messages.arguments import MAX_STEP, MAX_UINT32, choice, flag, seconds, whole
+from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps, transform_list
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
 
@@ -108,6 +108,7 @@ class Loader(DescribedDataset):
         pack: Mapping[str, object] | None = None,
         balance: Mapping[str, object] | None = None,
         transform: Sequence[Mapping[str, object]] | None = None,
+        skip_steps: Sequence[tuple[int, int]] | None = None,
         **unknown: object,
     ) -> None:
         """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
@@ -168,6 +169,9 @@ class Loader(DescribedDataset):
             transform: What the daemon does to samples, in this order: dicts with a `name` and
                 options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
                 docs/transforms.md. If None, what the dataset's definition says; `[]` for nothing.
+            skip_steps: Steps that are left out on all ranks: `[(A, B)]` for A to before B. Every
+                other step keeps its number and its samples; see docs/loader.md. The state keeps
+                them, so None goes on with those of a state.
             unknown: Not accepted. For a keyword of torch's DataLoader, the error says what to use
                 instead.
 
@@ -197,14 +201,15 @@ class Loader(DescribedDataset):
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=choice("join", join, JOINS),
             transforms=self._declared,
+            skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
         )
         self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         self._stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread("this Loader")
         self._token_dtype = token_dtype
         self._cursor = b""  # resumes after the last batch yielded; empty before the first session
-        self._step = 0  # the next step
-        self._loaded_step = -1  # the step at which a state was loaded just now
+        self._step = 0  # the next batch, counted without the steps that are left out
+        self._loaded_step = -1  # the batch at which a state was loaded just now
         self._active = ActiveIteration()
         self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
         self._finalizer = weakref.finalize(self, self._resources.release)
@@ -291,14 +296,25 @@ class Loader(DescribedDataset):
 
     @property
     def step(self) -> int:
-        """The global step of the next batch, counted from 0."""
+        """The global step of the next batch, counted from 0, with those that are left out."""
+        return self.step_of(self.num_batches)
+
+    def step_of(self, batch: int) -> int:
+        """Returns the global step of the batch with this number, counted from 0."""
+        self._locate()
+        return self._epochs.step_of(whole("batch", batch, 0, MAX_STEP))
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches come before the next one: `step` without those that are left out."""
         self._locate()
         return self._step
 
     @property
     def epoch(self) -> int:
         """The epoch in which the next step begins, counted from 0."""
-        return self._epochs.epoch_of(self.step)
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._epochs.epoch_of(batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
@@ -310,9 +326,9 @@ class Loader(DescribedDataset):
             InvalidRequest: `epoch` is not in [0, 2^32).
         """
         epoch = whole("epoch", epoch, 0, MAX_UINT32)
-        is_resumed = self.step == self._loaded_step and self.epoch == epoch
+        is_resumed = self.num_batches == self._loaded_step and self.epoch == epoch
         if not (is_resumed or self._restart):
-            self._go_to(self._epochs.first_step(epoch))
+            self._go_to(self._epochs.first_batch(epoch))
 
     def reset(self) -> None:
         """Makes the first batch of the first epoch the next one."""
@@ -404,12 +420,14 @@ class Loader(DescribedDataset):
         )
 
     def _adopt(self, opened: pb.SessionOpened) -> None:
-        """Counts samples and epochs as the session does, if the dataset may grow."""
-        if opened.stages:
+        """Counts samples, steps and epochs as the session does."""
+        stages = [(0, self.num_samples)]
+        if opened.stages:  # the dataset may grow
             self._description.num_samples = opened.num_samples
             self._description.fingerprint = opened.fingerprint
             stages = [(each.first_epoch, each.num_samples) for each in opened.stages]
-            self._epochs = epochs_of(stages, self._global_batch_size, self._tail)
+        skipped = [(each.first, each.stop) for each in opened.skip_steps.ranges]
+        self._epochs = epochs_of(stages, self._global_batch_size, self._tail, skipped)
 
     def _locate(self) -> None:
         """Opens the stream if nothing was read yet: the daemon says where a job begins."""
@@ -427,7 +445,7 @@ class Loader(DescribedDataset):
     def _stop_step(self, num_epochs: int | None) -> int:
         """Returns the step after the last one of the iteration that the next batch belongs to."""
         self._locate()
-        return NEVER if num_epochs is None else self._epochs.stop_step(self._step, num_epochs)
+        return NEVER if num_epochs is None else self._epochs.stop(self._step, num_epochs)
 
     def _check_process(self) -> None:
         self._resources.check_process()

@@ -130,6 +130,23 @@ def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintPro
         yield progress
 
 
+def check_located(response: pb.LocateStepResponse) -> None:
+    """Checks where a daemon says that samples are stored.
+
+    Raises:
+        DaemonFault: It names a shard or a source that it does not list, or has too few rows.
+    """
+    samples = [sample for row in response.rows for sample in row.samples]
+    num_shards, num_sources = len(response.shards), max(1, len(response.sources))
+    if any(each.shard >= num_shards or each.source >= num_sources for each in samples):
+        raise DaemonFault("the daemon names a shard or a source that it does not list")
+    wanted = 0 if response.skipped else response.order.global_batch_size
+    if len(response.rows) != wanted:
+        raise DaemonFault(
+            f"the daemon found {len(response.rows)} rows of a step of {wanted} samples"
+        )
+
+
 def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> None:
     """Checks what a daemon grants a session.
 
@@ -150,6 +167,16 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
     _check_count("the dataset's num_samples", opened.num_samples, 1, MAX_COUNT)
     if opened.stages:
         _check_stages(opened, request.order)
+    skipped = [(each.first, each.stop) for each in opened.skip_steps.ranges]
+    if not all(first < stop <= MAX_COUNT for first, stop in skipped) or not all(
+        before[1] < after[0] for before, after in pairwise(skipped)
+    ):
+        raise DaemonFault(f"the daemon says that a job leaves out the steps {skipped[:10]}")
+    if request.HasField("skip_steps") and opened.skip_steps != request.skip_steps:
+        raise DaemonFault(
+            f"the daemon leaves out the steps {skipped[:10]}, and others were asked for; it may be "
+            "of an older version"
+        )
     _check_count("max_queued_batches", opened.max_queued_batches, 1, MAX_QUEUED)
     _check_count("max_kept_batches", opened.max_kept_batches, 0, MAX_QUEUED)
     _check_count("arena_bytes", opened.arena_bytes, 0, MAX_BYTES)

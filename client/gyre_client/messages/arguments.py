@@ -13,6 +13,7 @@ from gyre_client.errors import InvalidRequest
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
+MAX_STEP = 1 << 62  # beyond any training
 MAX_SECONDS = 1e9
 _MAX_SHOWN_CHARS = 100
 _MAX_SHOWN_BITS = 256

@@ -15,7 +15,8 @@ SAMPLE_ID = "sample_id"
 MASK = "mask"
 OFFSETS_SUFFIX = ".offsets"
 
-# By numpy's names, the dtypes that torch has as well.
+# By numpy's names, the dtypes that torch has as well; and bfloat16, which numpy has not.
+BFLOAT16 = "bfloat16"
 DTYPE_BYTES = {
     "bool": 1,
     "int8": 1,
@@ -27,6 +28,7 @@ DTYPE_BYTES = {
     "int64": 8,
     "uint64": 8,
     "float16": 2,
+    BFLOAT16: 2,
     "float32": 4,
     "float64": 8,
     "complex64": 8,

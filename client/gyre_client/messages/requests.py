@@ -12,6 +12,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import (
+    MAX_STEP,
     MAX_UINT32,
     MAX_UINT64,
     choice,
@@ -73,6 +74,36 @@ def order(
     if balance is not None:
         spec.balance.CopyFrom(_balance(balance))
     return spec
+
+
+def skipped_steps(ranges: Sequence[object]) -> pb.SkippedSteps:
+    """Returns the message that says which steps a job leaves out.
+
+    Args:
+        ranges: Pairs of steps (A, B), of which A to before B are left out, in any order.
+
+    Raises:
+        InvalidRequest: One is no such pair.
+    """
+    if isinstance(ranges, str | Mapping) or not isinstance(ranges, Sequence):
+        raise InvalidRequest(f"skip_steps is {shown(ranges)}; it must be a list of pairs (A, B)")
+    pairs = []
+    for place, each in enumerate(ranges):
+        where = f"skip_steps[{place}]"
+        if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != 2:
+            raise InvalidRequest(f"{where} is {shown(each)}; it must be a pair (A, B) of steps")
+        first, stop = (whole(where, step, 0, MAX_STEP) for step in each)
+        if first >= stop:
+            raise InvalidRequest(f"{where} is {shown(each)}; the second step must be larger")
+        pairs.append((first, stop))
+    message = pb.SkippedSteps()
+    for first, stop in sorted(pairs):
+        last = message.ranges[-1] if message.ranges else None
+        if last and first <= last.stop:
+            last.stop = max(last.stop, stop)
+        else:
+            message.ranges.add(first=first, stop=stop)
+    return message
 
 
 def _balance(values: Mapping[str, object]) -> pb.Balance:

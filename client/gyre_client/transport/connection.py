@@ -37,6 +37,7 @@ from gyre_client.errors import (
 )
 from gyre_client.messages.answers import (
     check_description,
+    check_located,
     check_numbers,
     check_opened,
     check_plan,
@@ -232,6 +233,12 @@ class Connection:
         """Returns the sample ids of one step."""
         response = self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
         check_plan(response, request)
+        return response
+
+    def locate_step(self, request: pb.LocateStepRequest) -> pb.LocateStepResponse:
+        """Returns the samples that a job read in one step, and where they are stored."""
+        response = self._call(self._stub.LocateStep, request, OPEN_TIMEOUT_S)
+        check_located(response)
         return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:

@@ -4,19 +4,26 @@ Packing, balance and layouts need to know that before anything is read. The samp
 read and transformed in the worker processes, which say how long the results are; these lengths are
 kept in a sidecar. It belongs to the shard as it is, to the chain and to the samples that a filter
 left, so that the next daemon measures only what it has not measured before.
+
+Where others replace corrupt samples, those that cannot be transformed are found in the same way,
+and kept with the lengths.
 """
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
+from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.formats import SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
-from gyre_daemon.errors import Overloaded, first_error
+from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.permutation import Int64Array
@@ -28,7 +35,7 @@ from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
 from gyre_daemon.transforms.messages import Kind
 
 SUFFIX = ".gyre-lengths"
-_LENGTHS, _VERSION = "lengths", "lengths/1"
+_LENGTHS, _VERSION, _VERSION_WITH_FAILURES = "lengths", "lengths/1", "lengths and failures/1"
 # Samples whose places are looked up together.
 _AT_ONCE = 1 << 16
 # Portions that are under way at once: enough for all processes while others are read, and few
@@ -37,7 +44,20 @@ _MAX_PORTIONS = 32
 # Chains whose lengths are kept in memory: 4 bytes for each sample. Others are read from sidecars.
 _MAX_KEPT = 8
 
-_Key = tuple[int, str, str]
+_Key = tuple[int, str, str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a dataset.
+
+    Attributes:
+        lengths: of all samples; 0 for those that are corrupt.
+        failures: the samples that cannot be transformed, in the order of their ids.
+    """
+
+    lengths: Lengths
+    failures: list[CorruptRecord]
 
 
 @dataclass(slots=True)
@@ -45,20 +65,22 @@ class Measuring:
     """The measuring of one dataset, for all that wait for it.
 
     Attributes:
+        goes_on: whether it goes on after a sample that cannot be transformed.
         num_shards: of the dataset.
         num_done: shards whose lengths are known.
         num_reused: those of them that had been measured before.
         num_samples: of the shards that are done.
         shard: the name of the one done last.
-        task: does it, and returns the lengths of all samples.
+        task: does it.
     """
 
+    goes_on: bool
     num_shards: int
     num_done: int = 0
     num_reused: int = 0
     num_samples: int = 0
     shard: str = ""
-    task: "asyncio.Task[Lengths] | None" = None
+    task: "asyncio.Task[Measured] | None" = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def after(self, shard: str, num_samples: int, *, was_kept: bool) -> None:
@@ -77,39 +99,49 @@ class Measurer:
         threads: the daemon's.
     """
 
-    def __init__(self, sidecars: SidecarStore, threads: FairExecutor) -> None:
+    def __init__(
+        self, sidecars: SidecarStore, threads: FairExecutor, reports: CorruptReports
+    ) -> None:
         """Measure nothing yet.
 
         Args:
             sidecars: keep what was measured.
             threads: the daemon's.
+            reports: of samples that cannot be transformed and that others replace.
         """
-        self._sidecars, self.threads = sidecars, threads
+        self._sidecars, self.threads, self._reports = sidecars, threads, reports
         self._flow = Flow("measuring")
         self._found: dict[_Key, Measuring] = {}
 
-    async def measured(self, dataset: TransformedDataset) -> TransformedDataset:
+    async def measured(
+        self, dataset: TransformedDataset, config: DatasetConfig
+    ) -> TransformedDataset:
         """The dataset with the lengths of its samples; waits until all are measured.
 
-        A caller that no longer waits does not stop the measuring.
+        A caller that no longer waits does not stop the measuring. Where others replace corrupt
+        samples, they replace those that cannot be transformed, too.
 
         Raises:
-            CorruptSample: a sample cannot be transformed; names it.
+            CorruptSample: a sample cannot be transformed, and none replaces it, or more cannot than
+                `max_corrupt` allows; names the first.
             GyreError: a shard cannot be read, or no process can be started.
         """
-        async for measuring in self.progress(dataset):
+        if not is_measured(dataset, config):
+            return dataset
+        async for measuring in self.progress(dataset, config):
             if measuring.task and measuring.task.done():
-                index = _measured_index(dataset, measuring.task.result())
-                return replace(dataset, measured=index)
+                return _with_measured(dataset, config, measuring.task.result())
         raise AssertionError("measuring ends with a result")
 
-    async def progress(self, dataset: TransformedDataset) -> AsyncIterator[Measuring]:
+    async def progress(
+        self, dataset: TransformedDataset, config: DatasetConfig
+    ) -> AsyncIterator[Measuring]:
         """The state of the measuring, whenever it has moved; at last its task is done.
 
         Raises:
             GyreError: as `measured`.
         """
-        measuring = self._begun(dataset)
+        measuring = self._begun(dataset, goes_on=config.on_corrupt == "replace")
         assert measuring.task
         while not measuring.task.done():
             measuring.moved.clear()
@@ -126,11 +158,11 @@ class Measurer:
                 measuring.task.cancel()
         self._found.clear()
 
-    def _begun(self, dataset: TransformedDataset) -> Measuring:
-        key = id(dataset.storage), dataset.fingerprint, dataset.transforms
+    def _begun(self, dataset: TransformedDataset, *, goes_on: bool) -> Measuring:
+        key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
         measuring = self._found.pop(key, None)
         if measuring is None:
-            measuring = Measuring(len(dataset.shards))
+            measuring = Measuring(goes_on, len(dataset.shards))
             measuring.task = asyncio.create_task(self._measure(dataset, measuring))
             measuring.task.add_done_callback(lambda task: self._ended(key, measuring))
             done = [each for each, its in self._found.items() if its.task and its.task.done()]
@@ -146,27 +178,42 @@ class Measurer:
         if task and (task.cancelled() or task.exception()) and self._found.get(key) is measuring:
             del self._found[key]
 
-    async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Lengths:
+    async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Measured:
         index, num_shards = dataset.stored.index, len(dataset.shards)
         counts = await asyncio.to_thread(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
         reader = PortionReader(dataset, self.threads, seed=0)
+        failures: list[CorruptRecord] = []
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
-            lengths[ids], was_kept = await self._shard(dataset, reader, shard, ids)
+            part = _Part(dataset, reader, shard, ids, measuring.goes_on)
+            lengths[ids], found, was_kept = await self._shard(part)
+            name = dataset.shards[shard].name
+            failures += [
+                CorruptRecord(name, each.offset, int(ids[each.sample]), each.reason)
+                for each in found
+            ]
             measuring.after(dataset.shards[shard].name, count, was_kept=was_kept)
             if not was_kept:
                 facts = {"dataset": dataset.name, "shard": measuring.shard}
                 log_event("shard measured", {**facts, "done": f"{shard + 1}/{num_shards}"})
-        return lengths
+        if measuring.goes_on:
+            identity = f"{dataset.uri} {dataset.transforms}"
+            path = await asyncio.to_thread(self._reports.write, dataset.name, identity, failures)
+            if failures:
+                about = {"dataset": dataset.name, "samples": len(failures), "report": path}
+                log_event("samples cannot be transformed", about, logging.WARNING)
+        return Measured(lengths, failures)
 
-    async def _shard(
-        self, dataset: TransformedDataset, reader: PortionReader, shard: int, ids: Int64Array
-    ) -> tuple[Lengths, bool]:
-        """The lengths of a shard's samples, and whether they had been measured before."""
-        listed, shape = dataset.shards[shard], (len(ids), len(dataset.made_ragged))
-        chain, kind = await asyncio.to_thread(_identities, dataset, ids)
+    async def _shard(self, part: "_Part") -> tuple[Lengths, list[Damage], bool]:
+        """The lengths of a shard's samples, its failures, and whether both were known before.
+
+        The numbers of failures are places in the part.
+        """
+        dataset, num = part.dataset, len(part.ids)
+        listed, shape = dataset.shards[part.shard], (num, len(dataset.made_ragged))
+        chain, kind = await asyncio.to_thread(_identities, part)
         sidecars = self._sidecars.sibling(f".{chain}{SUFFIX}")
         key = SidecarKey(dataset.uri, listed.name, listed.size_bytes, listed.version, kind)
 
@@ -174,47 +221,126 @@ class Measurer:
             found = array_of(arrays, _LENGTHS, np.int32, 2)
             if found.shape != shape or (found < 0).any():
                 raise ValueError("its lengths are not those of the shard's samples")
+            if part.goes_on:
+                from_arrays(arrays, num)
 
         arrays = await asyncio.to_thread(sidecars.load, key, None, check)
         if arrays is not None:
-            return arrays[_LENGTHS], True
+            return arrays[_LENGTHS], from_arrays(arrays, num) if part.goes_on else [], True
         try:
-            lengths = await self._lengths_of(dataset, reader, ids)
+            lengths, failures = await self._lengths_of(part)
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
-        await asyncio.to_thread(sidecars.try_to_save, key, None, {_LENGTHS: lengths})
-        return lengths, False
+        arrays = {_LENGTHS: lengths, **(to_arrays(failures) if part.goes_on else {})}
+        await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+        return lengths, failures, False
 
-    async def _lengths_of(
-        self, dataset: TransformedDataset, reader: PortionReader, ids: Int64Array
-    ) -> Lengths:
+    async def _lengths_of(self, part: "_Part") -> tuple[Lengths, list[Damage]]:
+        dataset, ids = part.dataset, part.ids
         lengths = np.zeros((len(ids), len(dataset.made_ragged)), np.int32)
+        failures: list[Damage] = []
         room = asyncio.Semaphore(_MAX_PORTIONS)
         async with asyncio.TaskGroup() as tasks:
             for begin in range(0, len(ids), _AT_ONCE):
                 some = ids[begin : begin + _AT_ONCE]
                 extents = dataset.index.locate(some)
-                for part in reader.cut(extents, None):
-                    its = some[part]
-                    epochs = np.zeros(len(its), np.int64)
-                    plan = PortionPlan(its, epochs, extents.part(part), begin, None)
-                    into = lengths[begin:][part]
+                for its in part.reader.cut(extents, None):
+                    epochs = np.zeros(its.stop - its.start, np.int64)
+                    plan = PortionPlan(some[its], epochs, extents.part(its), begin, None)
+                    into = _Into(lengths, failures, begin + its.start)
                     await room.acquire()
-                    tasks.create_task(self._portion(reader, plan, into, room))
-        return lengths
+                    tasks.create_task(self._portion(part, plan, into, room))
+        return lengths, sorted(failures, key=lambda each: each.sample)
 
     async def _portion(
-        self, reader: PortionReader, plan: PortionPlan, into: Lengths, room: asyncio.Semaphore
+        self, part: "_Part", plan: PortionPlan, into: "_Into", room: asyncio.Semaphore
+    ) -> None:
+        try:
+            left = [(0, plan)]
+            while left:
+                begin, some = left.pop()
+                try:
+                    await self._measure_portion(part.reader, some, into.lengths_at(begin, some))
+                except CorruptSample as error:
+                    if not part.goes_on:
+                        raise
+                    number = _number(some, error)
+                    into.failures.append(_failure(into.first + begin + number, error))
+                    left += [
+                        (begin + each.start, some.part(each))
+                        for each in (slice(0, number), slice(number + 1, len(some)))
+                        if each.start < each.stop
+                    ]
+        finally:
+            room.release()
+
+    async def _measure_portion(
+        self, reader: PortionReader, plan: PortionPlan, into: Lengths
     ) -> None:
         try:
             async with reader.read(plan, self._flow, NOTHING_AHEAD, Delays()) as portion:
                 answers = await reader.work(Kind.MEASURE, portion, self._flow)
-            found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-            if len(found) != into.size or (found < 0).any():
-                raise Overloaded("a process that measures samples gave a wrong answer; try again")
-            into[:] = found.reshape(into.shape)
-        finally:
-            room.release()
+        except ExceptionGroup as errors:  # of records that are made before they are kept
+            raise first_error(errors) from errors
+        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
+        if len(found) != into.size or (found < 0).any():
+            raise Overloaded("a process that measures samples gave a wrong answer; try again")
+        into[:] = found.reshape(into.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The samples of one shard.
+
+    Attributes:
+        dataset: as it is transformed.
+        reader: of the dataset.
+        shard: its number.
+        ids: int64 [n], of its samples.
+        goes_on: see `Measuring`.
+    """
+
+    dataset: TransformedDataset
+    reader: PortionReader
+    shard: int
+    ids: Int64Array
+    goes_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Into:
+    """Where the results of a portion go.
+
+    Attributes:
+        lengths: of all samples of the shard.
+        failures: of the shard.
+        first: the place of the portion in the shard.
+    """
+
+    lengths: Lengths
+    failures: list[Damage]
+    first: int
+
+    def lengths_at(self, begin: int, plan: PortionPlan) -> Lengths:
+        """Those of a part of the portion."""
+        return self.lengths[self.first + begin :][: len(plan)]
+
+
+def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
+    """Whether each sample of a dataset is transformed once before it is served."""
+    return bool(dataset.made_ragged) or config.on_corrupt == "replace"
+
+
+def _number(plan: PortionPlan, error: CorruptSample) -> int:
+    """Which sample of a portion an error is about."""
+    (found,) = np.nonzero(plan.sample_ids == int(error.facts["sample_id"]))
+    return int(found[0])
+
+
+def _failure(place: int, error: CorruptSample) -> Damage:
+    by = error.facts.get("transform")
+    reason = error.facts["reason"]
+    return Damage(place, int(error.facts["offset"]), f"{by}: {reason}" if by else reason)
 
 
 def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
@@ -227,19 +353,41 @@ def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
     return found
 
 
-def _identities(dataset: TransformedDataset, ids: Int64Array) -> tuple[str, str]:
+def _identities(part: _Part) -> tuple[str, str]:
     """What tells a chain from others, and what tells these samples under it from others."""
-    all_of_it = dataset.recipe + dataset.transforms.encode()  # the recipe begins behind `cache`
+    dataset, ids = part.dataset, part.ids
+    version = _VERSION_WITH_FAILURES if part.goes_on else _VERSION
+    # the recipe begins behind `cache`
+    all_of_it = dataset.recipe + dataset.transforms.encode() + version.encode()
     chain = hashlib.blake2b(all_of_it, digest_size=8)
     samples = hashlib.blake2b(all_of_it, digest_size=16)
     for begin in range(0, len(ids), _AT_ONCE):
         extents = dataset.stored.index.locate(ids[begin : begin + _AT_ONCE])
         samples.update(extents.start.astype("<i8").tobytes())
         samples.update(extents.size.astype("<i8").tobytes())
-    return chain.hexdigest(), f"{_VERSION} {samples.hexdigest()}"
+    return chain.hexdigest(), f"{version} {samples.hexdigest()}"
 
 
-def _measured_index(dataset: TransformedDataset, lengths: Lengths) -> MeasuredIndex:
+def _with_measured(
+    dataset: TransformedDataset, config: DatasetConfig, found: Measured
+) -> TransformedDataset:
+    """A dataset with what was measured of it.
+
+    Raises:
+        CorruptSample: too many samples cannot be transformed.
+    """
+    if found.failures:
+        num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
+        check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
+        failed = np.array([each.sample_id for each in found.failures], np.int64)
+        # which samples are replaced is part of what is done to samples: the data are the same
+        digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
+        digest.update(failed.astype("<i8").tobytes())
+        corrupt = np.union1d(dataset.corrupt, failed)
+        dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
+    if not dataset.made_ragged:
+        return dataset
     passed = [spec for spec in dataset.fields if spec not in dataset.made]
     stored = stored_fields(dataset.source.fields)
-    return MeasuredIndex(dataset.source.index, stored, dataset.made, passed, lengths)
+    index = MeasuredIndex(dataset.source.index, stored, dataset.made, passed, found.lengths)
+    return replace(dataset, measured=index)

@@ -24,6 +24,7 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
+from gyre_daemon.transforms.dtypes import name_of
 from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import SampleFailed
@@ -92,6 +93,12 @@ class PortionPlan:
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def part(self, some: slice) -> "PortionPlan":
+        """Some of its samples."""
+        lengths = None if self.lengths is None else self.lengths[some]
+        ids, epochs, extents = self.sample_ids[some], self.epochs[some], self.extents.part(some)
+        return PortionPlan(ids, epochs, extents, self.urgency, lengths)
 
     @property
     def alone(self) -> GroupPlan:
@@ -234,7 +241,7 @@ class PortionReader:
             ends = np.concatenate(([0], np.cumsum(sizes)))
             elements = (ends // max(spec.element_bytes, 1)).astype("<i8").tobytes()
             told = elements if spec.ragged else b""
-            outputs.append(Output(spec.name, spec.dtype.str, spec.shape, end, told))
+            outputs.append(Output(spec.name, name_of(spec.dtype), spec.shape, end, told))
             made[number] = end + ends
             end = pages(end + int(ends[-1]))
         return outputs, made, end
@@ -253,7 +260,7 @@ class PortionReader:
                 sizes = np.full(len(plan), spec.element_bytes)
                 offsets = begins[spec.name] + np.arange(len(plan)) * spec.element_bytes
             columns = offsets.astype("<i8").tobytes(), sizes.astype("<i8").tobytes()
-            inputs.append(Input(spec.name, spec.dtype.str, spec.shape, spec.ragged, *columns))
+            inputs.append(Input(spec.name, name_of(spec.dtype), spec.shape, spec.ragged, *columns))
         ids, epochs = plan.sample_ids.tobytes(), plan.epochs.tobytes()
         return Portion(self._dataset.recipe, self._seed, ids, epochs, inputs, outputs)
 

@@ -191,7 +191,7 @@ class Prefetcher:
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """After how many samples from now each block is read again; see `Reads.next_use`."""
         planner, table = self._spec.planner, self._spec.dataset.index.blocks(block_bytes)
-        position = self._next_to_begin * self._spec.order.global_batch_size
+        position = self._spec.order.position_of(self._next_to_begin)
         uses = planner.next_use_of_blocks(table, blocks, position)
         return np.where(uses == NEVER, NEVER, uses - position)
 

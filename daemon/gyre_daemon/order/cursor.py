@@ -3,28 +3,30 @@
 It is tiny, versioned, equal on every rank and opaque to clients. One that does not fit is refused.
 
 Of a dataset that may grow, it also has the stages of the job and the shards that the last of them
-needs, and of a mixture the sources and the phases, in format versions of their own. All others are
-as they were before there were such datasets.
+needs, of a mixture the sources and the phases, and the steps that its job leaves out, in format
+versions of their own. All others are as they were before there was any of these.
 """
 
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
-from gyre_daemon.errors import CursorRejected
+from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.mixture_state import MixtureState, decoded
 from gyre_daemon.order.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.planner import MAX_START_POSITION, Order
+from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words
 from gyre_daemon.order.stages import Stage, is_growth
 
 _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
 NUM_BEFORE = _HEAD.size
-_FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION = 1, 2, 3
+_FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION, _SKIPPING_VERSION = 1, 2, 3, 4
 MAX_CURSOR_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
+_DIGITS_TO_COME = 100  # of positions and counts, which grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,25 @@ class Cursor:
         if self.stages:
             stages = [(stage.first_epoch, stage.num_samples) for stage in self.stages]
             values |= {"num_shards": self.num_shards, "stages": stages}
-        version = _GROWING_VERSION if self.stages else _FORMAT_VERSION
         if self.mixture:
-            values["mixture"], version = self.mixture.encoded(), _MIXED_VERSION
-        text = json.dumps([version, values], separators=(",", ":"), sort_keys=True)
-        before = text.removesuffix("}]").encode()
-        return CursorEncoder(before, zlib.crc32(before))
+            values["mixture"] = self.mixture.encoded()
+        text = json.dumps([self._version, values], separators=(",", ":"), sort_keys=True)
+        common = text.removesuffix("}]").encode()
+        return CursorEncoder(common, zlib.crc32(common))
+
+    @property
+    def _version(self) -> int:
+        """The lowest format version that has what it knows."""
+        if self.order.skipped:
+            return _SKIPPING_VERSION
+        if self.mixture:
+            return _MIXED_VERSION
+        return _GROWING_VERSION if self.stages else _FORMAT_VERSION
+
+    @property
+    def fits(self) -> bool:
+        """Whether clients keep it, at this position and all later ones."""
+        return len(self.encode()) <= MAX_CURSOR_BYTES - _DIGITS_TO_COME
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +132,22 @@ def decode_cursor(data: bytes) -> Cursor:
         version, values = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise _rejected("the cursor cannot be read") from error
-    if version not in (_FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION):
+    if version not in range(_FORMAT_VERSION, _SKIPPING_VERSION + 1):
         raise CursorRejected(
             f"the cursor has format version {version}, but this daemon reads versions "
-            f"{_FORMAT_VERSION} to {_MIXED_VERSION}; upgrade the daemon"
+            f"{_FORMAT_VERSION} to {_SKIPPING_VERSION}; upgrade the daemon"
         )
     try:
         stages = tuple(Stage(*each) for each in values.get("stages", ()))
-        mixture = decoded(values["mixture"]) if version == _MIXED_VERSION else None
-        own = {"order": Order(**values["order"]), "stages": stages, "mixture": mixture}
+        mixture = decoded(values["mixture"]) if values.get("mixture") else None
+        order = values["order"]
+        skipped = tuple((first, stop) for first, stop in order.get("skipped", ()))
+        order = Order(**{**order, "skipped": skipped})
+        own = {"order": order, "stages": stages, "mixture": mixture}
         cursor = Cursor(**{**values, **own})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise _rejected("the cursor lacks what its version promises") from error
-    if bool(stages) != (version == _GROWING_VERSION) or not _are_possible(cursor):
+    if cursor._version != version or not _are_possible(cursor):
         raise _rejected("the cursor lacks what its version promises")
     if not _is_possible(cursor):
         raise _rejected("the cursor's position is no beginning of a global batch")
@@ -190,6 +208,56 @@ def check_cursor(
             )
 
 
+def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
+    """A cursor whose job leaves steps out.
+
+    What the cursor's job leaves out stays so. More can be left out from the cursor on, because a
+    step before it was read.
+
+    Args:
+        cursor: where the job goes on.
+        wanted: all that is to be left out, for which `are_skipped` holds; None for what the cursor
+            says.
+
+    Raises:
+        CursorRejected: the cursor leaves out other steps than these, or has read some of them.
+        InvalidRequest: they end beyond any training, or a cursor has no room for them.
+    """
+    theirs, size = cursor.order.skipped, cursor.order.global_batch_size
+    if wanted is None or wanted == theirs:
+        return cursor
+    step = cursor.position // size
+    both = (
+        f"it leaves out the steps {in_words(theirs)}, and skip_steps says {in_words(wanted)}"
+        if theirs
+        else f"it leaves no step out, and skip_steps says {in_words(wanted)}"
+    )
+    if not contains(wanted, theirs):
+        raise CursorRejected(
+            f"the cursor does not fit: {both}; a state keeps what it leaves out, so name these "
+            "steps too, or leave skip_steps out",
+            {"differs": "the skipped steps"},
+        )
+    if before(wanted, step) != before(theirs, step):
+        raise CursorRejected(
+            f"the cursor does not fit: {both}, but it stands at step {step} and has read those "
+            "before it; resume from an earlier state, or leave out steps from there on",
+            {"differs": "the skipped steps"},
+        )
+    if wanted[-1][1] * size > MAX_START_POSITION:
+        raise InvalidRequest(
+            f"skip_steps is {in_words(wanted)}, which lies beyond any training; positions end at "
+            "2**62"
+        )
+    more = replace(cursor, order=replace(cursor.order, skipped=wanted))
+    if not more.fits:
+        raise InvalidRequest(
+            f"a state has no room for {len(wanted)} ranges of skipped steps; leave out fewer, "
+            "longer ones"
+        )
+    return more
+
+
 def check_transforms(cursor: Cursor, transforms: str) -> None:
     """Check that samples are transformed as they were; the order is the same either way.
 
@@ -238,7 +306,9 @@ def _is_possible(cursor: Cursor) -> bool:
         type(number) is int for number in (cursor.algorithm, position, num_substitutes, *of_order)
     ):
         return False
-    if not 0 <= start <= MAX_START_POSITION:
+    if not 0 <= start <= MAX_START_POSITION or not are_skipped(order.skipped):
+        return False
+    if order.skipped and order.skipped[-1][1] * size > MAX_START_POSITION:
         return False
     return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0
 
@@ -246,8 +316,8 @@ def _is_possible(cursor: Cursor) -> bool:
 def _are_possible(cursor: Cursor) -> bool:
     """Whether a job can have these stages."""
     stages, num_shards = cursor.stages, cursor.num_shards
-    if not stages:
-        return num_shards == 0
+    if not stages or cursor.mixture:
+        return num_shards == 0 and not stages
     numbers = [number for each in stages for number in (each.first_epoch, each.num_samples)]
     if not all(type(number) is int for number in (num_shards, *numbers)):
         return False

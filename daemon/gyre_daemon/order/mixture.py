@@ -166,4 +166,4 @@ def source_order(order: Order, name: str) -> Order:
     text = struct.pack("<Q", order.seed) + name.encode()
     digest = hashlib.blake2b(text, digest_size=8, person=b"gyre.source").digest()
     seed = int.from_bytes(digest, "little")
-    return replace(order, tail="wrap", seed=seed, global_batch_size=1)
+    return replace(order, tail="wrap", seed=seed, global_batch_size=1, skipped=())

@@ -29,6 +29,7 @@ from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.next_uses import NextUses
 from gyre_daemon.order.permutation import Int64Array, Permutation, epoch_key
 from gyre_daemon.order.quotas import Phase
+from gyre_daemon.order.skipping import SkippedSteps, batch_of, step_of, steps_of
 from gyre_daemon.order.stages import Stage, Stages, epoch_length
 from gyre_daemon.order.steps import BatchPlan, GroupPlan, Placed
 from gyre_daemon.order.substitutes import NO_SAMPLES, Substitutes
@@ -57,6 +58,7 @@ class Order:
         window_blocks: how many blocks are mixed with each other; 0 except in `block`.
         start_position: where this job begins, as a position of a running job of the same order that
             began at 0; 0 for a job that joins none.
+        skipped: steps that the job leaves out; see [Note: Steps and batches] in `skipping`.
     """
 
     mode: OrderMode
@@ -66,10 +68,30 @@ class Order:
     io_block_bytes: int = 0
     window_blocks: int = 0
     start_position: int = 0
+    skipped: SkippedSteps = ()
+
+    def step_of(self, batch: int) -> int:
+        """The step that a job's batch with this number is."""
+        return step_of(self.skipped, batch)
+
+    def batch_of(self, step: int) -> int:
+        """How many batches a job reads before a step."""
+        return batch_of(self.skipped, step)
+
+    def position_of(self, batch: int) -> int:
+        """Where a job's batch with this number begins."""
+        return self.step_of(batch) * self.global_batch_size
+
+    def position_behind(self, batch: int) -> int:
+        """Where a job's batch with this number ends."""
+        return (self.step_of(batch) + 1) * self.global_batch_size
 
 
 class BatchPlanner:
     """Plans the batches of one order over one dataset.
+
+    Its steps are counted without those that the order leaves out: see [Note: Steps and batches] in
+    `skipping`. Positions are the order's.
 
     Attributes:
         order: how the job goes through the dataset.
@@ -137,7 +159,7 @@ class BatchPlanner:
             first_step,
             found.sample_ids.reshape(shape),
             None if found.mask is None else found.mask.reshape(shape),
-            self.stages.epochs(first_step * self.order.global_batch_size, shaped[:, 0]),
+            self.stages.epochs(self.order.position_of(first_step), shaped[:, 0]),
             None if replaced is None else replaced.reshape(shape),
         )
 
@@ -160,11 +182,15 @@ class BatchPlanner:
         self, first_step: int, num_steps: int, rank: int, world_size: int
     ) -> tuple[int, Int64Array]:
         """The first position of a rank's parts of steps, and int64 [num_steps, B] all behind it."""
-        global_size = self.order.global_batch_size
-        size = global_size // world_size
+        order = self.order
+        size = order.global_batch_size // world_size
         # relative to the first position, so that no product overflows
-        ahead = np.arange(num_steps)[:, None] * global_size + np.arange(size)
-        return first_step * global_size + rank * size, ahead
+        steps = np.arange(num_steps)
+        if order.skipped and num_steps:
+            steps = steps_of(order.skipped, first_step, num_steps)
+            steps -= steps[0]
+        ahead = steps[:, None] * order.global_batch_size + np.arange(size)
+        return order.position_of(first_step) + rank * size, ahead
 
     def _by_epoch(
         self, position: int, ahead: Int64Array
@@ -174,17 +200,17 @@ class BatchPlanner:
         Yields:
             An epoch, which of the positions lie there, and their places in the running job's epoch.
         """
-        epoch, place = self.stages.at(position)
         begin = 0
         while begin < len(ahead):
+            first = int(ahead[begin])
+            epoch, place = self.stages.at(position + first)
             length = self.stages.length(epoch)
-            end = int(np.searchsorted(ahead, length - place))
-            if begin < end:
-                places = ahead[begin:end] + place
-                if self._start_place:
-                    places = (places + self._start_place) % length
-                yield epoch, slice(begin, end), places
-            begin, place, epoch = end, place - length, epoch + 1
+            end = int(np.searchsorted(ahead, first + length - place))
+            places = ahead[begin:end] + (place - first)
+            if self._start_place:
+                places = (places + self._start_place) % length
+            yield epoch, slice(begin, end), places
+            begin = end
 
     def _substitutes_of(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
         """The substitutes of a stage with so many samples; None if it needs none."""
@@ -223,7 +249,7 @@ class BatchPlanner:
         """How many corrupt samples the job replaced at positions before this one.
 
         It follows from the position alone, so that all ranks say the same: see
-        `Substitutes.num_before`. Padding does not count.
+        `Substitutes.num_before`. Padding does not count; steps that are left out do.
         """
         if not any(self._substitutes):
             return 0
@@ -250,7 +276,9 @@ class BatchPlanner:
 
     def num_steps(self, num_epochs: int) -> int:
         """How many steps begin in `num_epochs`; with `wrap` the last may end in the next epoch."""
-        return -(-self.stages.begin(num_epochs) // self.order.global_batch_size)
+        return self.order.batch_of(
+            -(-self.stages.begin(num_epochs) // self.order.global_batch_size)
+        )
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places `[0, N)` of the first epoch, regardless of tail and start."""
@@ -270,13 +298,13 @@ class BatchPlanner:
         With it comes N of that epoch.
         """
         part = rank * (self.order.global_batch_size // world_size)
-        epoch = self.stages.at(step * self.order.global_batch_size)[0]
+        epoch = self.stages.at(self.order.position_of(step))[0]
         place = self._running_place(step)[1] + part
         return place % self.stages.length(epoch), self.stages.num_samples(epoch)
 
     def _running_place(self, step: int) -> tuple[int, int]:
         """The running job's epoch in which a step begins, and its place there."""
-        epoch, place = self.stages.at(step * self.order.global_batch_size)
+        epoch, place = self.stages.at(self.order.position_of(step))
         return self._start_epoch + epoch, (place + self._start_place) % self.stages.length(epoch)
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
@@ -309,9 +337,10 @@ class BatchPlanner:
         """The next use of blocks in the window: a run has one sample of each; look at two runs."""
         size = self.order.global_batch_size
         num_ahead = min(2 * self.order.window_blocks, self.num_samples)
-        first_step, skipped = divmod(position, size)
-        batches = self.batches(first_step, -(-(skipped + num_ahead) // size), 0, 1)
-        upcoming = table.block_of(batches.sample_ids.reshape(-1)[skipped:])
+        first_step, passed = divmod(position, size)
+        first = self.order.batch_of(first_step)
+        batches = self.batches(first, -(-(passed + num_ahead) // size), 0, 1)
+        upcoming = table.block_of(batches.sample_ids.reshape(-1)[passed:])
         found, ahead = np.unique(upcoming, return_index=True)
         at = np.minimum(np.searchsorted(found, blocks), len(found) - 1)
         return position + np.where(found[at] == blocks, ahead[at], len(upcoming))

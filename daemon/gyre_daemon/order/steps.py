@@ -15,7 +15,7 @@ class BatchPlan:
     """The samples of one rank's part of one step.
 
     Attributes:
-        step: the global step.
+        step: the global step, counted as the planner counts.
         epoch: of the global batch's first position.
         sample_ids: int64 [B], in the order of positions.
         mask: bool [B], false at padding; None if the tail never pads.

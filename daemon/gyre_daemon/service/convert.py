@@ -23,6 +23,8 @@ from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
+from gyre_daemon.order.planner import Order
+from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
 
@@ -217,9 +219,8 @@ def _message(group: BatchGroup, session: Session) -> pb.BatchGroup:
 
 def _from_cursors(session: Session, steps: range) -> pb.Cursors:
     """The cursor after each of these steps."""
-    size, encoder = session.request.order.global_batch_size, session.cursors
-    count = session.planner.num_substitutes
-    positions = range((steps.start + 1) * size, (steps.stop + 1) * size, size)
+    encoder, count = session.cursors, session.planner.num_substitutes
+    positions = map(session.request.order.position_behind, steps)
     own = encoder.own((position, count(position)) for position in positions)
     return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=own)
 
@@ -256,7 +257,7 @@ def from_session(session: Session) -> pb.SessionState:
         dataset=session.request.dataset.name,
         transforms=session.request.dataset.transform_names,
         reader=pb.Reader(**asdict(reader)),
-        next_step=consumer.next_step,
+        next_step=session.request.order.step_of(consumer.next_step),
         num_batches_sent=totals.num_batches,
         num_bytes_sent=totals.num_bytes,
         num_ready=gauges.num_ready,
@@ -275,6 +276,24 @@ def from_session(session: Session) -> pb.SessionState:
         stages=from_stages(session),
         lately=_from_lately(session.lately),
     )
+
+
+def from_order(order: Order) -> pb.OrderSpec:
+    """The order of a job, as its client asked for it."""
+    return pb.OrderSpec(
+        mode=pb.OrderMode.Value(f"ORDER_MODE_{order.mode.upper()}"),
+        tail=pb.Tail.Value(f"TAIL_{order.tail.upper()}"),
+        seed=order.seed,
+        global_batch_size=order.global_batch_size,
+        io_block_bytes=order.io_block_bytes,
+        window_blocks=order.window_blocks,
+    )
+
+
+def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
+    """The steps that a job leaves out; None if there is none."""
+    ranges = [pb.StepRange(first=first, stop=stop) for first, stop in skipped]
+    return pb.SkippedSteps(ranges=ranges) if ranges else None
 
 
 def _from_lately(lately: Lately) -> pb.Lately:

@@ -26,6 +26,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.status import Context, answers_errors
@@ -83,6 +84,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
+        self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -157,7 +159,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         check_ranks(order, request.rank, world_size)
         name, config = self._opener.resolve(request.dataset, caller)
         rule = requests.to_balance(request.order)
-        if config.pack or rule:  # what transforms make may decide the order
+        # what transforms make may decide the order, and what they refuse is replaced
+        if config.pack or rule or config.on_corrupt == "replace":
             dataset = await self._opener.open_dataset(name, config, None)
         else:
             dataset = await self._catalog.open(name, config)
@@ -189,6 +192,13 @@ class LoaderService(pb_grpc.LoaderServicer):
             epoch=batch.epoch,
             spread=spread,
         )
+
+    @answers_errors
+    async def LocateStep(
+        self, request: pb.LocateStepRequest, context: Context
+    ) -> pb.LocateStepResponse:
+        """Find where the samples of one step of a job are stored."""
+        return await self._locator.locate(self._callers.identify(context), request)
 
     @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
@@ -248,6 +258,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             fields=convert.from_fields(wanted.dataset.fields),
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
+            skip_steps=convert.from_skipped(wanted.order.skipped),
         )
 
     @answers_errors

@@ -88,7 +88,8 @@ class MixtureService:
         mixture = _mixture_of(dataset)
         sessions = self._of_job(caller, dataset, request.job)
         weights = _weights(mixture, dict(request.weights))
-        earliest = max(1, *(each.consumer.next_step for each in sessions))
+        next_steps = (each.request.order.step_of(each.consumer.next_step) for each in sessions)
+        earliest = max(1, *next_steps)
         if not earliest <= request.from_step <= _MAX_STEP:
             raise InvalidRequest(
                 f"step {request.from_step} is too early: a rank of the job has the batches of all "

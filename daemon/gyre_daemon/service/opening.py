@@ -13,9 +13,9 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.fetching.measuring import Measurer, Measuring
+from gyre_daemon.fetching.measuring import Measurer, Measuring, is_measured
 from gyre_daemon.fetching.verifying import EngineVerifier
-from gyre_daemon.order.cursor import joined_at
+from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
 from gyre_daemon.service.audit import audit_hidden
@@ -90,6 +90,8 @@ class SessionOpener:
             grow=request.grow,
             changed_transforms=request.changed_transforms,
         )
+        cursor = skipping(cursor, requests.to_skipped(request))
+        order = cursor.order
         if dataset.mixture:
             key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
             if not request.cursor and not any(job_on(each) == key for each in self._sessions):
@@ -141,8 +143,7 @@ class SessionOpener:
                 f"those whose samples differ in length they make {there}; name one of these, or "
                 "leave the transforms out"
             )
-        if dataset.made_ragged:
-            dataset = await self._measurer.measured(dataset)
+        dataset = await self._measurer.measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
@@ -155,8 +156,8 @@ class SessionOpener:
         """
         if config.transforms:
             dataset = await self._transformed(name, config, config.transforms, by_client=False)
-            if dataset.made_ragged:
-                async for measuring in self._measurer.progress(dataset):
+            if is_measured(dataset, config):
+                async for measuring in self._measurer.progress(dataset, config):
                     yield measuring
 
     async def _transformed(

@@ -19,6 +19,7 @@ from gyre_daemon.order.block_order import (
 )
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
+from gyre_daemon.order.skipping import MAX_SKIPPED, SkippedSteps, are_skipped
 from gyre_daemon.order.stages import Stage, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
@@ -193,6 +194,22 @@ def to_transforms(message: pb.TransformList) -> list[dict[str, Any]]:
     """
     reader = _OptionReader()
     return [reader.table(table.values, depth=1) for table in message.transforms]
+
+
+def to_skipped(request: pb.OpenSessionRequest) -> SkippedSteps | None:
+    """The steps that a job is to leave out; None for those of its cursor.
+
+    Raises:
+        InvalidRequest: they are no rising ranges, or too many.
+    """
+    if not request.HasField("skip_steps"):
+        return None
+    skipped = tuple((each.first, each.stop) for each in request.skip_steps.ranges)
+    if not are_skipped(skipped):
+        raise InvalidRequest(
+            f"skip_steps must be at most {MAX_SKIPPED} ranges of steps that rise and do not touch"
+        )
+    return skipped
 
 
 def to_stages(messages: Sequence[pb.Stage]) -> tuple[Stage, ...]:

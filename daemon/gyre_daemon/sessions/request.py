@@ -95,7 +95,7 @@ class SessionRequest:
                 f"prefetch_batches is {self.prefetch_batches}; at most {MAX_PREFETCH_BATCHES} "
                 "batches are prefetched"
             )
-        if self.step is not None and self.step * self.order.global_batch_size > MAX_POSITION:
+        if self.step is not None and self.order.position_of(self.step) > MAX_POSITION:
             raise InvalidRequest(
                 f"step {self.step} lies beyond any training; positions end at 2**62"
             )
@@ -104,7 +104,7 @@ class SessionRequest:
         """Where it begins: at its step, or else at its cursor."""
         if self.step is None:
             return self.cursor
-        position = self.step * self.order.global_batch_size
+        position = self.order.position_of(self.step)
         return replace(self.cursor, position=position, num_substitutes=0)
 
     @property

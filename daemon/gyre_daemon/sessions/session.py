@@ -98,7 +98,7 @@ class Session:
         self._resources = resources
         cursor = request.start_cursor()
         self.cursors = cursor.encoder()
-        self.first_step = cursor.position // order.global_batch_size
+        self.first_step = order.batch_of(cursor.position // order.global_batch_size)
         self.num_steps = planner.num_steps(request.num_epochs) if request.num_epochs else None
         if self.num_steps is not None and self.first_step > self.num_steps:
             raise InvalidRequest(
@@ -189,7 +189,7 @@ class Session:
 
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
-        position = step * self.request.order.global_batch_size
+        position = self.request.order.position_of(step)
         return self.cursors.encode(position, self.planner.num_substitutes(position))
 
     def attach(self) -> None:

@@ -14,6 +14,7 @@ from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, Leas
 from gyre_daemon.monitoring.jobs import JobKey
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.skipping import in_words
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
@@ -129,7 +130,7 @@ class SessionTable:
                 if streams.spec.dataset.fingerprint == dataset.fingerprint
                 and streams.spec.planner.stages.all == (Stage(0, dataset.num_samples),)
                 and may_read(streams.spec.dataset.name)
-                and replace(streams.spec.order, start_position=0) == order
+                and replace(streams.spec.order, start_position=0, skipped=()) == order
                 for stream in streams.state.streams
             ),
             default=0,
@@ -211,8 +212,18 @@ class SessionTable:
             theirs = other.request
             if (theirs.owner.name, theirs.reader.job) != (request.owner.name, reader.job):
                 continue
-            if (theirs.dataset.name, theirs.order) != (its.name, request.order):
+            if (theirs.dataset.name, replace(theirs.order, skipped=())) != (
+                its.name,
+                replace(request.order, skipped=()),
+            ):
                 continue
+            if theirs.order.skipped != request.order.skipped:
+                raise InvalidRequest(
+                    f"{_who(theirs.reader)} leaves out the steps {in_words(theirs.order.skipped)} "
+                    f"of `{its.name}`, and rank {reader.rank} would leave out "
+                    f"{in_words(request.order.skipped)}; end all ranks, and give all of them one "
+                    "state and the same skip_steps"
+                )
             if other.planner.phases != planner.phases:
                 raise InvalidRequest(
                     f"{_who(theirs.reader)} reads `{its.name}` with other weights than rank "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gyre_daemon.errors import ConfigError, CursorRejected, InvalidRequest, Overloaded
-from gyre_daemon.order.cursor import MAX_CURSOR_BYTES, Cursor
+from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.quotas import Phase, are_phases
 from gyre_daemon.runtime.ownership import make_folder, open_ours
 
@@ -143,8 +143,7 @@ def changed(cursor: Cursor, phase: Phase) -> Cursor:
     phases = tuple(sorted((*mixture.phases, phase), key=_first_step))
     given = tuple(sorted((*mixture.given, phase.first_step)))
     more = replace(cursor, mixture=replace(mixture, phases=phases, given=given))
-    # a position grows to twenty digits
-    if not are_phases(phases, len(mixture.sources)) or len(more.encode()) > MAX_CURSOR_BYTES - 100:
+    if not are_phases(phases, len(mixture.sources)) or not more.fits:
         raise InvalidRequest(
             f"the job has {len(mixture.phases)} changes of weights, and a state holds no more"
         )

@@ -17,6 +17,7 @@ from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.fair import NO_JOB
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.transforms.dtypes import BFLOAT16, dtype_of, name_of
 from gyre_daemon.transforms.kept import Keep, KeptDataset, cut, kept, record_fields
 from gyre_daemon.transforms.measured import MeasuredIndex
 from gyre_daemon.transforms.messages import (
@@ -243,7 +244,7 @@ def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) ->
 
 
 def _source(dataset: Dataset) -> list[SourceField]:
-    return [SourceField(each.name, each.dtype.str, _shape(each)) for each in dataset.fields]
+    return [SourceField(each.name, name_of(each.dtype), _shape(each)) for each in dataset.fields]
 
 
 def _shape(spec: FieldSpec) -> tuple[int | None, ...]:
@@ -252,12 +253,12 @@ def _shape(spec: FieldSpec) -> tuple[int | None, ...]:
 
 def _checked(made: MadeField) -> FieldSpec:
     """The field that a process says it makes, which foreign code may have written."""
-    if made.dtype not in _DTYPES:
+    if made.dtype not in _DTYPES and made.dtype != BFLOAT16:
         raise ConfigError(
             f"the transforms make {made.name!r} with the dtype {made.dtype!r}; it must be one of "
-            f"{', '.join(sorted(np.dtype(each).name for each in _DTYPES))}"
+            f"{', '.join(sorted(np.dtype(each).name for each in _DTYPES))}, {BFLOAT16}"
         )
-    dtype, shape = np.dtype(made.dtype), made.shape
+    dtype, shape = dtype_of(made.dtype), made.shape
     is_ragged = bool(shape) and shape[0] is None
     fixed = tuple(length for length in shape[is_ragged:] if length)
     if len(fixed) != len(shape) - is_ragged:

@@ -12,6 +12,7 @@ GROUP = "gyre.transforms"
 _HERE = "gyre_daemon.transforms"
 BUILT_IN: Mapping[str, str] = {
     "cache": f"{_HERE}.cache:Cache",
+    "cast": f"{_HERE}.cast:Cast",
     "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
     "decode_image": f"{_HERE}.images.decode:DecodeImage",
     "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",

@@ -25,6 +25,7 @@ from gyre_daemon.config.tables import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.forked import serve
 from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.dtypes import dtype_of, name_of
 from gyre_daemon.transforms.messages import (
     ENCODER,
     HEAD,
@@ -90,7 +91,8 @@ class _Worker:
             steps, source = _made(RECIPE_DECODER.decode(recipe))
             chain = Chain(steps, source)
             made = [
-                MadeField(name, field.dtype.str, field.shape) for name, field in chain.made.items()
+                MadeField(name, name_of(field.dtype), field.shape)
+                for name, field in chain.made.items()
             ]
         except (ConfigError, ValueError) as error:
             return Described(str(error)[:_MAX_REASON_CHARS])
@@ -201,7 +203,7 @@ class _InputColumn:
 
     def __init__(self, field: Input, memory: mmap.mmap) -> None:
         self.name = field.name
-        self._dtype, self._shape = np.dtype(field.dtype), field.shape
+        self._dtype, self._shape = dtype_of(field.dtype), field.shape
         self._is_ragged, self._memory = field.is_ragged, memory
         self._offsets = np.frombuffer(field.offsets, np.int64).tolist()
         self._sizes = np.frombuffer(field.sizes, np.int64).tolist()
@@ -222,7 +224,7 @@ class _RaggedColumn:
         self._name = field.name
         self._ends = np.frombuffer(field.ends, np.int64).tolist()
         shape = (self._ends[-1], *field.shape)
-        self._elements = np.ndarray(shape, np.dtype(field.dtype), memory, field.offset)
+        self._elements = np.ndarray(shape, dtype_of(field.dtype), memory, field.offset)
 
     def put(self, number: int, value: np.ndarray[Any, Any]) -> None:
         begin, end = self._ends[number], self._ends[number + 1]
@@ -257,7 +259,7 @@ def _are_equal(
 
 
 def _rows(field: Output, num: int, memory: mmap.mmap) -> np.ndarray[Any, Any]:
-    return np.ndarray((num, *field.shape), np.dtype(field.dtype), memory, field.offset)
+    return np.ndarray((num, *field.shape), dtype_of(field.dtype), memory, field.offset)
 
 
 def _chain(recipe: bytes) -> Chain:
@@ -277,7 +279,7 @@ def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Fie
     steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
     if recipe.engine:
         steps = [(name, transform.with_engine(recipe.engine)) for name, transform in steps]
-    source = {each.name: Field(np.dtype(each.dtype), each.shape) for each in recipe.source}
+    source = {each.name: Field(dtype_of(each.dtype), each.shape) for each in recipe.source}
     return steps, source
 
 

@@ -658,7 +658,7 @@ class Field(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """numpy's name: "uint16", "int64", ..."""
+    """numpy's name: "uint16", "int64", ...; or "bfloat16" """
     ragged: _builtins.bool
     """samples differ in length: `shape` is one element's, and the tensor NAME.offsets has the lengths"""
     token_ids: _builtins.bool
@@ -1477,6 +1477,179 @@ class PlanStepResponse(_message.Message):
 Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
 
 @_typing.final
+class LocateStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.bytes
+    """any one of the job"""
+    step: _builtins.int
+    """of the order"""
+    batch: _builtins.int
+    """of the job, counted without the steps that it leaves out"""
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        cursor: _builtins.bytes = ...,
+        step: _builtins.int = ...,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "cursor", b"cursor", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_at: _TypeAlias = _typing.Literal["step", "batch"]  # noqa: Y015
+    _WhichOneofArgType_at: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_at) -> _WhichOneofReturnType_at | None: ...
+
+Global___LocateStepRequest: _TypeAlias = LocateStepRequest  # noqa: Y015
+
+@_typing.final
+class LocateStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    batch: _builtins.int
+    skipped: _builtins.bool
+    """the job leaves this step out; `batch` is then the next one"""
+    epoch: _builtins.int
+    """of its first position"""
+    join: Global___Join.ValueType
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocatedRow]:
+        """of the global batch, in the order of positions"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of a mixture"""
+
+    @_builtins.property
+    def order(self) -> Global___OrderSpec:
+        """of the job, to open a session with the cursor"""
+
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """of the job"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        skipped: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
+        rows: _abc.Iterable[Global___LocatedRow] | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        order: Global___OrderSpec | None = ...,
+        join: Global___Join.ValueType = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "skip_steps", b"skip_steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "join", b"join", "order", b"order", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateStepResponse: _TypeAlias = LocateStepResponse  # noqa: Y015
+
+@_typing.final
+class LocatedRow(_message.Message):
+    """One row of a global batch: a sample, or a packed sequence of several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.int
+    """as in the batch"""
+    padding: _builtins.bool
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocatedSample]: ...
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.int = ...,
+        padding: _builtins.bool = ...,
+        samples: _abc.Iterable[Global___LocatedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding", "sample_id", b"sample_id", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocatedRow: _TypeAlias = LocatedRow  # noqa: Y015
+
+@_typing.final
+class LocatedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.int
+    """in its source, or in the dataset that is no mixture"""
+    shard: _builtins.int
+    """number in `shards`"""
+    row: _builtins.int
+    """in the shard, counted from 0"""
+    offset: _builtins.int
+    """of its first byte in the shard; absent where chunks of it are decoded"""
+    num_bytes: _builtins.int
+    """of its stored fields"""
+    source: _builtins.int
+    """number in `sources`"""
+    first_token: _builtins.int
+    """where documents are packed: the part of it that the sequence has"""
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.int = ...,
+        shard: _builtins.int = ...,
+        row: _builtins.int = ...,
+        offset: _builtins.int | None = ...,
+        num_bytes: _builtins.int = ...,
+        source: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "offset", b"offset", "row", b"row", "sample_id", b"sample_id", "shard", b"shard", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___LocatedSample: _TypeAlias = LocatedSample  # noqa: Y015
+
+@_typing.final
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 
@@ -1527,6 +1700,7 @@ class OpenSessionRequest(_message.Message):
     CHANGED_TRANSFORMS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     GROW_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
@@ -1550,6 +1724,10 @@ class OpenSessionRequest(_message.Message):
     def reader(self) -> Global___Reader: ...
     @_builtins.property
     def transforms(self) -> Global___TransformList: ...
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """absent: those of the cursor"""
+
     def __init__(
         self,
         *,
@@ -1565,16 +1743,63 @@ class OpenSessionRequest(_message.Message):
         changed_transforms: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
         grow: _builtins.bool = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class SkippedSteps(_message.Message):
+    """Steps of the order that a job leaves out, at most 100 ranges that rise and do not touch. A session's batches are counted without
+    them: `step` counts batches in every message about a session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRange]: ...
+    def __init__(
+        self,
+        *,
+        ranges: _abc.Iterable[Global___StepRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SkippedSteps: _TypeAlias = SkippedSteps  # noqa: Y015
+
+@_typing.final
+class StepRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRange: _TypeAlias = StepRange  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
@@ -1616,6 +1841,7 @@ class SessionOpened(_message.Message):
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
+    SKIP_STEPS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
@@ -1643,6 +1869,10 @@ class SessionOpened(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
         """of the job, if its dataset grows; the first begins with epoch 0, and epochs and samples rise"""
 
+    @_builtins.property
+    def skip_steps(self) -> Global___SkippedSteps:
+        """that the job leaves out; absent if there is none"""
+
     def __init__(
         self,
         *,
@@ -1658,10 +1888,11 @@ class SessionOpened(_message.Message):
         max_kept_batches: _builtins.int = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
         transforms: _builtins.str = ...,
+        skip_steps: Global___SkippedSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,6 +64,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.FromString,
                 _registered_method=True)
+        self.LocateStep = channel.unary_unary(
+                '/gyre_protos.v1.Loader/LocateStep',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.LocateStepRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LocateStepResponse.FromString,
+                _registered_method=True)
         self.PlanMixture = channel.unary_unary(
                 '/gyre_protos.v1.Loader/PlanMixture',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureRequest.SerializeToString,
@@ -150,6 +155,13 @@ class LoaderServicer:
 
     def PlanCost(self, request, context):
         """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LocateStep(self, request, context):
+        """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,6 +261,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.PlanCost,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.SerializeToString,
+            ),
+            'LocateStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateStep,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LocateStepRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.LocateStepResponse.SerializeToString,
             ),
             'PlanMixture': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanMixture,
@@ -458,6 +475,33 @@ class Loader:
             '/gyre_protos.v1.Loader/PlanCost',
             gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/LocateStep',
+            gyre__protos_dot_v1_dot_loader__pb2.LocateStepRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.LocateStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

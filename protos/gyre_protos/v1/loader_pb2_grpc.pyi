@@ -59,6 +59,8 @@ class LoaderStub:
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
     """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+    LocateStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.LocateStepRequest, _loader_pb2.LocateStepResponse]
+    """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]
     """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
     ChangeWeights: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]
@@ -94,6 +96,8 @@ class LoaderAsyncStub(LoaderStub):
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]  # type: ignore[assignment]
     """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+    LocateStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.LocateStepRequest, _loader_pb2.LocateStepResponse]  # type: ignore[assignment]
+    """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]  # type: ignore[assignment]
     """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
     ChangeWeights: _aio.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]  # type: ignore[assignment]
@@ -162,6 +166,14 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanCostResponse, _abc.Awaitable[_loader_pb2.PlanCostResponse]]:
         """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
+
+    @_abc_1.abstractmethod
+    def LocateStep(
+        self,
+        request: _loader_pb2.LocateStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.LocateStepResponse, _abc.Awaitable[_loader_pb2.LocateStepResponse]]:
+        """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
 
     @_abc_1.abstractmethod
     def PlanMixture(

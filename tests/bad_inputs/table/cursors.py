@@ -91,7 +91,7 @@ BY_HAND: list[tuple[str, Make, str]] = [
     ("JSON null", lambda good: sealed(b"null"), DAMAGED),
     ("no UTF-8", lambda good: sealed(b"\xff\xfe" * 20), DAMAGED),
     ("4000 digits", lambda good: sealed(b"[1," + b"9" * 4000 + b"]"), DAMAGED),
-    ("future version", rewritten(lambda parts: [4, parts[1]]), "version 4, but this daemon reads"),
+    ("future version", rewritten(lambda parts: [5, parts[1]]), "version 5, but this daemon reads"),
     ("version as text", rewritten(lambda parts: ["1", parts[1]]), "version"),
     ("no fields", rewritten(lambda parts: [1, {}]), DAMAGED),
     ("fields as a list", rewritten(lambda parts: [1, []]), DAMAGED),

@@ -2,17 +2,26 @@
 
 import json
 import os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import rotate_all
+from gyre_trainer.training.build import build_model
+from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
+from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.sampling import SampleConfig, Sampler
+from gyre_trainer.training.rank_context import RankContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +30,7 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole_parameters
 
 MAX_FILE_BYTES = 9000
+CPU = torch.device("cpu")
 
 
 def made() -> Any:
@@ -125,6 +135,41 @@ def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, sa
 
     expected = texts(AutoModelForCausalLM.from_pretrained(saved))
     assert ranks(2).run(generated, saved) == [expected, expected]
+
+
+SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
+GPT = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
+
+
+def continued(source: Path) -> list[list[str]]:
+    """What a rank samples of a Llama whose attention rotates as a whole, and of a GPT."""
+    told = []
+    context = RankContext(dist.get_rank(), dist.get_world_size(), CPU, make_mesh("cpu"))
+    for model in (LibraryConfig(pretrained=str(source)), GPT):
+        config = TrainConfig(RunConfig("nowhere", 1), DataConfig("none", 6, 5), model)
+        trained = build_model(config, context).eval()
+        for temperature in (0.0, 2.0):
+            before = torch.get_rng_state()
+            sampler = Sampler(replace(SAMPLES, temperature=temperature), model)
+            told.append(sampler.texts(trained))
+            assert torch.equal(torch.get_rng_state(), before), "training goes on with its own"
+    return told
+
+
+def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
+    ranks: StartRanks, saved: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(saved)
+    expected = [
+        Sampler(replace(SAMPLES, temperature=temperature), LibraryConfig(str(saved))).texts(plain)
+        for temperature in (0.0, 2.0)
+    ]
+    by_two, again = ranks(2).run(continued, saved)
+    assert by_two[:2] == expected
+    assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
+    assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
 
 
 def refused(source: Path) -> tuple[str, str]:

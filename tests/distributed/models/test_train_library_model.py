@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.pretrained import save_pretrained
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
+from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.rank_context import RankContext
 from gyre_trainer.training.step import Stepper, build_optimizer
 from torch import Tensor
@@ -53,6 +55,24 @@ def train(folder: Path, out: Path) -> list[float]:
         sums.append(float(stepper.take(Examples(here[:, :-1], here[:, 1:], None), step)))
     save_pretrained(stepper.model, out)
     return sums
+
+
+def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    model = library.from_config(AutoConfig.for_model("llama", **SHAPE))
+    masks = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    tokens = rows(0)[:, :-1]
+    loss = loss_of(model)(tokens, tokens)
+    assert masks == [None]
+    logits = model(input_ids=tokens).logits
+    assert float(loss.detach()) == pytest.approx(
+        float(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).detach())
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "granite"])  # granite scales its logits

@@ -156,6 +156,7 @@ def test_one_sees_what_one_may_read(node: Node, alice: User, bob: User) -> None:
         ("PlanStep", lambda name: pb.PlanStepRequest(dataset=ref(name), order=ORDER)),
         ("PlanCost", lambda name: pb.PlanCostRequest(dataset=ref(name), order=ORDER)),
         ("PlanMixture", lambda name: pb.PlanMixtureRequest(dataset=ref(name), order=ORDER)),
+        ("LocateStep", lambda name: pb.LocateStepRequest(dataset=ref(name))),
         ("ChangeWeights", lambda name: pb.ChangeWeightsRequest(dataset=ref(name), from_step=9)),
         ("ExplainStep", lambda name: pb.ExplainStepRequest(dataset=ref(name))),
         ("OpenSession", open_request),

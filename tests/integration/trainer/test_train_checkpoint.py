@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path, keep=2, model_config=CONFIG)
+    return Checkpoints(tmp_path, keep=2, model_config=CONFIG, data={})
 
 
 def trained(seed: int, cursor: bytes = b"\x00\xff") -> TrainState:

@@ -206,7 +206,7 @@ def test_what_is_no_file_among_the_records_is_refused_at_once(
     (config_path.parent / "run").mkdir()
     make(config_path.parent / "run" / name)
     with pytest.raises(ConfigError, match=f"run/{name} is no regular file but a folder, a pipe"):
-        RunRecorder(load(config_path), RunFacts(1, 1, 1, 1), 0)
+        RunRecorder(load(config_path), RunFacts(1, 1, 1, 1, abs), 0)
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)

@@ -367,6 +367,31 @@ def test_damaged_runs_are_refused_with_one_sentence(tmp_path: Path, trainer: Tra
     assert "history.jsonl is damaged: line 1 is no record of a step" in refused()
 
 
+def test_a_resumed_run_leaves_steps_of_its_data_out(tmp_path: Path, trainer: Trainer) -> None:
+    """At a private daemon, whose data is that of the other one."""
+    out, folder = tmp_path / "run", Path(trainer.address.removeprefix("unix:")).parents[1]
+    private = [
+        f"--set=data.dataset={folder}/data",
+        "--set=data.format=tokens",
+        f'--set=data.options={{dtype = "uint8", sequence_length = {SEQUENCE_LENGTH + 1}}}',
+    ]
+    private += ["--set=optimizer.warmup_steps=0"]
+    status, errors = trainer.run(out, *private, "--set=run.steps=2")
+    assert status == 0, errors
+    less = [*private, "--resume", "--set=run.steps=5"]
+    status, errors = trainer.run(out, *less, "--set=data.skip_steps=[[1, 9]]")
+    assert (status, "it stands at step 2" in errors) == (2, True), errors
+    status, errors = trainer.run(out, *less, "--set=data.skip_steps=[[3, 7]]")
+    assert status == 0, errors
+    records = committed(out / "history.jsonl")
+    steps = [0, 1, 2, 7, 8]
+    expected = [digest(planned(trainer.address, step)) for step in steps]
+    assert [record.sample_ids for record in records] == expected
+    assert [record.epoch for record in records] == [step * 8 // NUM_SAMPLES for step in steps]
+    report = json.loads((out / "report.json").read_text())
+    assert (report["steps"], report["position"]) == (5, 9 * BATCH_SIZE)
+
+
 def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path: Path, trainer: Trainer) -> None:
     command = [sys.executable, "-m", "gyre_trainer", "run", str(trainer.config_path)]
     flags = [f"--set=run.out={tmp_path}/run", "--set=run.steps=3"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import signal
 import struct
 import sys
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import (
     ConfigError,
     CorruptSample,
@@ -35,6 +37,11 @@ from tests.waiting import until
 NUM_SAMPLES, LENGTH, KEPT = 101, 8, 3
 CROP = {"name": "crop_or_pad", "field": "tokens", "length": KEPT, "start": "random"}
 CHAIN: Sequence[Mapping[str, Any]] = [{"name": "draw"}, CROP]
+SMALL: Sequence[Mapping[str, Any]] = [
+    {"name": "decode_image", "field": "jpg"},
+    {"name": "center_crop", "size": 16},
+]
+HALF: Mapping[str, Any] = {"name": "normalize", "dtype": "bfloat16"}
 Batches = list[dict[str, np.ndarray[Any, Any]]]
 
 
@@ -59,9 +66,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "transform_deadline_s": 5.0,
         "num_transform_workers": 2,
         "installed_transforms": ["draw", "trouble", "no_transform", "absent"],
-        "datasets": {"set": table, "cropped": table, "pictures": pictures},
+        "datasets": {"set": table, "cropped": table, "pictures": pictures, "halves": pictures},
     }
-    declared = "".join(f"\n[[datasets.cropped.transforms]]\n{to_toml(each)}" for each in CHAIN)
+    declared = "".join(
+        f"\n[[datasets.{name}.transforms]]\n{to_toml(each)}"
+        for name, steps in (("cropped", CHAIN), ("halves", [*SMALL, HALF]))
+        for each in steps
+    )
     config.write_text(to_toml(values) + declared)
     environment = {
         "PYTHONPATH": str(install(folder / "packages")),
@@ -346,6 +357,30 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             assert_array_equal(image.transpose(1, 2, 0), wanted)
         with pytest.raises(CorruptSample, match=r"sample 5 .*a\.tar.*decode_image: it is no image"):
             next(source)
+
+
+def test_half_precision_is_that_of_torch(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments: dict[str, Any] = {"address": daemon.address, "order": "sequential"}
+    casts: list[Mapping[str, Any]] = [
+        {"name": "cast", "field": "image", "dtype": "float16"},
+        {"name": "cast", "field": "image", "dtype": "bfloat16"},
+        {"name": "crop_or_pad", "field": "image", "length": 20, "value": 2},
+    ]
+    found = []
+    for more in ([{"name": "normalize"}], [HALF], [], casts):
+        with Loader("pictures", batch_size=4, transform=[*SMALL, *more], **arguments) as source:
+            found.append(next(source)["image"].clone())
+    whole, half, pixels, cast = found
+    assert half.dtype == cast.dtype == torch.bfloat16
+    assert torch.equal(half, whole.bfloat16())
+    assert torch.equal(cast[:, :16], pixels.bfloat16())
+    assert (cast[:, 16:] == 2).all()
+    assert main(["cat", "halves", "--num", "1", "--json", "--address", daemon.address]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["fields"]["image"]["dtype"] == "bfloat16"
+    assert shown["fields"]["image"]["value"] == half[shown["sample_id"]].tolist()
 
 
 def test_a_private_daemon_runs_classes_of_its_user(

@@ -1,12 +1,10 @@
 """The order of mixtures: exact quotas, epochs of each source, the same steps on any ranks."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.cursor import Cursor, decode_cursor
-from gyre_daemon.order.mixture import MixedSource, Mixture, MixturePlanner
+from gyre_daemon.order.mixture import Mixture, MixturePlanner
 from gyre_daemon.order.mixture_state import MixtureState, check_mixture
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.planning import planner_for
@@ -14,26 +12,9 @@ from gyre_daemon.order.quotas import Phase, Quotas, apportioned, whole_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-
-@dataclass
-class Samples:
-    num_samples: int
-
-    def blocks(self, io_block_bytes: int) -> None:
-        raise AssertionError
-
+from tests.mixtures import mixture
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any)
-
-
-def mixture(sizes: list[int], phases: tuple[Phase, ...], block: int, bad: int = 0) -> Mixture:
-    sources, first = [], 0
-    for number, size in enumerate(sizes):
-        corrupt = np.arange(min(bad, size // 2))
-        its = Samples(size)
-        sources.append(MixedSource(f"s{number}", f"f{number}", its, corrupt, first))  # type: ignore[arg-type]
-        first += size
-    return Mixture(tuple(sources), phases, block, first)
 
 
 def planner(its: Mixture, seed: int = 1, size: int = 12) -> MixturePlanner:

@@ -68,6 +68,18 @@ def test_tensors_have_the_dtype_shape_and_values_of_the_arrays(dtype: str) -> No
     assert copied.data_ptr() == elsewhere.data_ptr() + 64
 
 
+def test_bfloat16_is_known_to_torch_alone() -> None:
+    values = torch.tensor([[0.1, -2.5], [3e38, float("inf")]]).bfloat16()
+    layout = [pb.Tensor(name="x", dtype="bfloat16", shape=[2, 2])]
+    payload = values.view(torch.uint8).numpy().tobytes()
+    found = tensors_of(filled(payload), layout)["x"]
+    (place,) = places_of(layout)
+    copied = place.view_on_device(torch.tensor(list(payload), dtype=torch.uint8))
+    for each in (found, copied):
+        assert each.dtype == torch.bfloat16
+        assert each.tolist() == values.tolist()
+
+
 def test_tensors_are_writable_aligned_and_apart() -> None:
     layout = [
         pb.Tensor(name="a", dtype="uint8", shape=[3]),

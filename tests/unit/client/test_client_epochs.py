@@ -31,29 +31,29 @@ def test_steps_of_epochs(
     assert epochs.max_steps(10) == -(-10 * length // batch_size)
     step, found = 0, []
     for _ in sizes:
-        stop = epochs.stop_step(step, 1)
+        stop = epochs.stop(step, 1)
         assert {epochs.epoch_of(each) for each in range(step, stop)} == {epochs.epoch_of(step)}
         found.append(stop - step)
         step = stop
     assert found == sizes
     assert max(found) <= epochs.max_steps(1)
-    assert all(epochs.epoch_of(epochs.first_step(epoch)) >= epoch for epoch in range(9))
+    assert all(epochs.epoch_of(epochs.first_batch(epoch)) >= epoch for epoch in range(9))
 
 
 def test_iterations_of_several_epochs_follow_each_other() -> None:
     epochs = epochs_of([(0, 101)], 10, "wrap")
     assert epochs.max_steps(2) == 21
-    assert epochs.stop_step(0, 2) == epochs.stop_step(20, 2) == 21
-    assert epochs.stop_step(21, 2) == 41
+    assert epochs.stop(0, 2) == epochs.stop(20, 2) == 21
+    assert epochs.stop(21, 2) == 41
 
 
 def test_epochs_that_grow() -> None:
     """Two epochs of 7 in batches of 2, then epochs of 9: 7 + 7 + 9 + 9 positions."""
     epochs = Epochs([(0, 7), (2, 9)], 2)
-    assert [epochs.first_step(epoch) for epoch in range(5)] == [0, 4, 7, 12, 16]
+    assert [epochs.first_batch(epoch) for epoch in range(5)] == [0, 4, 7, 12, 16]
     assert [epochs.epoch_of(step) for step in (0, 3, 4, 6, 7, 11, 12)] == [0, 0, 1, 1, 2, 2, 3]
     assert epochs.max_steps(1) == 5
-    assert epochs.stop_step(5, 2) == 7
+    assert epochs.stop(5, 2) == 7
 
 
 class Counted:
@@ -76,7 +76,7 @@ class Counted:
         self._active.forget_end()
 
     def _stop_step(self, num_epochs: int | None) -> int:
-        return 1 << 64 if num_epochs is None else self.epochs.stop_step(self._step, num_epochs)
+        return 1 << 64 if num_epochs is None else self.epochs.stop(self._step, num_epochs)
 
 
 def steps(stream: Any, num_epochs: int | None = 1, *, restart: bool = False) -> Any:

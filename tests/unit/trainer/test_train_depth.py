@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import figures, num_alike_layers, step_figures
+from gyre_trainer.accounting.depth import FigureJobs, figures, num_alike_layers, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.live_bytes import Category
+from gyre_trainer.accounting.modules_table import module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig, build
@@ -66,6 +68,24 @@ def test_a_step_has_six_operations_for_each_token_and_weight_of_a_matrix() -> No
     scores = 5 * 7 * 2 * 16 * 32  # of each token; queries with keys, and their gradients
     per_token = 6 * (matrices + 128 * 32) + 2 * head_again + scores
     assert alone == per_token * 4 * 16
+
+
+def test_frozen_weights_have_no_gradients_and_no_states() -> None:
+    adapted = config({"config": LLAMA, "lora": {"rank": 2}})
+    told, counted = (
+        step_figures(adapted, Strategy.GYRE, 2),
+        figures(dry_run(adapted, Strategy.GYRE, 2)),
+    )
+    assert (told.at_peak, told.sent_bytes) == (counted.at_peak, counted.sent_bytes)
+    num_matrices = 5 * 2 * 2  # A and B, of queries and values
+    numel = num_matrices * 2 * 32
+    assert told.at_peak[Category.OPTIMIZER] == 8 * numel + 4 * num_matrices  # and steps
+    assert told.at_peak[Category.GRADIENTS] <= 4 * numel
+    jobs = FigureJobs.of(adapted)
+    counts = [module_counts(each, 2) for each in jobs.configs]
+    shown = modules_table(*counts, num_more_layers=jobs.num_more_layers)
+    assert shown == modules_table(module_counts(adapted, 2))
+    assert "model.layers.*.self_attn.q_proj.lora_A.default x5  replicated" in shown
 
 
 def test_layers_that_differ_are_not_alike() -> None:

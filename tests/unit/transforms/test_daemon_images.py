@@ -16,6 +16,7 @@ import torch
 from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.dtypes import dtype_of
 from gyre_daemon.transforms.images.colors import ColorJitter, Normalize, ToChw
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.geometry import (
@@ -255,16 +256,17 @@ def test_hue_turns_by_the_circle() -> None:
     assert np.abs(turned(pixels, 0.0).astype(int) - pixels).max() <= 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
 def test_normalized_numbers_are_those_of_torch(dtype: Any, layout: Any) -> None:
     data, normalize = encoded(picture(24, 18)), Normalize(dtype=dtype, layout=layout)
     found = run(data, DecodeImage("jpg"), Resize((24, 18)), normalize)["image"]
     tensor = torch.tensor(reference(data).copy()).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
-    wanted = ((tensor - mean) / std).to(getattr(torch, dtype)).numpy()
-    assert found.dtype == dtype
-    assert np.array_equal(found if layout == "chw" else found.transpose(2, 0, 1), wanted)
+    wanted = ((tensor - mean) / std).to(getattr(torch, dtype)).float().numpy()
+    assert found.dtype == dtype_of(dtype)
+    made = found.astype(np.float32)
+    assert np.array_equal(made if layout == "chw" else made.transpose(2, 0, 1), wanted)
 
 
 @pytest.mark.parametrize("colors", ["rgb", "gray"])

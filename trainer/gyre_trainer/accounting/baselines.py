@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.rotate import Rules, linear_cross_entropy
+from gyre_trainer.shards.sharded_init import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
-from gyre_trainer.training.build import blocks_of, plain, rotated
+from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPT, Block, GPTConfig
 from gyre_trainer.training.models.losses import LossHead
@@ -59,6 +60,7 @@ def distribute(
             if shards and isinstance(config.model, GPTConfig)
             else plain(config.model)
         )
+    add_fake_adapters(model, config, device)
     if shards and not isinstance(model, GPT):
         model.set_output_embeddings(LossHead(model.get_output_embeddings()))  # type: ignore[operator]
     if config.memory.recompute:
@@ -66,6 +68,16 @@ def distribute(
     if strategy is Strategy.DDP:
         return data_parallel(model, mesh)
     return fully_sharded(model, config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+
+
+def add_fake_adapters(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Put the configured adapters into a model of fake tensors, whose values nobody reads.
+
+    They are made on `meta` first: peft moves others to the device, which fake tensors refuse.
+    """
+    with torch.device("meta"):
+        add_adapters(model, config)
+    allocate(model, device)
 
 
 def _recompute(model: nn.Module) -> None:
@@ -169,7 +181,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
     averaging = _Averaging()
     bucket: list[nn.Parameter] = []
-    for parameter in reversed(list(model.parameters())):
+    for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
         bucket.append(parameter)
         if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
             _Bucket(bucket, mesh, averaging)

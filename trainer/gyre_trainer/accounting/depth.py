@@ -76,6 +76,11 @@ class FigureJobs:
             return cls([config], num_layers)
         return cls([_with_layers(config, depth) for depth in (_MORE, _FEW)], num_layers)
 
+    @property
+    def num_more_layers(self) -> int:
+        """The layers that the deepest of these models lacks."""
+        return self.num_layers - _MORE if len(self.configs) > 1 else 0
+
     def run(self, strategies: Sequence[Strategy], num_ranks: int) -> Iterator[Job[StepCost]]:
         """The dry runs of each strategy; those that take longest are first."""
         for strategy in strategies:
@@ -88,7 +93,7 @@ class FigureJobs:
         if not others:
             return figures(first)
         more, (few,) = first, others
-        times = self.num_layers - _MORE
+        times = self.num_more_layers
         at_peak = _extrapolated(few.timeline, more.timeline, times)
         return StepFigures(
             dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),

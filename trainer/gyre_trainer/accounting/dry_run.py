@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gyre_trainer.accounting.baselines import Strategy, distribute
+from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
-from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
@@ -44,24 +43,22 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
         )
         model = distribute(config, strategy, mesh, rows.device, rules)
         allocate(model, rows.device)
+        if strategy is Strategy.GYRE:
+            add_fake_adapters(model, config, rows.device)
         return measure_step(model, config, Examples(rows, rows, None))
 
 
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
-    """The rules of a model of transformers, by the paths of its blocks; None for a GPT.
+    """The rules of a model of transformers, by the paths of its blocks.
 
-    They are found before a dry run: fake tensors have no values to try a rule with.
+    They are found before a dry run: fake tensors have no values to try a rule with. None for a GPT,
+    and for a model with adapters, which rotates layer by layer.
 
     Raises:
-        ConfigError: there is no such model, or it has adapters.
+        ConfigError: there is no such model.
     """
-    if isinstance(config.model, GPTConfig):
+    if isinstance(config.model, GPTConfig) or has_adapters(config.model):
         return None
-    if has_adapters(config.model):
-        raise ConfigError(
-            "the plan of a model with adapters is not known; leave out `model.lora` to plan for "
-            "training all weights, which needs more memory"
-        )
     with torch.device("meta"):
         model = plain(config.model)
     rules: dict[type[nn.Module] | str, Rule | None] = {}

@@ -11,7 +11,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from gyre_trainer.accounting.live_bytes import CATEGORIES
-from gyre_trainer.accounting.plan_tables import StepCosts, mib
+from gyre_trainer.accounting.modules_table import mib
+from gyre_trainer.accounting.plan_tables import StepCosts
 from gyre_trainer.accounting.step_cost import StepCost
 
 # in the order of the categories

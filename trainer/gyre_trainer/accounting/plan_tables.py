@@ -1,6 +1,5 @@
 """`gyre-train plan`: what becomes of each module, and what a step costs a rank, before training."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,7 @@ import torch
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import FigureJobs, StepFigures, figures
-from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
+from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.estimate import (
     TENSOR_PARALLEL,
     Rates,
@@ -20,12 +19,10 @@ from gyre_trainer.accounting.estimate import (
     tensor_parallel,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
+from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.accounting.step_cost import StepCost
-from gyre_trainer.inspection.rotation_plan import PlanEntry
 from gyre_trainer.inspection.table import table
-from gyre_trainer.rotate import plan_of
-from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config
@@ -61,36 +58,6 @@ class GivenRates:
 _MEASURED = GivenRates()
 
 
-def modules_table(config: TrainConfig, num_ranks: int) -> str:
-    """A table of the configured model's modules, with their MiB and those on rank 0.
-
-    Rank 0 has the largest slices. Modules that differ only in the numbers in their paths share a
-    row. Tied parameters appear at their first module.
-
-    Raises:
-        RotationError: the model cannot be cut for ``num_ranks``.
-    """
-    rules = found_rules(config, num_ranks)
-    with on_fake_ranks(num_ranks) as mesh:
-        entries = plan_of(rotated(config, mesh, rules)).entries
-    alike: dict[tuple[str, str, int], list[PlanEntry]] = {}
-    for entry in entries:
-        path = re.sub(r"\b\d+\b", "*", entry.path)
-        alike.setdefault((path, entry.rule or entry.how, entry.num_bytes), []).append(entry)
-    lines = [["module", "rule", "bytes", "per rank"]]
-    for (path, rule, _), each in alike.items():
-        name = f"{path} x{len(each)}" if len(each) > 1 else each[0].path
-        lines.append([name, rule, *_sizes(each)])
-    lines.append(["total", "", *_sizes(entries)])
-    return table(lines, num_texts=2)
-
-
-def _sizes(entries: Sequence[PlanEntry]) -> tuple[str, str]:
-    """MiB of the whole parameters, and of those that rank 0 keeps."""
-    whole = sum(entry.num_bytes for entry in entries)
-    return mib(whole), mib(sum(entry.num_local_bytes for entry in entries))
-
-
 def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
     """What one step costs rank 0 under each strategy.
 
@@ -124,11 +91,15 @@ def text(
     per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
     jobs = FigureJobs.of(config)
-    *costs, modules = side_by_side(
-        [*jobs.run(list(Strategy), num_ranks), partial(modules_table, config, num_ranks)]
+    results = iter(
+        side_by_side(
+            [
+                *jobs.run(list(Strategy), num_ranks),
+                *(partial(module_counts, each, num_ranks) for each in jobs.configs),
+            ]
+        )
     )
-    remaining = iter(costs)
-    counted = {strategy: jobs.figures(remaining) for strategy in Strategy}
+    counted = {strategy: jobs.figures(results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
@@ -139,7 +110,7 @@ def text(
     return "\n\n".join(
         [
             f"{num_ranks} ranks; {per_step}; all figures in MiB",
-            modules,
+            modules_table(*results, num_more_layers=jobs.num_more_layers),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
             _notes(rates, given),
@@ -179,12 +150,3 @@ def _peaks(columns: Mapping[str, StepFigures], more: Sequence[Sequence[str]]) ->
     lines.append(["peak", *(mib(each.peak_bytes) for each in columns.values())])
     lines.append(["sent per step", *(mib(each.sent_bytes) for each in columns.values())])
     return table([*lines, *more], num_texts=1)
-
-
-def mib(num_bytes: int) -> str:
-    """The number in MiB, with about four digits."""
-    value = num_bytes / 2**20
-    num_decimals = next(
-        (num for num, least in enumerate((1000, 100, 1)) if value >= least), 4 if num_bytes else 0
-    )
-    return f"{value:,.{num_decimals}f}"

@@ -120,12 +120,14 @@ class _Observer:
 
     def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        first.register_hook(lambda _: self._live.mark(BLOCK))
+        if first.requires_grad:
+            first.register_hook(lambda _: self._live.mark(BLOCK))
 
     def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
         features = output if isinstance(output, Tensor) else output[0]
         self._logits.enter_context(self._live.during(Category.LOGITS))
-        features.register_hook(self._end_logits)
+        if features.requires_grad:  # not where the head alone is trained
+            features.register_hook(self._end_logits)
 
     def _end_logits(self, grad: Tensor) -> None:
         self._logits.close()

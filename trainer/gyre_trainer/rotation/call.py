@@ -17,6 +17,7 @@ from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
 from gyre_trainer.rotation.output_reduction import RunningSum
+from gyre_trainer.rotation.per_slice import PerSlice
 from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
@@ -84,11 +85,12 @@ class Call:
         ]
         replicated = [local_of(parameter_at(rotation.module, name)) for name in rotation.replicated]
         arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._refuse_changeable()
         self.tensors = [*sharded_leaves, *replicated, *arguments]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
+        self._has_own = any(isinstance(leaf, PerSlice) for leaf in self._leaves)
+        self._refuse_changeable()
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
@@ -104,12 +106,16 @@ class Call:
     def _refuse_changeable(self) -> None:
         """Refuse objects that every slice would change, such as a cache of keys and values."""
         for leaf in self._leaves:
+            if isinstance(leaf, PerSlice) and not self.recorded:
+                continue
             if not _is_constant(leaf):
                 raise RotationError(
                     f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
                     "slice could change: the module runs once for every rank's slice. Call the "
-                    "model without it (use_cache=False for a cache of keys and values), or let "
-                    "the layers inside rotate instead, without a rule for the module"
+                    "model without it (use_cache=False for a cache of keys and values; without "
+                    "gradients, generate(past_key_values=SlicedCache(model.config)) of "
+                    "gyre_trainer.generation), or let the layers inside rotate instead, without a "
+                    "rule for the module"
                 )
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
@@ -192,6 +198,10 @@ class Call:
         inputs = dict(zip(rotation.replicated, self.inputs, strict=False))
         arrived = iter(self.inputs[len(rotation.replicated) :])
         leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
+        if self._has_own:
+            leaves = [
+                leaf.of_slice(index) if isinstance(leaf, PerSlice) else leaf for leaf in leaves
+            ]
         args, kwargs = tree_unflatten(leaves, self._spec)
         self.deferred.sums = {
             id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)

@@ -32,6 +32,7 @@ from gyre_trainer.training.configuration.ranges import (
 )
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.sampling import SampleConfig
 
 ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
@@ -85,6 +86,8 @@ class DataConfig:
         seed: the seed of the global shuffle.
         tail: what happens to the last samples of an epoch that do not fill a global batch.
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
+        skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
+            the run are counted without them.
     """
 
     dataset: Text
@@ -97,6 +100,7 @@ class DataConfig:
     seed: Seed = 0
     tail: Literal["wrap", "drop", "pad"] = "wrap"
     prefetch_batches: AtLeast1 = 8
+    skip_steps: tuple[tuple[AtLeast0, AtLeast1], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +212,13 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
 
     def __post_init__(self) -> None:
+        if self.sample.prompts and not self.eval.every:
+            raise ConfigError(
+                "`sample.prompts` are continued after each evaluation, but `eval.every` is 0"
+            )
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "

@@ -4,12 +4,15 @@ import hashlib
 import math
 import socket
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
+from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, Diverged
@@ -17,6 +20,7 @@ from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
@@ -43,7 +47,9 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
         config.require_divisible(context.world_size)
         with (
             shared_daemon(config) as here,
-            open_loader(here, context, config.data.dataset, config.data.seed) as loader,
+            open_loader(
+                here, context, config.data.dataset, config.data.seed, config.data.skip_steps
+            ) as loader,
         ):
             training = Training(here, context, loader)
             training.begin(resume, may_restart=may_restart)
@@ -66,8 +72,12 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context), config)
         self._collator = Collator(config.data, config.model.vocab_size)
+        self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
-            Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model
+            Path(config.run.out) / "checkpoints",
+            config.checkpoint.keep,
+            config.model,
+            {"dataset": config.data.dataset, "format": config.data.format},
         )
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
@@ -90,15 +100,16 @@ class Training:
                 self._loader.steps_per_epoch,
                 self._context.world_size,
                 num_parameters,
+                self._loader.step_of,
             )
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
         self._step_began_s = time.monotonic()
 
     def _require_resumable(self, path: Path) -> None:
-        if self._loader.step != self.step:
+        if self._loader.num_batches != self.step:
             raise CheckpointRejected(
                 f"checkpoint {path} cannot be read: `step` is {self.step}, but its place in the "
-                f"data is before step {self._loader.step}; "
+                f"data is before step {self._loader.num_batches}; "
                 "resume from another one with --resume CHECKPOINT"
             )
         if self.step > self._config.run.steps:
@@ -146,7 +157,9 @@ class Training:
         if is_last or evaluates or saves or self.step % config.run.log_every == 0:
             self._record()
         if evaluates:
-            self._evaluate()
+            with _in_eval_mode(self._stepper.model):
+                self._evaluate()
+                self._sample()
         if saves:
             if self._recorder:
                 self._recorder.sync()
@@ -187,8 +200,29 @@ class Training:
         if self._recorder:
             self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
 
+    def _sample(self) -> None:
+        """Record how the model continues the prompts."""
+        if self._sampler:
+            texts = self._sampler.texts(self._stepper.model)
+            if self._recorder:
+                self._recorder.add_samples(self.step, texts)
 
-def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: int) -> Loader:
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context without dropout."""
+    model.eval()
+    yield
+    model.train()
+
+
+def open_loader(
+    config: TrainConfig,
+    context: RankContext,
+    dataset: str,
+    seed: int,
+    skip_steps: Sequence[tuple[int, int]] | None = None,
+) -> Loader:
     """This rank's part of a stream of global batches."""
     data = config.data
     return Loader(
@@ -204,6 +238,7 @@ def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: i
         device=context.device,
         format=data.format or None,
         options=data.options or None,
+        skip_steps=skip_steps,
     )
 
 

@@ -82,7 +82,11 @@ class CorruptReports:
 
 
 def check_limit(
-    name: str, corrupt: Sequence[CorruptRecord], num_samples: int, max_corrupt: float
+    name: str,
+    corrupt: Sequence[CorruptRecord],
+    num_samples: int,
+    max_corrupt: float,
+    num_more: int = 0,
 ) -> None:
     """Refuse a dataset with too many corrupt samples.
 
@@ -92,23 +96,25 @@ def check_limit(
         num_samples: N.
         max_corrupt: how many there may be; a fraction of N if it is no integer. Half of all is the
             most in any case, since each good sample stands in for one other at most.
+        num_more: corrupt samples that were found before.
 
     Raises:
         CorruptSample: there are more; names the first.
     """
     limit = max_corrupt if isinstance(max_corrupt, int) else int(max_corrupt * num_samples)
     limit = min(limit, num_samples // 2)
-    if len(corrupt) <= limit:
+    num = len(corrupt) + num_more
+    if num <= limit:
         return
     first = corrupt[0]
     raise CorruptSample(
-        f"dataset `{name}` has {len(corrupt)} corrupt samples of {num_samples}, and max_corrupt = "
+        f"dataset `{name}` has {num} corrupt samples of {num_samples}, and max_corrupt = "
         f"{max_corrupt} allows {limit}; the first is sample {first.sample_id} (shard "
         f"{first.shard}, byte {first.offset}): {first.reason}; repair the shards, or raise "
         "max_corrupt",
         {
             "dataset": name,
-            "num_corrupt": len(corrupt),
+            "num_corrupt": num,
             "limit": limit,
             **asdict(first),
         },

@@ -70,6 +70,15 @@ class Filtered(SampleIndex):
         self._blocks = BlockTables(self._make_blocks)
 
     @property
+    def unfiltered(self) -> SampleIndex:
+        """The index of all samples."""
+        return self._index
+
+    def stored_ids(self, sample_ids: Int64Array) -> Int64Array:
+        """The ids that samples have there."""
+        return self._kept[sample_ids]
+
+    @property
     def num_samples(self) -> int:
         """See `SampleIndex.num_samples`."""
         return len(self._kept)

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from gyre_daemon.transforms.cast import Floating
+from gyre_daemon.transforms.dtypes import dtype_of
 from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
 from gyre_daemon.transforms.transform import Field, Sample
 
@@ -85,7 +87,7 @@ class Normalize(ImageTransform):
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[Annotated[float, Meta(gt=0)], ...] = (0.229, 0.224, 0.225)
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Floating = "float32"
     layout: Literal["chw", "hwc"] = "chw"
     field: str = "image"
 
@@ -96,7 +98,7 @@ class Normalize(ImageTransform):
             raise ValueError(f"mean and std need {channels} numbers, one for each channel")
         height, width, _ = fields[self.field].shape
         shape = (channels, height, width) if self.layout == "chw" else (height, width, channels)
-        return {self.field: Field(np.dtype(self.dtype), shape)}
+        return {self.field: Field(dtype_of(self.dtype), shape)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -104,7 +106,7 @@ class Normalize(ImageTransform):
         into = out.get(self.field)
         if into is None:
             shape = image.shape if self.layout == "hwc" else (image.shape[2], *image.shape[:2])
-            into = sample[self.field] = np.empty(shape, self.dtype)
+            into = sample[self.field] = np.empty(shape, dtype_of(self.dtype))
         planes = into if self.layout == "chw" else into.transpose(2, 0, 1)
         for channel, (plane, table) in enumerate(zip(planes, self._tables, strict=True)):
             plane[...] = cv2.LUT(np.ascontiguousarray(image[:, :, channel]), table)

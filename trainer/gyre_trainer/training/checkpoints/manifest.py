@@ -7,7 +7,7 @@ import json
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ class Manifest:
         model: the keys of the configuration of the model.
         loader: the loader's state, in base64.
         files: the other files of the directory.
+        data: `dataset` and `format` of the configuration, for `gyre rewind`.
     """
 
     step: AtLeast0
@@ -45,6 +46,7 @@ class Manifest:
     model: dict[str, Any]
     loader: dict[str, str]
     files: dict[Annotated[str, Meta(pattern=r"\A[\w.]+\Z")], tuple[Annotated[int, Meta(ge=0)], int]]
+    data: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     def loader_state(self) -> dict[str, bytes]:

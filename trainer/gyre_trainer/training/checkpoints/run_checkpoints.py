@@ -13,7 +13,7 @@ read and checked first, then every file, and only then something is loaded.
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ class TrainState:
 class Checkpoints:
     """The checkpoints of a run. Every method is collective, with equal arguments on all ranks."""
 
-    def __init__(self, folder: Path, keep: int, model_config: ModelConfig) -> None:
+    def __init__(
+        self, folder: Path, keep: int, model_config: ModelConfig, data: Mapping[str, str]
+    ) -> None:
         self._folder = folder
+        self._data = data
         self._keep = keep
         self._model_config = model_config
 
@@ -84,6 +87,7 @@ class Checkpoints:
                 model=asdict(self._model_config),
                 loader=manifest.encoded(state.loader.state_dict()),
                 files=_described(unfinished),
+                data=dict(self._data),
             )
             _on_first_rank(lambda: self._publish(unfinished, name, written))
         except (OSError, CheckpointException) as error:

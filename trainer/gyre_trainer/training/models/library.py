@@ -48,7 +48,7 @@ class LibraryConfig:
         described.num_hidden_layers = num_layers
         if getattr(described, "layer_types", None):
             described.layer_types = described.layer_types[:num_layers]
-        return LibraryConfig(config=described.to_dict())
+        return LibraryConfig(config=described.to_dict(), lora=self.lora)
 
 
 def library_config(model: LibraryConfig) -> Any:

@@ -4,10 +4,12 @@
 Dims: B batch, T time, D features, V vocabulary.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -80,6 +82,7 @@ class LibraryLoss:
             )
         self._model = model
         self._is_fused = True
+        self._takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
 
     def __call__(
         self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
@@ -88,16 +91,25 @@ class LibraryLoss:
         if self._is_fused:
             self.head.targets_BT, self.head.weights_BT = targets_BT, weights_BT
             with self._in_place():
-                output = self._model(input_ids=tokens_BT, use_cache=False)
+                output = self._call(tokens_BT)
             loss, self.head.loss = self.head.loss, None
             if loss is not None and output.logits is loss:
                 return loss
             self._is_fused = False
-        logits_BTV: Tensor = self._model(input_ids=tokens_BT, use_cache=False).logits
+        logits_BTV: Tensor = self._call(tokens_BT).logits
         losses_BT = F.cross_entropy(
             logits_BTV.flatten(0, -2).float(), targets_BT.flatten(), reduction="none"
         ).view_as(targets_BT)
         return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
+
+    def _call(self, tokens_BT: Tensor) -> Any:
+        """The model's output for tokens that are all there.
+
+        A mask says so. Without one, transformers looks for packed sequences, and gives attention a
+        mask of [T, T] instead of `is_causal`; then every slice of attention keeps a float copy.
+        """
+        mask = {"attention_mask": torch.ones_like(tokens_BT)} if self._takes_mask else {}
+        return self._model(input_ids=tokens_BT, use_cache=False, **mask)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -3,7 +3,9 @@
 A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
-STEP` prints.
+STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
+`data.skip_steps` leaves out. Evaluations and samples have lines of their
+own, to which the same rule applies.
 """
 
 import hashlib
@@ -12,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gyre_trainer.errors import RecordsFailed
 
@@ -42,8 +44,38 @@ class StepRecord:
     sample_ids: str
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation, as one line of the history.
+
+    Attributes:
+        evaluated_at: the step whose weights they are, before it is taken.
+        eval_loss: the mean over all ranks' targets, in nats.
+    """
+
+    evaluated_at: int
+    eval_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One text of the model, as one line of the history.
+
+    Attributes:
+        sampled_at: the step whose weights they are, before it is taken.
+        prompt: what was continued.
+        text: the continuation.
+    """
+
+    sampled_at: int
+    prompt: str
+    text: str
+
+
+Note = TypeVar("Note", Evaluation, Sample)
+
 _NAMES = {field.name for field in fields(StepRecord)}
-_NUMBERS = (_NAMES | {"resumed_at"}) - {"sample_ids"}
+_NUMBERS = (_NAMES | {"resumed_at", "evaluated_at", "eval_loss", "sampled_at"}) - {"sample_ids"}
 
 
 def digest(sample_ids: Sequence[int]) -> str:
@@ -68,6 +100,11 @@ class History:
         """Add the records of steps that have been taken."""
         for record in records:
             self._write(asdict(record))
+        self._file.flush()
+
+    def note(self, note: Evaluation | Sample) -> None:
+        """Add an evaluation or a sample."""
+        self._write(asdict(note))
         self._file.flush()
 
     def sync(self) -> None:
@@ -96,6 +133,22 @@ def committed(path: Path) -> list[StepRecord]:
         elif entry.keys() >= _NAMES:
             records.append(StepRecord(**{name: entry[name] for name in _NAMES}))
     return records
+
+
+def notes(path: Path, kind: type[Note]) -> list[Note]:
+    """The evaluations, or the samples, of the weights that led to the newest ones.
+
+    Raises:
+        RecordsFailed: as `committed`.
+    """
+    names = [field.name for field in fields(kind)]
+    found: list[dict[str, Any]] = []
+    for entry in _entries(path):
+        if "resumed_at" in entry:
+            found = [each for each in found if each[names[0]] <= entry["resumed_at"]]
+        elif entry.keys() >= set(names):
+            found.append(entry)
+    return [kind(**{name: entry[name] for name in names}) for entry in found]
 
 
 def resumes(path: Path) -> list[int]:

@@ -1,16 +1,26 @@
 """Everything that rank 0 writes about a run: history, TensorBoard, progress, report."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_common.printable import printable
 from torch.utils.tensorboard import SummaryWriter
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
+from gyre_trainer.training.records.history import (
+    Evaluation,
+    History,
+    Sample,
+    StepRecord,
+    committed,
+    digest,
+    notes,
+    resumes,
+)
 from gyre_trainer.training.records.progress import Progress
 from gyre_trainer.training.records.report import Report, draw_loss, final_loss, write_report
 from gyre_trainer.training.records.step_stats import GlobalStep
@@ -27,12 +37,14 @@ class RunFacts:
         steps_per_epoch: whole steps in an epoch.
         world_size: the number of ranks of this job.
         num_parameters: parameters of the whole model.
+        data_step: takes a step of the run, and returns the one of the data's order that it read.
     """
 
     num_samples: int
     steps_per_epoch: int
     world_size: int
     num_parameters: int
+    data_step: Callable[[int], int]
 
 
 class RunRecorder:
@@ -69,7 +81,6 @@ class RunRecorder:
                 self._history.resume_at(first_step)
             self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
         self._progress = Progress(config.run.steps, sys.stderr)
-        self._eval_loss: float | None = None
         self._progress.say(
             f"{facts.num_parameters / 1e6:.2f} M parameters on {facts.world_size} ranks, "
             f"{facts.num_samples:,} samples per epoch, steps {first_step} to {config.run.steps}, "
@@ -108,9 +119,17 @@ class RunRecorder:
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
         with self._writing():
-            self._eval_loss = loss
+            self._history.note(Evaluation(step, loss))
             self._board.add_scalar("eval/loss", loss, step)
             self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
+
+    def add_samples(self, step: int, texts: Sequence[str]) -> None:
+        """Write down how the weights before ``step`` continue the configured prompts."""
+        with self._writing():
+            for prompt, text in zip(self._config.sample.prompts, texts, strict=True):
+                self._history.note(Sample(step, prompt, text))
+                self._board.add_text(f"sample/{prompt}", text, step)
+                self._progress.say(printable(f"step {step}: {prompt} | {text}"))
 
     def sync(self) -> None:
         """Make what was added durable, so that no checkpoint is ahead of the history."""
@@ -171,6 +190,7 @@ class RunRecorder:
 
         Only with the tail `wrap` a batch runs on into the next epoch.
         """
+        step = self._facts.data_step(step)
         if self._config.data.tail == "wrap":
             return step * self._config.data.batch_size // self._facts.num_samples
         return step // self._facts.steps_per_epoch
@@ -183,12 +203,12 @@ class RunRecorder:
     ) -> Report:
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
-        position = len(records) * self._config.data.batch_size
+        evaluations = notes(self._history_path, Evaluation)
+        data_step = self._facts.data_step(len(records))
+        position = data_step * self._config.data.batch_size
         wraps = self._config.data.tail == "wrap"
         epochs = (
-            position / self._facts.num_samples
-            if wraps
-            else len(records) / self._facts.steps_per_epoch
+            position / self._facts.num_samples if wraps else data_step / self._facts.steps_per_epoch
         )
         return Report(
             steps=len(records),
@@ -202,5 +222,5 @@ class RunRecorder:
             num_parameters=self._facts.num_parameters,
             peak_memory_bytes=tuple(peak_memory_bytes),
             resumed_at=tuple(resumed_at),
-            eval_loss=self._eval_loss,
+            eval_loss=evaluations[-1].eval_loss if evaluations else None,
         )

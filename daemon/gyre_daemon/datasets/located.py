@@ -1,0 +1,78 @@
+"""Where samples are stored, for people: dataset, shard, row and byte."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.filtering.index import Filtered
+from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.order.permutation import Int64Array
+
+_FAR = 1 << 62  # beyond any shard
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dataset with shards of its own, as part of a mixture.
+
+    Attributes:
+        name: in the mixture; empty for a dataset that is no mixture.
+        dataset: the dataset, without transforms.
+        first_id: the mixture's id of its first sample.
+    """
+
+    name: str
+    dataset: Dataset
+    first_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where n samples of one dataset are stored.
+
+    Attributes:
+        sample_ids: int64 [n], in the dataset.
+        shards: the names of their shards.
+        rows: int64 [n], how many samples stand before each in its shard, also those that a filter
+            leaves out.
+        offsets: int64 [n], the first byte in the shard; None where chunks of it are decoded.
+        num_bytes: int64 [n], of all fields that are stored.
+    """
+
+    sample_ids: Int64Array
+    shards: list[str]
+    rows: Int64Array
+    offsets: Int64Array | None
+    num_bytes: Int64Array
+
+
+def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
+    """Look samples of a dataset with shards of its own up in its index; int64 [n]."""
+    index, ids = dataset.index, sample_ids
+    extents = index.locate(ids)
+    is_decoded = isinstance(index, ChunkedIndex)
+    offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)
+    if isinstance(index, Filtered):
+        ids, index = index.stored_ids(ids), index.unfiltered
+    firsts = {shard: _first_of(index, shard) for shard in np.unique(extents.shard).tolist()}
+    return Located(
+        sample_ids,
+        [dataset.shards[shard].name for shard in extents.shard.tolist()],
+        ids - np.array([firsts[shard] for shard in extents.shard.tolist()], np.int64),
+        offsets,
+        extents.size.sum(axis=1),
+    )
+
+
+def _first_of(index: SampleIndex, shard: int) -> int:
+    """The first sample of a shard; samples come in the order of their shards."""
+    low, high = 0, index.num_samples
+    while low < high:
+        middle = (low + high) // 2
+        if int(index.locate(np.array([middle])).shard[0]) < shard:
+            low = middle + 1
+        else:
+            high = middle
+    return low

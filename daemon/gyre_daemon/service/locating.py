@@ -1,0 +1,138 @@
+"""Which samples a job read in one of its steps, and where they are stored."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.located import Source, located
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.fetching.packed import PackedRows, rows_of
+from gyre_daemon.order.cursor import Cursor, decode_cursor
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.service import convert
+from gyre_daemon.service.opening import SessionOpener
+from gyre_daemon.sessions.resumption import Resumption
+from gyre_daemon.transforms.declared import TransformedDataset
+
+# Samples in one answer, each some 40 bytes: a gRPC client takes 4 MiB.
+_MAX_LOCATED = 50_000
+_MAX_STEP = 1 << 40
+
+
+class StepLocator:
+    """Answers the method `LocateStep`."""
+
+    def __init__(self, catalog: Catalog, opener: SessionOpener) -> None:
+        self._catalog, self._opener = catalog, opener
+
+    async def locate(
+        self, caller: Principal, request: pb.LocateStepRequest
+    ) -> pb.LocateStepResponse:
+        """Plan the step of a cursor's job, and look its samples up in the index; reads none.
+
+        Raises:
+            CursorRejected: the cursor is of other data.
+            InvalidRequest: the step is beyond any training, or has too many samples for an answer.
+            GyreError: as `SessionOpener.resolve` and `open_dataset`.
+        """
+        name, config = self._opener.resolve(request.dataset, caller)
+        dataset = await self._opener.open_dataset(name, config, None)
+        stored = dataset
+        if isinstance(dataset, TransformedDataset) and not dataset.packed:
+            stored = dataset.stored
+        order = decode_cursor(request.cursor).order
+        cursor = await Resumption(self._catalog, name, config, stored).cursor(
+            order, request.cursor, dataset.transforms, grow=False, changed_transforms=True
+        )
+        if max(request.step, request.batch) > _MAX_STEP:
+            raise InvalidRequest("only steps up to 2**40 are looked at")
+        sources = [*self._sources(name, config, dataset.stored, "", 0)]
+        return await asyncio.to_thread(_located, dataset, cursor, request, sources)
+
+    def _sources(
+        self, name: str, config: DatasetConfig, dataset: Dataset, prefix: str, first_id: int
+    ) -> Iterator[Source]:
+        """The datasets with shards of their own, in the order of a mixture's ids."""
+        if not config.mixture:
+            yield Source(prefix, dataset, first_id)
+            return
+        for each in config.mixture.sources:
+            source = self._catalog.source_of(name, each)
+            assert source  # the mixture is open
+            path = f"{prefix}/{each}" if prefix else each
+            its = self._catalog.datasets[each]
+            yield from self._sources(each, its, source.stored, path, first_id)
+            first_id += source.index.num_samples
+
+
+def _located(
+    dataset: Dataset, cursor: Cursor, request: pb.LocateStepRequest, sources: list[Source]
+) -> pb.LocateStepResponse:
+    order = cursor.order
+    phases = cursor.mixture.phases if cursor.mixture else ()
+    planner = planner_for(order, dataset.ordered, dataset.corrupt, cursor.stages, phases=phases)
+    by_step = request.WhichOneof("at") == "step"
+    batch = order.batch_of(request.step) if by_step else request.batch
+    answer = pb.LocateStepResponse(batch=batch, step=order.step_of(batch))
+    answer.sources.extend(source.name for source in sources if source.name)
+    answer.order.CopyFrom(convert.from_order(order))
+    answer.join = pb.JOIN_ROTATE if order.start_position else pb.JOIN_ALONE
+    if skipped := convert.from_skipped(order.skipped):
+        answer.skip_steps.CopyFrom(skipped)
+    if by_step and answer.step != request.step:
+        answer.step, answer.skipped = request.step, True
+        return answer
+    if order.global_batch_size > _MAX_LOCATED:
+        raise InvalidRequest(f"a step of more than {_MAX_LOCATED} samples is not looked up")
+    plan = planner.batches(batch, 1, 0, 1)
+    answer.epoch = int(plan.epochs[0])
+    rows = rows_of(dataset.packed, plan) if dataset.packed else _alone(plan)
+    if len(rows.documents) > _MAX_LOCATED:
+        raise InvalidRequest(f"a step of more than {_MAX_LOCATED} documents is not looked up")
+    samples = _samples(rows.documents, sources, answer)
+    if dataset.packed:
+        begins = np.zeros_like(rows.lengths) if rows.begins is None else rows.begins
+        for sample, begin, length in zip(samples, begins, rows.lengths, strict=True):
+            sample.first_token, sample.num_tokens = int(begin), int(length)
+    counts = [True] * order.global_batch_size if plan.mask is None else plan.mask[0].tolist()
+    for row, sample_id in enumerate(plan.sample_ids[0].tolist()):
+        its = samples[rows.which(row, row + 1)]
+        answer.rows.add(sample_id=sample_id, padding=not counts[row], samples=its)
+    return answer
+
+
+def _alone(plan: GroupPlan) -> PackedRows:
+    """Rows of one sample each."""
+    ids = plan.sample_ids.reshape(-1)
+    return PackedRows(ids, np.ones_like(ids), np.arange(len(ids) + 1))
+
+
+def _samples(
+    ids: Int64Array, sources: list[Source], answer: pb.LocateStepResponse
+) -> list[pb.LocatedSample]:
+    """Where samples are stored; the names of shards are added to the answer."""
+    firsts = [source.first_id for source in sources]
+    source_of = np.searchsorted(firsts, ids, side="right") - 1
+    found = [pb.LocatedSample() for _ in ids]
+    shards: dict[tuple[int, str], int] = {}
+    for number in np.unique(source_of).tolist():
+        which = np.flatnonzero(source_of == number)
+        its = located(sources[number].dataset, ids[which] - firsts[number])
+        for place, row in enumerate(which.tolist()):
+            shard = shards.setdefault((number, its.shards[place]), len(shards))
+            found[row].sample_id = int(its.sample_ids[place])
+            found[row].shard, found[row].source = shard, number
+            found[row].row = int(its.rows[place])
+            found[row].num_bytes = int(its.num_bytes[place])
+            if its.offsets is not None:
+                found[row].offset = int(its.offsets[place])
+    answer.shards.extend(name for _, name in shards)
+    return found

@@ -1,0 +1,162 @@
+"""`gyre rewind`: the samples behind steps of a run, where they are stored, and what they are."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from gyre_client import Loader
+from gyre_client.command.cli import main
+
+from tests.batches import take
+from tests.conftest import StartDaemon
+from tests.mixtures import FIRST, text_of, write_sources
+from tests.packing import documents
+
+G = 4
+Rewind = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def rewind(capsys: pytest.CaptureFixture[str]) -> Rewind:
+    def run(*arguments: object) -> tuple[int, str]:
+        status = main(["rewind", *map(str, arguments)])
+        found = capsys.readouterr()
+        return status, found.out + found.err
+
+    return run
+
+
+def test_a_mixture_of_filtered_sources(gyred: StartDaemon, tmp_path: Path, rewind: Rewind) -> None:
+    sources = write_sources(tmp_path / "data")
+    sources["code"]["filter"] = "length(text) >= 5"
+    mixture = {"weights": {"web": 1, "code": 1}, "block": 8}
+    daemon = gyred({"datasets": sources, "mixtures": {"all": mixture}})
+    with Loader("all", batch_size=G, seed=3, address=daemon.address, skip_steps=[(3, 5)]) as loader:
+        batches = take(loader, 8)
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    flags = ("--dataset", "all", "--address", daemon.address)
+    status, text = rewind(tmp_path / "cursor", "--step", "2:7", *flags, "--json")
+    assert status == 0, text
+    found = json.loads(text)
+    assert found["skip_steps"] == [[2, 7]]
+    assert [each["skipped"] for each in found["steps"]] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    for number, step in ((2, 0), (3, 3), (4, 4)):
+        its = found["steps"][step]
+        for row, value in zip(its["rows"], batches[number]["id"].tolist(), strict=True):
+            (sample,) = row["samples"]
+            source = its["sources"][sample["source"]]
+            own, half = value - FIRST[source], {"web": 45, "code": 20}[source]
+            assert its["shards"][sample["shard"]].startswith(str(own // half))
+            assert sample["row"] == own % half  # also behind a filter
+            # of Parquet, chunks are decoded
+            assert (sample["offset"] is None) == (source == "web")
+        shown = [text_of(each) for each in batches[number]["id"].tolist()[:2]]
+        assert [each["text"] for each in its["shown"]] == shown
+    status, text = rewind(tmp_path / "cursor", "--step", "5", *flags, "--num", "0")
+    assert status == 0
+    assert "step 5, epoch 0" in text
+    assert "skip_steps=[(3, 6)]" in text
+    assert "data.skip_steps = [[3, 6]]" in text
+
+
+def test_a_run_of_packed_documents(gyred: StartDaemon, tmp_path: Path, rewind: Rewind) -> None:
+    texts = [f"{number} " + "word " * len(each) for number, each in enumerate(documents(40))]
+    (tmp_path / "docs").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "docs" / "0.parquet")
+    pack = {"field": "text", "length": 300, "overlong": "split"}
+    dataset = {"uri": str(tmp_path / "docs"), "pack": pack}
+    daemon = gyred({"datasets": {"packed": dataset, "docs": {"uri": str(tmp_path / "docs")}}})
+    with Loader("packed", batch_size=G, address=daemon.address, skip_steps=[(1, 3)]) as loader:
+        batches = take(loader, 3)
+        cursor = loader.state_dict()["cursor"]
+    run = tmp_path / "run"
+    write_run(run, cursor, [batch["sample_id"].tolist() for batch in batches])
+    status, text = rewind(run, "--step", "1:3", "--address", daemon.address, "--json")
+    assert status == 0, text
+    found = json.loads(text)
+    assert [step["step"] for step in found["steps"]] == [3, 4]
+    assert [step["is_in_history"] for step in found["steps"]] == [True, True]
+    for number, step in ((1, 0), (2, 1)):
+        its, batch = found["steps"][step], batches[number]
+        bounds = batch["document_id.offsets"].tolist()
+        for row in range(G):
+            samples = its["rows"][row]["samples"]
+            ids = batch["document_id"][bounds[row] : bounds[row + 1]].tolist()
+            assert [each["sample_id"] for each in samples] == ids
+            parts = [
+                texts[each["sample_id"]].encode()[each["first_token"] :][: each["num_tokens"]]
+                for each in samples
+            ]
+            assert bytes(batch["text"][row].tolist()).startswith(b"".join(parts))
+    status, text = rewind(run, "--step", "1:3", "--address", daemon.address)
+    assert "step 1 of the run, step 3 of the data's order, epoch 0, loss 1.0000" in text
+    assert "the history has the same samples" in text
+    assert "resume from the checkpoint step-00000001 or an earlier one" in text
+    assert "skip_steps=[(1, 5)]" in text
+    write_run(run, cursor, [[1, 2, 3, 4]] * 3)
+    status, text = rewind(run, "--step", "1", "--address", daemon.address)
+    assert "THE HISTORY HAS OTHER SAMPLES" in text
+    status, text = rewind(run, "--step=1", "--address", daemon.address, "--dataset=docs")
+    assert (status, "belongs to other data" in text) == (1, True)
+
+
+def write_run(folder: Path, cursor: bytes, ids: list[list[int]]) -> None:
+    """What `gyre-train` leaves of a run, as far as `gyre rewind` reads it."""
+    for step in (1, 3):
+        checkpoint = folder / "checkpoints" / f"step-{step:08}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        manifest: dict[str, Any] = {"step": step, "data": {"dataset": "packed", "format": ""}}
+        manifest["loader"] = {"cursor": base64.b64encode(cursor).decode()}
+        (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
+    (folder / "checkpoints" / "latest").write_text("step-00000003\n")
+    records = []
+    for step, each in enumerate(ids):
+        digest = hashlib.sha256("".join(f"{one}\n" for one in each).encode()).hexdigest()[:16]
+        records.append(json.dumps({"step": step, "loss": float(step), "sample_ids": digest}))
+    (folder / "history.jsonl").write_text("\n".join([*records[:2], records[1], *records[2:]]))
+
+
+def test_tokens_are_decoded_and_what_is_no_run_is_refused(
+    gyred: StartDaemon, tmp_path: Path, rewind: Rewind
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"north": 0, "south": 1}, unk_token="north"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "ids").mkdir()
+    np.tile(np.array([1, 0, 0, 1], np.uint16), 20).tofile(tmp_path / "ids" / "0.bin")
+    tokens = {"uri": str(tmp_path / "ids"), "format": "tokens", "dtype": "uint16"}
+    daemon = gyred({"datasets": {"ids": {**tokens, "sequence_length": 4}}})
+    with Loader("ids", batch_size=G, address=daemon.address) as loader:
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    flags = ("--dataset", "ids", "--address", daemon.address)
+    more = ("--tokenizer", tmp_path / "words.json", "--num", "1")
+    status, text = rewind(tmp_path / "cursor", "--step", "1", *flags, *more)
+    assert status == 0, text
+    assert "south north north south" in text
+    (tmp_path / "garbage").write_bytes(b"no cursor")
+    wrong: list[tuple[tuple[object, ...], str]] = [
+        ((tmp_path / "garbage", "--step", "1"), "has no cursor of a Loader's state"),
+        ((tmp_path, "--step", "1"), "no folder of a run with a checkpoint"),
+        ((tmp_path / "cursor", "--step", "1:900"), "no range of 1 to 100 steps"),
+        ((tmp_path / "cursor", "--step", str(1 << 50)), "up to 2**40"),
+    ]
+    for arguments, message in wrong:
+        status, text = rewind(*arguments, *flags)
+        assert (status, message in text) == (2, True), text
+    status, text = rewind(tmp_path / "cursor", "--step", "1", "--address", daemon.address)
+    assert (status, "give --dataset" in text) == (2, True)

@@ -1,0 +1,73 @@
+"""What becomes of each module of a model, as a table."""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_trainer.accounting.dry_run import found_rules, on_fake_ranks
+from gyre_trainer.inspection.table import table
+from gyre_trainer.rotate import plan_of
+from gyre_trainer.training.build import add_adapters, rotated
+from gyre_trainer.training.config import TrainConfig
+
+_Kind = tuple[str, str, int]
+"""The path with its numbers replaced, the rule, the bytes of one module."""
+ModuleCounts = Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]
+"""By kinds of modules: the path of the first one; number, bytes and rank 0's bytes of all."""
+
+
+def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
+    """The modules of the configured model by kinds. Tied parameters are at their first module.
+
+    Raises:
+        ConfigError: there is no such model.
+        RotationError: the model cannot be cut for ``num_ranks``.
+    """
+    rules = found_rules(config, num_ranks)
+    with on_fake_ranks(num_ranks) as mesh:
+        model = rotated(config, mesh, rules)
+        add_adapters(model, config)
+        entries = plan_of(model).entries
+    counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
+    for entry in entries:
+        path = re.sub(r"\b\d+\b", "*", entry.path)
+        kind = path, entry.rule or entry.how, entry.num_bytes
+        _, count = counts.setdefault(kind, (entry.path, np.zeros(3, np.int64)))
+        count += 1, entry.num_bytes, entry.num_local_bytes
+    return counts
+
+
+def modules_table(
+    counts: ModuleCounts, fewer: ModuleCounts | None = None, *, num_more_layers: int = 0
+) -> str:
+    """A table with one row for each kind of module: MiB, and those on rank 0.
+
+    Rank 0 has the largest slices.
+
+    Args:
+        counts: of a model.
+        fewer: of the model with one layer less.
+        num_more_layers: the layers that the table shows beside those of ``counts``.
+    """
+    lines = [["module", "rule", "bytes", "per rank"]]
+    total = np.zeros(3, np.int64)
+    for kind, (first, count) in counts.items():
+        path, rule, _ = kind
+        of_layer = count - fewer[kind][1] if fewer else 0
+        row = count + num_more_layers * of_layer
+        total += row
+        number, *sizes = row.tolist()
+        lines.append([f"{path} x{number}" if number > 1 else first, rule, *map(mib, sizes)])
+    lines.append(["total", "", *map(mib, total[1:].tolist())])
+    return table(lines, num_texts=2)
+
+
+def mib(num_bytes: int) -> str:
+    """The number in MiB, with about four digits."""
+    value = num_bytes / 2**20
+    num_decimals = next(
+        (num for num, least in enumerate((1000, 100, 1)) if value >= least), 4 if num_bytes else 0
+    )
+    return f"{value:,.{num_decimals}f}"
