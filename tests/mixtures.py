@@ -61,4 +61,4 @@ def mixture(sizes: list[int], phases: tuple[Phase, ...], block: int, bad: int = 
         its = Samples(size)
         sources.append(MixedSource(f"s{number}", f"f{number}", its, corrupt, first))  # type: ignore[arg-type]
         first += size
-    return Mixture(tuple(sources), phases, block, first)
+    return Mixture(tuple(sources), phases, block, first, lambda sizes: (phases, sum(sizes)))

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rtp.workloads import Model, Workload, recomputed
 
+_BUNDLE_NUMEL = 2**18
+
 
 class How(StrEnum):
     """How parameters are spread over the ranks."""
@@ -25,6 +27,7 @@ class How(StrEnum):
     FSDP2_LAYER = "FSDP2 per layer"
     FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
     GYRE = "Gyre"
+    BUNDLED = "Gyre, in bundles"
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def build(
     before = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)
     try:
-        if contender.how is How.GYRE:
+        if contender.how in (How.GYRE, How.BUNDLED):
             assert mesh is not None
             return _rotated(contender, workload, mesh, fake=fake)
         with device:
@@ -87,7 +90,8 @@ def build(
 
 
 def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake: bool) -> Model:
-    policy = RotationPolicy(recompute=contender.recompute)
+    bundle_numel = _BUNDLE_NUMEL if contender.how is How.BUNDLED else 0
+    policy = RotationPolicy(recompute=contender.recompute, bundle_numel=bundle_numel)
     with torch.device("meta"):
         model = Model(workload, eager_loss=contender.eager_loss)
     if workload.vocabulary:

@@ -93,23 +93,23 @@ def measure(
 def steps(workload: Workload, taken: list[Turn], num_rounds: int) -> list[list[Took]]:
     """The time of each turn's step on this rank, round by round."""
     device = torch.device("cpu")
-    models = [build(turn.contender, workload, _own_mesh(), device, fake=False) for turn in taken]
+    models = [build(turn.contender, workload, own_mesh(), device, fake=False) for turn in taken]
     optimizers = [make_optimizer(workload, model) for model in models]
     batch = make_batch(workload, 1, device)
     found: list[list[Took]] = [[] for _ in taken]
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for turn, model, optimizer, rounds in zip(taken, models, optimizers, found, strict=True):
-            with _hopping(turn.hops):
-                rounds.append(_step(model, optimizer, batch))
+            with hopping(turn.hops):
+                rounds.append(take_step(model, optimizer, batch))
     return [rounds[_NUM_WARM_UP_STEPS:] for rounds in found]
 
 
-def _own_mesh() -> DeviceMesh:
+def own_mesh() -> DeviceMesh:
     """A mesh of all ranks in a group of its own, because a group's transport is chosen once."""
     return DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
 
 
-def _hopping(hops: Hops) -> AbstractContextManager[object]:
+def hopping(hops: Hops) -> AbstractContextManager[object]:
     def stay(
         ring: Ring,
         outgoing: Tensor,
@@ -131,7 +131,9 @@ def _hopping(hops: Hops) -> AbstractContextManager[object]:
             return nullcontext()
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> Took:
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]
+) -> Took:
     dist.barrier()
     before = _clocks()
     model(*batch).backward()

@@ -29,6 +29,7 @@ from gyre_trainer.training.launcher import Launcher
 from gyre_trainer.training.out_of_memory import explained
 from gyre_trainer.training.rank_failure import FailurePipe
 from gyre_trainer.training.rank_variables import require_rank
+from gyre_trainer.training.records.boards import require_installed
 from gyre_trainer.training.run_folder import require_writable
 
 if TYPE_CHECKING:
@@ -135,7 +136,25 @@ def _one_line(error: Exception) -> str:
 
 def _prepare_run(config: TrainConfig, options: argparse.Namespace) -> None:
     require_writable(Path(config.run.out), "run.out")
+    require_installed(config.boards)
+    _require_beginning(options)
     _checkpoint(config, options)
+
+
+def _require_beginning(options: argparse.Namespace) -> None:
+    """Check that a run that begins with given weights begins."""
+    if options.init_from is None:
+        return
+    if options.resume is not None:
+        raise ConfigError(
+            "--init-from begins a run at step 0 with the weights of a folder, and --resume "
+            "continues one with all that its checkpoint has; leave one of them out"
+        )
+    if not options.init_from.is_dir():
+        raise ConfigError(
+            f"--init-from {options.init_from} is no folder; name one that `gyre-train export` or "
+            "transformers wrote"
+        )
 
 
 def _prepare_trace(_config: TrainConfig, options: argparse.Namespace) -> None:
@@ -146,7 +165,12 @@ def _run(config: TrainConfig, options: argparse.Namespace) -> None:
     # Torch's distributed packages take two seconds.
     from gyre_trainer.training.train import train  # noqa: PLC0415
 
-    train(config, _checkpoint(config, options), may_restart=options.resume_if_any)
+    train(
+        config,
+        _checkpoint(config, options),
+        init_from=options.init_from,
+        may_restart=options.resume_if_any,
+    )
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
@@ -272,6 +296,13 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue from the run's latest checkpoint, or start if there is none yet; "
         "for a service that restarts",
+    )
+    run.add_argument(
+        "--init-from",
+        type=Path,
+        metavar="DIR",
+        help="begin at step 0 with the weights of a folder that `gyre-train export` or "
+        "transformers wrote",
     )
     run.set_defaults(be_rank=_run, imports="gyre_trainer.training.train", prepare=_prepare_run)
 

@@ -64,9 +64,19 @@ class Epochs:
 
     def epoch_of(self, batch: int) -> int:
         """Returns the epoch in which a batch begins."""
+        stage, passed = self._place(batch)
+        return self._first[stage] + passed // self._lengths[stage]
+
+    def epochs_before(self, batch: int) -> float:
+        """Returns how many epochs of the order lie before a batch, as a fraction."""
+        stage, passed = self._place(batch)
+        return self._first[stage] + passed / self._lengths[stage]
+
+    def _place(self, batch: int) -> tuple[int, int]:
+        """Returns the stage in which a batch begins, and the positions in it that passed before."""
         position = self.step_of(batch) * self._batch_size
         stage = bisect_right(self._positions, position) - 1
-        return self._first[stage] + (position - self._positions[stage]) // self._lengths[stage]
+        return stage, position - self._positions[stage]
 
     def stop(self, batch: int, num_epochs: int) -> int:
         """Returns the batch behind the last one of the iteration that `batch` belongs to.

@@ -316,6 +316,12 @@ class Loader(DescribedDataset):
         batch = self.num_batches  # which asks the daemon how the job's epochs are
         return self._epochs.epoch_of(batch)
 
+    @property
+    def epochs_passed(self) -> float:
+        """How many epochs lie before the next step, as a fraction."""
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._epochs.epochs_before(batch)
+
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
 

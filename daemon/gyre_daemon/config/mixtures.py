@@ -9,7 +9,7 @@ from gyre_daemon.config.tables import build, convert
 from gyre_daemon.errors import ConfigError
 
 FORMAT = "mixture"  # as which a mixture is listed
-_OF_DATASETS = ("allow", "transforms")  # keys that a mixture has like any dataset
+_OF_DATASETS = ("allow", "transforms", "pack")  # keys that a mixture has like any dataset
 _MAX_SOURCES = 32  # a cursor has a place for each, with its fingerprint
 
 
@@ -88,7 +88,7 @@ def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple
             if getattr(config, key):
                 raise ConfigError(
                     f"{where} has the source `{source}` with `{key}`, and only samples as they are "
-                    f"stored are mixed; name the dataset a second time without it"
-                    + (f", and give {where} the transforms" if key == "transforms" else "")
+                    f"stored are mixed; name the dataset a second time without it, and give "
+                    f"{where} `{key}`"
                 )
         _check_source(source, datasets, (*above, source))

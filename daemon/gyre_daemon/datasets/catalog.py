@@ -229,8 +229,9 @@ class Catalog:
             sources = [
                 (each, await self.open(*self.resolve(each))) for each in config.mixture.sources
             ]
-            return self._mixtures.of(name, config, sources)
-        dataset = await self._open_documents(name, config)
+            dataset = self._mixtures.of(name, config, sources)
+        else:
+            dataset = await self._open_documents(name, config)
         return await self.packed(dataset, config.pack) if config.pack else dataset
 
     async def packed(self, documents: Dataset, config: PackConfig) -> Dataset:

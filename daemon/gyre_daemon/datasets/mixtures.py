@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -69,7 +70,8 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         MixedSource(each, its.fingerprint, its.ordered, its.corrupt, first)
         for (each, its), first in zip(sources, first_ids, strict=False)
     )
-    phases, num_samples = _phases(config, [its.num_samples for _, its in sources])
+    shares = partial(_phases, config)
+    phases, num_samples = shares([its.num_samples for _, its in sources])
     fingerprints = [(each.name, each.fingerprint) for each in mixed]
     said = json.dumps([fingerprints, config.block, num_samples]).encode()
     corrupt = [each.corrupt + each.first_id for each in mixed]
@@ -83,7 +85,7 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         fingerprint=hashlib.blake2b(said, digest_size=16, person=b"gyre.mixture").hexdigest(),
         corrupt=np.concatenate([NO_SAMPLES, *corrupt]),
         num_left_out=sum(its.num_left_out for _, its in sources),
-        mixture=Mixture(mixed, phases, config.block, num_samples),
+        mixture=Mixture(mixed, phases, config.block, num_samples, shares),
         source_names=tuple(name for part in parts for name in part.source_names),
     )
 

@@ -37,11 +37,13 @@ class PackedDatasets:
                     documents.num_made,
                     documents.corrupt,
                     config,
+                    documents.mixture,
                 )
                 fingerprint = packed.fingerprint(documents.fingerprint, documents.transforms)
                 found = replace(
                     documents,
                     packed=packed,
+                    mixture=packed.mixed.mixture if packed.mixed else None,
                     fingerprint=fingerprint,
                     corrupt=NO_SAMPLES,
                     grows=False,  # sequences of the first shards may have later documents too

@@ -15,7 +15,10 @@ import numpy as np
 
 from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
+from gyre_daemon.datasets.mixed_packing import MixedSequences, pack_sources
+from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.mixture import Mixture
 from gyre_daemon.order.packing import (
     PACKING_VERSION,
     PackRule,
@@ -42,6 +45,7 @@ class Packed:
         sequences: which documents are in which sequence.
         mask_column: the number of the documents' own loss mask among the fields that transforms
             make; None where they have none.
+        mixed: what the documents of a mixture add; None for those of one dataset.
     """
 
     config: PackConfig
@@ -49,6 +53,7 @@ class Packed:
     column: int
     sequences: Sequences
     mask_column: int | None = None
+    mixed: "MixedSequences | None" = None
 
     @property
     def num_samples(self) -> int:
@@ -60,13 +65,21 @@ class Packed:
         """The tensors of a sequence of L tokens; only the first is read."""
         row = (self.config.length,)
         int32, int64 = np.dtype("<i4"), np.dtype("<i8")
+        source = [self.mixed.field] if self.mixed else []
         return [
             replace(self.stored, shape=row, ragged=False),
             FieldSpec(POSITION, int32, row, ragged=False, codec="indexed"),
             FieldSpec(LOSS_MASK, np.dtype(np.bool_), row, ragged=False, codec="indexed"),
             FieldSpec(DOCUMENT_ID, int64, (), ragged=True, codec="indexed"),
             FieldSpec(CU_SEQLENS, int32, (), ragged=True, codec="indexed"),
+            *source,
         ]
+
+    def most_parts(self, num_sequences: int) -> int:
+        """An upper bound of the parts of documents in a batch of so many sequences."""
+        if self.mixed:  # a small source may come often
+            return num_sequences * int(np.diff(self.sequences.bounds).max())
+        return self.sequences.most_parts(num_sequences)
 
     @property
     def efficiency(self) -> float:
@@ -98,6 +111,7 @@ def pack(
     num_made: int,
     corrupt: Int64Array,
     config: PackConfig,
+    mixture: Mixture | None = None,
 ) -> Packed:
     """Pack the samples of a dataset; waits a quarter of a second for a million.
 
@@ -107,12 +121,13 @@ def pack(
         num_made: how many of these transforms make, which come first.
         corrupt: int64 [C], documents that are left out, in rising order.
         config: how.
+        mixture: of which these are the documents; None for those of one dataset.
 
     Raises:
         InvalidRequest: there is no such field, it cannot be packed, or as `pack_documents`.
     """
     spec = _field(fields, config)
-    column = list(stored_fields(fields)).index(spec)
+    column = [each.name for each in stored_fields(fields)].index(spec.name)
     if num_made and column >= num_made:
         raise InvalidRequest(
             f"`pack` names the field {spec.name!r:.100}, which no transform makes; behind "
@@ -131,10 +146,15 @@ def pack(
         return np.concatenate(parts)
 
     rule = PackRule(config.length, config.overlong, config.window, config.seed)
-    sequences = pack_documents(index.num_samples, lengths_of, rule, corrupt)
+    mixed = None
+    if mixture:
+        names = next(spec.categories for spec in fields if spec.name == SOURCE)
+        sequences, mixed = pack_sources(mixture, names, lengths_of, rule, corrupt)
+    else:
+        sequences = pack_documents(index.num_samples, lengths_of, rule, corrupt)
     if sequences.begins is not None and spec.codec == "text":
         spec = replace(spec, codec="bytes")  # a cut may go through a character
-    return Packed(config, spec, column, sequences, mask_column)
+    return Packed(config, spec, column, sequences, mask_column, mixed)
 
 
 def _mask_column(fields: Sequence[FieldSpec], num_made: int) -> int | None:
@@ -164,8 +184,9 @@ def _check_masks(documents: Int64Array, lengths: Int64Array, masks: Int64Array) 
 
 
 def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
-    named = [spec for spec in stored_fields(fields) if spec.name == config.field]
-    ragged = [spec.name for spec in stored_fields(fields) if _is_packable(spec)]
+    known = [_uniform(spec) for spec in stored_fields(fields)]
+    named = [spec for spec in known if spec.name == config.field]
+    ragged = [spec.name for spec in known if _is_packable(spec)]
     if not named or not _is_packable(named[0]):
         which = f"there are {', '.join(ragged)}" if ragged else "this dataset has none"
         raise InvalidRequest(
@@ -190,6 +211,13 @@ def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
             f"{spec.name!r:.100}"
         )
     return spec
+
+
+def _uniform(spec: FieldSpec) -> FieldSpec:
+    """A field as all schemas of the shards store it, where they store it alike."""
+    forms = [replace(form, name=spec.name, media_type="", forms=()) for form in spec.forms]
+    is_one = forms and all(form == forms[0] for form in forms)
+    return replace(forms[0], media_type=spec.media_type) if is_one else spec
 
 
 def _is_packable(spec: FieldSpec) -> bool:

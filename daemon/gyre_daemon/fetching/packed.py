@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import OFFSETS_SUFFIX, Extents, SampleIndex
+from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.datasets.packing import CU_SEQLENS, DOCUMENT_ID, LOSS_MASK, POSITION, Packed
 from gyre_daemon.fetching.layout import (
     ALIGNMENT_BYTES,
@@ -141,6 +142,8 @@ def write_packed(
             for each in batch.tensors
         }
         _fill(packed, rows.part(number * size, (number + 1) * size), views)
+        if packed.mixed:
+            views[SOURCE][:] = packed.mixed.source_of(plan.sample_ids[number])
 
 
 def _fill(packed: Packed, rows: PackedRows, views: dict[str, npt.NDArray[Any]]) -> None:
@@ -169,13 +172,13 @@ def _fill(packed: Packed, rows: PackedRows, views: dict[str, npt.NDArray[Any]]) 
 def max_packed_bytes(packed: Packed, num_sequences: int) -> int:
     """An upper bound of the size of any batch of `num_sequences`."""
     places = num_sequences * packed.config.length
-    num_parts = packed.sequences.most_parts(num_sequences)
+    num_parts = packed.most_parts(num_sequences)
     made = places * (packed.stored.dtype.itemsize + 4 + 1)
     ragged = num_parts * (8 + 4) + num_sequences * 4 + 4 + 2 * (num_sequences + 1) * 8
-    return made + ragged + 9 * num_sequences + 10 * ALIGNMENT_BYTES
+    return made + ragged + 13 * num_sequences + 11 * ALIGNMENT_BYTES
 
 
 def max_packed_metadata_bytes(packed: Packed, num_sequences: int) -> int:
     """An upper bound of the memory that the daemon needs for such a batch beside its tensors."""
-    num_parts = packed.sequences.most_parts(num_sequences)
+    num_parts = packed.most_parts(num_sequences)
     return num_parts * _PART_METADATA_BYTES + num_sequences * 16 + _BATCH_METADATA_BYTES

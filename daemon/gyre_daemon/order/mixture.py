@@ -7,7 +7,7 @@ and the source's name. A source may be a mixture itself.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,8 @@ from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import BatchPlanner, BlockIndex, Order
 from gyre_daemon.order.quotas import Phase, Quotas, Reading
 from gyre_daemon.order.steps import Placed
+
+Shares = Callable[[Sequence[int]], tuple[tuple[Phase, ...], int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +51,20 @@ class Mixture:
         phases: by the operator's definition; a job may have other ones.
         block: B, the positions in which each source has its quota.
         num_samples: L, the samples of what counts as an epoch of the mixture.
+        shares: takes how many samples each source has, and returns the phases by the definition
+            and L.
     """
 
     sources: tuple[MixedSource, ...]
     phases: tuple[Phase, ...]
     block: int
     num_samples: int
+    shares: Shares
+
+    def of(self, sources: Sequence[MixedSource]) -> "Mixture":
+        """The same mixture, where an order goes through something else of its sources."""
+        phases, num_samples = self.shares([each.ordered.num_samples for each in sources])
+        return Mixture(tuple(sources), phases, self.block, num_samples, self.shares)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `BlockIndex.blocks`: adjacent samples of several sources do not lie together."""

@@ -220,7 +220,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.PlanMixtureResponse:
         """Count what each source of a mixture contributes."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        dataset = await self._opener.open_ordered(request.dataset, caller)
         return await self._mixtures.plan(caller, dataset, request)
 
     @answers_errors
@@ -229,7 +229,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.ChangeWeightsResponse:
         """Give a running job other weights."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        dataset = await self._opener.open_ordered(request.dataset, caller)
         return self._mixtures.change(caller, dataset, request)
 
     @answers_errors

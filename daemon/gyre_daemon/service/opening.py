@@ -196,17 +196,25 @@ class SessionOpener:
             )
         return name, config
 
+    async def open_ordered(self, ref: pb.DatasetRef, caller: Principal) -> Dataset:
+        """The dataset that a request names, as far as its order needs it.
+
+        Only where documents are packed, what transforms make may decide the order.
+
+        Raises:
+            GyreError: as `resolve`, `Catalog.open` and `open_dataset`.
+        """
+        name, config = self.resolve(ref, caller)
+        if config.pack:
+            return await self.open_dataset(name, config, None)
+        return await self._catalog.open(name, config)
+
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
         for source in config.mixture.sources if config.mixture else ():
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
-            if config.mixture:
-                raise InvalidRequest(
-                    f"`{name}` is a mixture, and only a dataset with shards of its own is packed; "
-                    "ask for it without `pack`"
-                )
             config = replace(config, pack=requests.to_pack(ref.pack))
         return name, config
 

@@ -148,6 +148,23 @@ class Heads(nn.Module):
         return output
 
 
+class Packed(nn.Module):
+    """Attention of two heads whose queries, keys and values one layer makes."""
+
+    def __init__(self, *, head_by_head: bool) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.head_by_head = 2, 3, head_by_head
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(x)
+        if not self.head_by_head:  # all queries, then all keys, then all values
+            y = y.unflatten(-1, (3, -1, self.head_dim)).transpose(-2, -3).flatten(-3)
+        q, k, v = y.unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, dim=-1)
+        output: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return output
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -155,6 +172,8 @@ class Heads(nn.Module):
         (lambda: Gated(hidden=11), MLPRule(ups=("a", "b"), down="c")),
         (lambda: Heads(reads_weights=True), AttentionRule(2, inputs=("q", "k", "v"), output="o")),
         (lambda: Heads(reads_weights=False), None),
+        (lambda: Packed(head_by_head=True), AttentionRule(2, inputs=("qkv",), output="o")),
+        (lambda: Packed(head_by_head=False), None),
         (lambda: Gated(dropout=0.1), None),
         (Residual, None),
         (AcrossTheWidth, None),

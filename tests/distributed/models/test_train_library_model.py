@@ -1,5 +1,6 @@
 """The trainer's steps on a model of `transformers` are those of one process with that library."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
+from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.rank_context import RankContext
 from gyre_trainer.training.step import Stepper, build_optimizer
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
 
 NUM_STEPS = 3
+CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
     "num_hidden_layers": 2,
@@ -55,6 +60,45 @@ def train(folder: Path, out: Path) -> list[float]:
         sums.append(float(stepper.take(Examples(here[:, :-1], here[:, 1:], None), step)))
     save_pretrained(stepper.model, out)
     return sums
+
+
+def begun_from(base: Path, adapters: Path) -> list[str]:
+    """What is said of adapters that fit, and of two that do not; checks those that fit."""
+    told = []
+    context = RankContext(dist.get_rank(), dist.get_world_size(), CPU, make_mesh("cpu"))
+    for lora in ({"rank": 2}, {"rank": 3}, {"rank": 2, "alpha": 4.0}, {}):
+        sections = asdict(config(base))
+        sections["model"] = {"pretrained": str(base), "lora": lora}
+        settings = build(TrainConfig, sections)
+        try:
+            model = build_model(settings, context, adapters)
+        except (CheckpointRejected, ConfigError) as error:
+            told.append(str(error))
+            continue
+        values = load_file(adapters / "adapter_model.safetensors")
+        found = dict(model.named_parameters())
+        for name, value in values.items():
+            here = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            assert torch.equal(local_of(found[here]), value), name
+    return told
+
+
+def test_adapters_of_an_earlier_run_are_taken_or_refused_with_what_differs(
+    tmp_path: Path, ranks: StartRanks
+) -> None:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    alone = library.from_config(AutoConfig.for_model("llama", **SHAPE))
+    alone.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    peft.get_peft_model(alone, settings).save_pretrained(str(tmp_path / "adapters"))
+    told = ranks(2).run(begun_from, tmp_path / "base", tmp_path / "adapters")
+    for of_rank, of_alpha, of_none in told:
+        assert "q_proj.lora_A.weight has the shape [2, 32] there and [3, 32] here" in of_rank
+        assert "have alpha 8, but `model.lora` has 4.0" in of_alpha
+        assert "it has adapters, but `model.lora` has rank 0" in of_none
 
 
 def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:

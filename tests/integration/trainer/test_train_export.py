@@ -29,6 +29,8 @@ sequence_length = 8
 [model]
 {model}
 """
+# Weights that stay what they are: no rate that float32 would notice.
+STAYS = ("--set=optimizer.lr=1e-30", "--set=optimizer.min_lr=0")
 LLAMA = """[model.config]
 model_type = "llama"
 vocab_size = 65
@@ -75,6 +77,16 @@ def test_an_exported_model_has_every_bit_of_the_checkpoint(tmp_path: Path, jobs:
     found = library.from_pretrained(out).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    status, errors = ran(
+        jobs,
+        *("run", str(config), "--init-from", str(out), "--nproc", "2"),
+        *(f"--set=run.out={tmp_path}/next", "--set=run.steps=1", *STAYS),
+    )
+    assert status == 0, errors
+    dcp_to_torch_save(tmp_path / "next/checkpoints/step-00000001", tmp_path / "next.pt")
+    begun = torch.load(tmp_path / "next.pt", weights_only=True)["model"]
+    assert all(torch.equal(begun[name], expected[name]) for name in expected)
 
     status, errors = ran(jobs, "export", str(tmp_path / "nothing"), str(out))
     assert status == 2

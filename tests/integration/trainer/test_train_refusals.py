@@ -104,6 +104,15 @@ def test_a_resume_without_a_checkpoint(
     )
 
 
+def test_weights_to_begin_with_that_no_run_begins_with(
+    tmp_path: Path, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = "--init-from", str(tmp_path / "none")
+    assert "is no folder" in refused(capsys, str(config_path), *nowhere)
+    both = "--init-from", str(tmp_path), "--resume"
+    assert "leave one of them out" in refused(capsys, str(config_path), *both)
+
+
 def test_a_checkpoint_of_another_model_says_what_differs(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +215,7 @@ def test_what_is_no_file_among_the_records_is_refused_at_once(
     (config_path.parent / "run").mkdir()
     make(config_path.parent / "run" / name)
     with pytest.raises(ConfigError, match=f"run/{name} is no regular file but a folder, a pipe"):
-        RunRecorder(load(config_path), RunFacts(1, 1, 1, 1, abs), 0)
+        RunRecorder(load(config_path), RunFacts(1, 1, 1, abs), 0)
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)

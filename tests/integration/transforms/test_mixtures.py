@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gyre_client.loader.text import texts
 from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
+from tests.packing import check_packed
 
 ROOT = Path(__file__).parents[3]
 G = 8
@@ -254,10 +256,26 @@ def test_a_running_job_gets_other_weights(
     assert values(again) == values(plain)
 
 
+Row = tuple[int, int, list[tuple[int, str]]]  # its id, its source, and its documents with texts
+
+
+def rows_of(batch: Batch) -> list[Row]:
+    sources, ids = batch["source"].tolist(), batch["sample_id"].tolist()
+    if "cu_seqlens" not in batch:
+        both = zip(batch["id"].tolist(), texts(batch, "text"), strict=True)
+        return [(*each, [its]) for *each, its in zip(ids, sources, both, strict=True)]
+    parts = iter(check_packed(batch, "text", 0))
+    counts = batch["document_id.offsets"].diff().tolist()
+    return [
+        (*each, [(its, bytes(text.tolist()).decode()) for its, text in islice(parts, count)])
+        for *each, count in zip(ids, sources, counts, strict=True)
+    ]
+
+
 def read_steps(
     daemon: Daemon, loaders: list[Loader], num: int, kill_at: int = -1
-) -> list[dict[int, str]]:
-    """Of each step, the ids of the global batch with their texts."""
+) -> list[list[Row]]:
+    """The rows of each global batch, in the order of their ids: ranks share them by cost."""
     steps = []
     streams = [loader.stream() for loader in loaders]
     for number in range(num):
@@ -265,19 +283,17 @@ def read_steps(
             daemon.kill()
             daemon.start()
         parts = [next(stream) for stream in streams]
-        assert {len(batch["id"]) for batch in parts} == {G // len(loaders)}
-        steps.append(
-            {
-                value: text
-                for batch in parts
-                for value, text in zip(batch["id"].tolist(), texts(batch, "text"), strict=True)
-            }
-        )
+        assert {len(batch["sample_id"]) for batch in parts} == {G // len(loaders)}
+        steps.append(sorted(row for batch in parts for row in rows_of(batch)))
     return steps
 
 
-def test_kills_ranks_filters_balance_and_a_change_of_weights(
-    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("pack", [None, {"field": "text", "length": 40, "overlong": "split"}])
+def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
+    gyred: StartDaemon,
+    config: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    pack: dict[str, Any] | None,
 ) -> None:
     for name in SIZES:
         config["datasets"][name]["filter"] = "length(text) >= 5"
@@ -297,6 +313,8 @@ def test_kills_ranks_filters_balance_and_a_change_of_weights(
                 address=daemon.address,
                 prefetch_batches=2,
                 balance={"linear": 1.0, "quadratic": 0.1, "field": "text"},
+                pack=pack,
+                skip_steps=[(9, 11)],
             )
             if state:
                 loader.load_state_dict(state)
@@ -306,22 +324,31 @@ def test_kills_ranks_filters_balance_and_a_change_of_weights(
     (straight,) = loaders = ranks(1, "straight", None)
     with straight:
         whole = read_steps(daemon, loaders, 2)
-        assert printed(capsys, daemon, *change, "--job=straight")[0] == 0
-        whole += read_steps(daemon, loaders, 26)
-    for value, text in (each for step in whole for each in step.items()):
-        assert len(text) >= 5
-        assert text == text_of(value)
-    assert not any(source_of(value) == "books" for step in whole[14:] for value in step)
+        status, text = printed(capsys, daemon, *change, "--job=straight", *packed_flags(pack))
+        assert status == 0, text
+        whole += read_steps(daemon, loaders, 24)
+    for _, source, its in (each for step in whole for each in step):
+        for value, text in its:
+            assert len(text) >= 5
+            assert pack or text == text_of(value)
+            assert pack or source_of(value) == list(SIZES)[source]
+    assert {source for step in whole[:12] for _, source, _ in step} == {0, 1, 2}
+    assert {source for step in whole[12:] for _, source, _ in step} == {0, 1}  # from step 14 on
     state: dict[str, Any] | None = None
-    found: list[dict[int, str]] = []
-    for num_ranks, num, kill_at in ((2, 2, -1), (2, 8, 4), (4, 9, 5), (1, 9, -1)):
+    found: list[list[Row]] = []
+    for num_ranks, num, kill_at in ((2, 2, -1), (2, 8, 4), (4, 9, 5), (1, 7, -1)):
         with contextlib.ExitStack() as stack:
             loaders = [stack.enter_context(each) for each in ranks(num_ranks, "elastic", state)]
             found += read_steps(daemon, loaders, num, kill_at)
             if len(found) == 2:
-                assert printed(capsys, daemon, *change, "--job=elastic")[0] == 0
+                flags = ("--job=elastic", *packed_flags(pack))
+                assert printed(capsys, daemon, *change, *flags)[0] == 0
             state = loaders[0].state_dict()
     assert found == whole
+
+
+def packed_flags(pack: dict[str, Any] | None) -> list[str]:
+    return [f"--pack={key}={value}" for key, value in (pack or {}).items()]
 
 
 def test_the_example_reads_its_schedule(tmp_path: Path) -> None:
@@ -334,3 +361,59 @@ def test_the_example_reads_its_schedule(tmp_path: Path) -> None:
     assert len(shares) == 8
     assert min(shares[:4]) > 70
     assert max(shares[4:]) < 30
+
+
+PACKED = {
+    "weights": {"web": 0.5, "code": 0.25, "books": 0.25},
+    "block": 8,
+    "pack": {"field": "text", "length": 64, "overlong": "split"},
+}
+
+
+def test_documents_of_a_mixture_are_packed_by_source(
+    gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config["mixtures"] = {
+        "packed": PACKED,
+        "inner": {"weights": {"web": 2, "code": 1}, "block": 8},
+        "outer": {"weights": {"inner": 3, "books": 1}, "block": 8, "pack": PACKED["pack"]},
+        "plain": {key: value for key, value in PACKED.items() if key != "pack"},
+    }
+    daemon = gyred(config)
+    found, _ = batches(daemon, "packed", 12)
+    sources = torch.cat([batch["source"] for batch in found]).tolist()
+    for begin in range(0, len(sources), 8):  # exact in each block of sequences
+        block = sources[begin : begin + 8]
+        assert [block.count(number) for number in range(3)] == [4, 2, 2]
+    assert same(found, batches(daemon, "plain", 12, pack=PACKED["pack"])[0])
+    first_of = {"web": 0, "code": SIZES["web"], "books": SIZES["web"] + SIZES["code"]}
+    counts: dict[str, list[int]] = {name: [] for name in first_of}
+    for batch in found:
+        parts = check_packed(batch, "text", 0)
+        rows = torch.repeat_interleave(batch["source"], batch["document_id.offsets"].diff())
+        for source, (document, tokens) in zip(rows.tolist(), parts, strict=True):
+            name = list(first_of)[source]
+            own = document - first_of[name]
+            assert 0 <= own < SIZES[name]
+            assert bytes(tokens.tolist()).decode() == text_of(FIRST[name] + own)
+            counts[name].append(own)
+    # every source goes through all its documents before any comes again
+    for name, read in counts.items():
+        full = [each for each in range(SIZES[name]) if text_of(FIRST[name] + each)]
+        times = [read.count(each) for each in full]
+        assert max(times) - min(times) <= 1
+        assert max(times) > 1
+    nested, _ = batches(daemon, "outer", 12)
+    sources = torch.cat([batch["source"] for batch in nested]).tolist()
+    assert [sources.count(number) for number in range(3)] == [48, 24, 24]
+    for batch in nested:
+        check_packed(batch, "text", 0)
+    status, text = printed(
+        capsys, daemon, "plan", "packed", "--batch-size", str(G), "--steps", "0:12"
+    )
+    assert (status, "web" in text) == (0, True), text
+    assert " 48 " in text
+    status, text = printed(capsys, daemon, "describe", "packed", "--num", "1")
+    assert (status, "155 documents by text into sequences of 64" in text) == (0, True), text
+    with pytest.raises(InvalidRequest, match=r"the source `web`: .* longer than 20 tokens"):
+        batches(daemon, "plain", 1, pack={"field": "text", "length": 20})

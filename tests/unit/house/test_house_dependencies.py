@@ -89,7 +89,7 @@ def of_google(modules: set[str]) -> set[str]:
             ],
         ),
         ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),
-        ("trainer", ["trainer", "huggingface", "lora"]),
+        ("trainer", ["trainer", "tensorboard", "wandb", "huggingface", "lora"]),
         ("protos", []),
     ],
 )

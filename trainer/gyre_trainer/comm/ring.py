@@ -10,7 +10,7 @@ hops.
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,7 @@ class Hop:
         """``neighbours`` has the rank at the other end of each work, by its description."""
         self._works = works
         self._neighbours = neighbours
-        self._rank = ring.global_rank
-        self._give_up = ring.give_up
-        self._diagnosis = ring.hang_diagnosis
-        self._modules = ring.modules
+        self._ring = ring
         self._identity = identity
         self._is_under_way = True
         self._failed: RingError | RotationError | None = None
@@ -63,30 +60,44 @@ class Hop:
             raise self._failed
         if not self._is_under_way:
             return
-        with self._diagnosis.waiting(" and ".join(what for _, what in self._works) or "nothing"):
+        diagnosis = self._ring.hang_diagnosis
+        with diagnosis.waiting(" and ".join(what for _, what in self._works) or "nothing"):
             for work, what in self._works:
                 try:
                     with span(what):
                         work.wait()
                 except MispairedHop as error:
-                    self._fail(self._diagnosis.mispaired(what, self._difference(what, error)))
+                    self._fail(diagnosis.mispaired(what, self._difference(what, error)))
                 except (RuntimeError, OSError) as error:
-                    self._fail(self._diagnosis.error(what, error), error)
+                    self._fail(diagnosis.error(what, error), error)
         self._is_under_way = False
         self._works = ()
 
     def _fail(self, failure: RingError | RotationError, cause: Exception | None = None) -> NoReturn:
         """End the waits of all ranks, which find the same reason, and raise ``failure``."""
         self._failed = failure
-        self._give_up()
+        self._ring.give_up()
         raise failure from cause
 
     def _difference(self, what: str, error: MispairedHop) -> str:
+        modules = self._ring.modules
         return (
-            f"rank {self._rank} calls {self._modules.describe(self._identity)}, "
-            f"but rank {self._neighbours[what]} calls {self._modules.describe(error.theirs)}; "
+            f"rank {self._ring.global_rank} calls {modules.describe(self._identity)}, "
+            f"but rank {self._neighbours[what]} calls {modules.describe(error.theirs)}; "
             "all ranks must call the same modules in the same order"
         )
+
+
+class _Sides(NamedTuple):
+    """The two ends of all hops of one direction and stream.
+
+    Attributes:
+        ends: offset, whether the tensor arrives, and description: of what arrives, of what is sent.
+        neighbours: the rank at the other end, by description.
+    """
+
+    ends: list[tuple[int, bool, str]]
+    neighbours: dict[str, int]
 
 
 class Ring:
@@ -132,6 +143,7 @@ class Ring:
         # The pool must not hold the ring: without a cycle, a ring ends with its last holder.
         self.pool = BufferPool(partial(_allocate, transports))
         self._transports = transports
+        self._sides: dict[tuple[Direction, Stream], _Sides] = {}
         self.group = group
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Ring":
@@ -164,13 +176,15 @@ class Ring:
             RingError: the hop could not be started.
             RotationError: another rank has found that ranks call different modules.
         """
-        self.bytes_sent += outgoing.numel() * outgoing.element_size()
+        self.bytes_sent += outgoing.nbytes
+        sides = self._sides.get((direction, stream)) or self._add_sides(direction, stream)
         legs = [
-            Leg(incoming, -direction, True, self._what(-direction, stream, arrives=True), identity),
-            Leg(outgoing, direction, False, self._what(direction, stream, arrives=False), identity),
+            Leg(tensor, offset, arrives, description, identity)
+            for tensor, (offset, arrives, description) in zip(
+                (incoming, outgoing), sides.ends, strict=True
+            )
+            if tensor.numel()
         ]
-        legs = [leg for leg in legs if leg.tensor.numel()]
-        neighbours = {leg.description: self._global(leg.offset) for leg in legs}
         works: list[tuple[Work, str]] = []
         for transport in self._transports:
             reached = transport.offsets(outgoing.device)
@@ -180,18 +194,28 @@ class Ring:
                 except (RingError, RotationError):
                     self.give_up()
                     raise
+            if len(carried) == len(legs):
+                break
             legs = [leg for leg in legs if leg.offset not in reached]
-        return Hop(works, self, identity, neighbours)
+        return Hop(works, self, identity, sides.neighbours)
 
     def give_up(self) -> None:
         """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""
         for transport in self._transports:
             transport.give_up()
 
-    def _what(self, offset: int, stream: Stream, *, arrives: bool) -> str:
-        verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
-        what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
-        return f"rank {self._global(0)}: {what}"
+    def _add_sides(self, direction: Direction, stream: Stream) -> "_Sides":
+        """What all hops of a direction and stream have in common."""
+        ends, neighbours = [], {}
+        for offset, arrives in ((-direction, True), (direction, False)):
+            verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
+            neighbour = self._global(offset)
+            what = f"{verb} {stream.name.lower()} {preposition} rank {neighbour}"
+            description = f"rank {self._global(0)}: {what}"
+            ends.append((offset, arrives, description))
+            neighbours[description] = neighbour
+        sides = self._sides[direction, stream] = _Sides(ends, neighbours)
+        return sides
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self.group, (self.rank + offset) % self.size)

@@ -142,7 +142,8 @@ class AttentionRule(Rule):
 
     Attributes:
         num_kv_heads: key/value heads of the whole module; a multiple of the ring's size.
-        inputs: names of the linear layers from the input to the heads.
+        inputs: names of the linear layers from the input to the heads; one layer may make queries,
+            keys and values, if the rows of each key/value head are together.
         output: name of the linear layer from the heads to the output.
     """
 

@@ -1,8 +1,9 @@
 """Finds attention and MLPs in a model by their structure, and tries each finding before it is used.
 
-A module with two or three linear layers may be an MLP, and one with four an attention: the shapes
-of the layers say which could be the last one, and a `config`, or the module's own attributes, how
-many key/value heads there are. Nothing is concluded from names of classes. A small twin of the
+A module with two or three linear layers may be an MLP, and one with four, or with two of which the
+first makes queries, keys and values, an attention: the shapes of the layers say which could be the
+last one, and a `config`, or the module's own attributes, how many key/value heads there are.
+Nothing is concluded from names of classes. A small twin of the
 module then shows whether its slices make its output.
 """
 
@@ -64,28 +65,37 @@ def _mlp_rules(module: nn.Module) -> Iterator[Rule]:
 
 
 def _attention_rules(module: nn.Module) -> Iterator[Rule]:
-    linears, num_kv_heads = _linears(module), _num_kv_heads(module)
-    if len(linears) != 4 or num_kv_heads is None:
-        return
-    for output, last in reversed(linears.items()):
+    linears = _linears(module)
+    for num_kv_heads, (output, last) in product(_head_counts(module), reversed(linears.items())):
         inputs = {name: linear for name, linear in linears.items() if name != output}
         widths = sorted(linear.out_features for linear in inputs.values())
-        is_like_attention = (
+        if (
             all(linear.in_features == last.out_features for linear in inputs.values())
-            and widths[0] == widths[1]
-            and widths[2] == last.in_features
+            and _are_heads(widths, last.in_features)
             and widths[0] % num_kv_heads == 0
-        )
-        if is_like_attention:
+        ):
             yield AttentionRule(num_kv_heads, inputs=tuple(inputs), output=output)
 
 
-def _num_kv_heads(module: nn.Module) -> int | None:
+def _are_heads(widths: list[int], num_channels: int) -> bool:
+    """Whether layers of these widths may make keys, values and queries of ``num_channels``.
+
+    One layer may make them all, if it has the rows of each head together; the trial shows that.
+    """
+    match widths:
+        case [packed]:
+            return packed > num_channels
+        case [keys, values, queries]:
+            return keys == values and queries == num_channels
+    return False
+
+
+def _head_counts(module: nn.Module) -> list[int]:
+    """How many key/value heads there may be, the likeliest first."""
     names = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads"
-    for name, owner in product(names, (module, getattr(module, "config", None))):
-        if isinstance(found := getattr(owner, name, None), int):
-            return found
-    return None
+    owners = module, getattr(module, "config", None)
+    found = (getattr(owner, name, None) for name, owner in product(names, owners))
+    return list(dict.fromkeys(each for each in found if isinstance(each, int)))
 
 
 def _fits(module: nn.Module, rule: Rule, num_slices: int) -> bool:
@@ -203,7 +213,7 @@ def _arguments(twin: nn.Module, rule: Rule) -> dict[str, Any]:
 
 def _head_dim(module: nn.Module) -> int:
     """The channels of a head that have rotary positions."""
-    head_dim: int = module.head_dim  # type: ignore[assignment]
+    head_dim: int = getattr(module, "head_dim", None) or module.head_size  # type: ignore[assignment]
     return int(head_dim * getattr(getattr(module, "config", None), "partial_rotary_factor", 1.0))
 
 

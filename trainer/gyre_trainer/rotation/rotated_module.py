@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from gyre_trainer.rotation.bundle import Bundle, bundled
 from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
@@ -27,9 +28,11 @@ class RotatedModule(ShardedModule):
 
     Attributes:
         rotation: how the module is cut, and where its parameters are.
+        bundle: the small modules that it travels with; None if it rotates by itself.
     """
 
     rotation: Rotation
+    bundle: Bundle | None = None
     training: bool
     _by_rule: dict[Rule, Rotation]
 
@@ -40,12 +43,14 @@ class RotatedModule(ShardedModule):
 
     @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass round the ring."""
+        """One pass round the ring, or a call beside the others of the bundle."""
         if self.training and self.rotation.rule.uses_dropout:
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal
             )
+        if self.bundle is not None:
+            return self.bundle.run(self.rotation, args, kwargs)
         return run(self.rotation, args, kwargs)
 
     def rotation_by(self, rule: Rule) -> Rotation:
@@ -58,7 +63,7 @@ class RotatedModule(ShardedModule):
         """A module with a copy of this rank's slice, which rotates by itself on the same ring."""
         rotation = self.rotation
         copy_shards(list(rotation.module.parameters()), memo)
-        copied: Any = self._copy(memo, "rotation", "_by_rule")
+        copied: Any = self._copy(memo, "rotation", "_by_rule", "bundle")
         copied.rotation = replace(
             rotation,
             module=copied,
@@ -82,6 +87,18 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
         mixed = type(f"{prefix}{cls.__name__}", (behaviour, cls), {_MIXED: True})
         _MIXED_CLASSES[behaviour, cls] = mixed
     module.__class__ = mixed
+
+
+def bundle_small(model: nn.Module) -> None:
+    """Let the small modules in ``model`` travel together where their policy says so."""
+    modules = {
+        module.rotation: module
+        for module in model.modules()
+        if isinstance(module, RotatedModule) and module.bundle is None
+    }
+    for bundle, rotations in bundled(list(modules)):
+        for rotation in rotations:
+            modules[rotation].bundle = bundle
 
 
 def own_class(module: nn.Module) -> type:

@@ -51,6 +51,10 @@ class RotationPolicy:
             parameters computes with a slice; None to run modules as they are. All slices of one
             size share one compiled graph. Weight gradients are then formed beside the buffer that
             travels, so they take memory of their own.
+        bundle_numel: modules with at most this many parameters travel together, up to 2^18 of them
+            in one bundle, and are computed whole, once, instead of slice by slice. Their whole
+            parameters are on every rank until backward has used them. 0 for none. Modules that are
+            recomputed or compiled rotate by themselves all the same.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -59,6 +63,7 @@ class RotationPolicy:
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
+    bundle_numel: int = 0
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -67,6 +72,10 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
+        if self.bundle_numel < 0:
+            raise RotationError(
+                f"RotationPolicy(bundle_numel={self.bundle_numel}): it must not be negative"
+            )
         if self.dropout not in get_args(_Dropout):
             raise RotationError(
                 f"RotationPolicy(dropout={self.dropout!r}): "
@@ -122,6 +131,12 @@ class Rotation:
         return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
 
     @property
+    def travelling_dtype(self) -> torch.dtype:
+        """The dtype of slices on their way; bytes of encoded weights stay bytes."""
+        own = self.sharded.flat.dtype
+        return self.policy.compute_dtype or own if own.is_floating_point else own
+
+    @property
     def is_compiled(self) -> bool:
         """Whether slices are computed by a compiled graph; a single operator would gain nothing."""
         return self.policy.compiler is not None and len(self.layout.cuts) > 1
@@ -144,7 +159,7 @@ class Rotation:
         flat = self.pieces.piece_in(
             self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
         )
-        dtype = self.policy.compute_dtype or flat.dtype
+        dtype = self.travelling_dtype
         if dtype == flat.dtype:
             yield flat
             return

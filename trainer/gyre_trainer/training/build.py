@@ -1,15 +1,18 @@
 """The configured model, rotated before it exists."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer import pretrained
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotate import RotationPolicy, Rules, materialize, rotate_all
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.models.lora import adapt
+from gyre_trainer.training.models.lora import adapt, holds_adapters, load_adapters
 from gyre_trainer.training.rank_context import RankContext
 
 
@@ -63,20 +66,52 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
     return model
 
 
-def build_model(config: TrainConfig, context: RankContext) -> nn.Module:
-    """The rotated model with its first weights: pretrained ones, or initial ones.
+def build_model(
+    config: TrainConfig, context: RankContext, weights: Path | None = None
+) -> nn.Module:
+    """The rotated model with its first weights: given ones, pretrained ones, or initial ones.
+
+    Args:
+        config: of the run.
+        context: the rank.
+        weights: a folder that `gyre-train export` or `transformers` wrote, of the model or of its
+            adapters; None for the weights that the configuration says.
 
     Raises:
-        ConfigError: there is no such model of transformers.
+        ConfigError: there is no such model of transformers, or no weights can be given to it.
         CheckpointRejected: its folder has no weights of it, or damaged ones.
     """
+    of_model, of_adapters = _sources(config.model, weights)
     model = rotated(config, context.mesh)
-    if isinstance(config.model, LibraryConfig) and config.model.pretrained:
-        pretrained.load(model, config.model.pretrained, device=context.device)
+    if of_model:
+        pretrained.load(model, of_model, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)
     add_adapters(model, config)
+    if of_adapters:
+        assert isinstance(config.model, LibraryConfig)
+        load_adapters(model, config.model.lora, of_adapters)
     return model
+
+
+def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path | None]:
+    """The folders of the model's weights and of its adapters; None for initial ones."""
+    if not isinstance(model, LibraryConfig):
+        if given:
+            raise ConfigError(
+                f"--init-from {given}: `model` is a GPT of Gyre's own, and only weights of models "
+                "of transformers are exported; continue its run with --resume"
+            )
+        return None, None
+    own = Path(model.pretrained) if model.pretrained else None
+    if given is None or not holds_adapters(given):
+        return given or own, None
+    if not has_adapters(model):
+        raise ConfigError(
+            f"--init-from {given}: it has adapters, but `model.lora` has rank 0; set `model.lora` "
+            "as in the run that it is from"
+        )
+    return own, given
 
 
 def has_adapters(model: ModelConfig) -> bool:

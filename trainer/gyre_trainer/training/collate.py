@@ -2,6 +2,8 @@
 
     tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
              the first
+    packed   the same, of several documents: the targets are those of `loss_mask`, so none is the
+             first token of a document or padding
     text     a document of any length, as bytes; the vocabulary is 256 bytes and END_OF_TEXT; one
              row per document, as above
 
@@ -82,7 +84,7 @@ class Collator:
             )
         offsets = batch.get(f"{self._data.field}.offsets")
         examples = (
-            self._windows(values)
+            self._windows(values, batch.get("loss_mask"))
             if offsets is None
             else self._documents(values, offsets, batch["sample_id"], step)
         )
@@ -91,7 +93,7 @@ class Collator:
         self._require_known_tokens(examples)
         return examples
 
-    def _windows(self, tokens: Tensor) -> Examples:
+    def _windows(self, tokens: Tensor, is_target: Tensor | None) -> Examples:
         length = self._data.sequence_length + 1
         if tokens.ndim != 2 or tokens.shape[1] != length:
             shape = " by ".join(map(str, tokens.shape[1:])) or "a scalar"
@@ -101,7 +103,7 @@ class Collator:
             )
         # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
         rows = tokens.long()
-        return Examples(rows[:, :-1], rows[:, 1:], None)
+        return Examples(rows[:, :-1], rows[:, 1:], None if is_target is None else is_target[:, 1:])
 
     def _documents(
         self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int

@@ -33,6 +33,7 @@ from gyre_trainer.training.configuration.ranges import (
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
 from gyre_trainer.training.models.sampling import SampleConfig
+from gyre_trainer.training.records.boards import BoardsConfig
 
 ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
@@ -54,9 +55,10 @@ class RunConfig:
         device: `auto` takes CUDA where every local rank has a device of its own, else the CPU.
         threads: threads of one rank's operators on the CPU; 0 shares the machine's cores among its
             ranks.
-        log_every: steps between two writes to history, TensorBoard and progress; each write costs
+        log_every: steps between two writes to history, boards and progress; each write costs
             one small collective.
         seed: the seed of the initial weights.
+        replicas: rings of ranks; each ring has all parameters, and all have as many ranks.
         timeout_s: the job ends when a rank has waited for another for longer than this, in one hop
             or collective.
     """
@@ -67,6 +69,7 @@ class RunConfig:
     threads: NumThreads = 0
     log_every: AtLeast1 = 10
     seed: Seed = 0
+    replicas: AtLeast1 = 1
     timeout_s: Seconds = 600.0
 
 
@@ -213,6 +216,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    boards: BoardsConfig = dataclasses.field(default_factory=BoardsConfig)
 
     def __post_init__(self) -> None:
         if self.sample.prompts and not self.eval.every:
@@ -249,11 +253,16 @@ class TrainConfig:
             )
 
     def require_divisible(self, world_size: int) -> None:
-        """Check that the global batch divides evenly among ranks and accumulation steps.
+        """Check that the ranks divide evenly among rings, and the global batch among the ranks.
 
         Raises:
-            ConfigError: says what the batch size must be a multiple of.
+            ConfigError: says what the number of ranks, or the batch size, must be a multiple of.
         """
+        if world_size % self.run.replicas:
+            raise ConfigError(
+                f"there are {world_size} ranks, but `run.replicas` is {self.run.replicas}; "
+                "make the number of ranks a multiple of it"
+            )
         parts = world_size * self.optimizer.accumulation_steps
         if self.data.batch_size % parts:
             raise ConfigError(

@@ -51,7 +51,8 @@ def join_job(run: RunConfig) -> Iterator[RankContext]:
             f"rank {os.environ['RANK']} cannot join the other ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}"
         ) from error
-    yield RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
+    mesh = make_mesh(device.type, replicate=run.replicas)
+    yield RankContext(dist.get_rank(), dist.get_world_size(), device, mesh)
     dist.destroy_process_group()  # not after an exception: it would wait for ranks that are gone
 
 

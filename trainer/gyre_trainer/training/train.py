@@ -15,7 +15,7 @@ from gyre_client import Loader
 from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.errors import CheckpointRejected, Diverged
+from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
@@ -23,6 +23,7 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
+from gyre_trainer.training.records.rank_log import log_to
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
 from gyre_trainer.training.step import Stepper
 
@@ -30,12 +31,20 @@ if TYPE_CHECKING:
     from gyre_trainer.training.records.recorder import RunRecorder
 
 
-def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False) -> None:
+def train(
+    config: TrainConfig,
+    resume: Path | None,
+    *,
+    init_from: Path | None = None,
+    may_restart: bool = False,
+) -> None:
     """Train until the last configured step, as one of the ranks that the environment names.
 
     Args:
         config: the run's configuration.
         resume: a checkpoint directory to resume from; None begins at step 0.
+        init_from: the folder of the weights that a run begins with, instead of those that the
+            configuration says; a run that is resumed does not read it.
         may_restart: whether a run that ended before its first checkpoint may begin again in its
             directory.
 
@@ -44,6 +53,7 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
         gyre_client.GyreError: the data is not available.
     """
     with join_job(config.run) as context:
+        log_to(Path(config.run.out), context.rank)
         config.require_divisible(context.world_size)
         with (
             shared_daemon(config) as here,
@@ -51,7 +61,7 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
                 here, context, config.data.dataset, config.data.seed, config.data.skip_steps
             ) as loader,
         ):
-            training = Training(here, context, loader)
+            training = Training(here, context, loader, None if resume else init_from)
             training.begin(resume, may_restart=may_restart)
             while training.step < config.run.steps:
                 training.take()
@@ -65,12 +75,14 @@ class Training:
         step: the number of the next step.
     """
 
-    def __init__(self, config: TrainConfig, context: RankContext, loader: Loader) -> None:
+    def __init__(
+        self, config: TrainConfig, context: RankContext, loader: Loader, weights: Path | None
+    ) -> None:
         self.step = 0
         self._config = config
         self._context = context
         self._loader = loader
-        self._stepper = Stepper(build_model(config, context), config)
+        self._stepper = Stepper(build_model(config, context, weights), config)
         self._collator = Collator(config.data, config.model.vocab_size)
         self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
@@ -88,6 +100,7 @@ class Training:
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
             self._require_resumable(resume)
+        require_one_place(self._loader.state_dict()["cursor"])
         if self._context.rank == 0:
             # TensorBoard and matplotlib, for one rank.
             from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415
@@ -97,7 +110,6 @@ class Training:
             )
             facts = RunFacts(
                 self._loader.num_samples,
-                self._loader.steps_per_epoch,
                 self._context.world_size,
                 num_parameters,
                 self._loader.step_of,
@@ -120,6 +132,7 @@ class Training:
 
     def take(self) -> None:
         """Take one step on the next global batch; then record, evaluate and save as configured."""
+        epoch = self._loader.epoch
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
@@ -131,6 +144,7 @@ class Training:
             StepTimes(ended_s - self._step_began_s, waited_s),
             examples.num_targets(),
             batch,
+            epoch,
         )
         self._step_began_s = ended_s
         self.step += 1
@@ -142,7 +156,7 @@ class Training:
         with collective("the peaks of memory"):
             dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
         if self._recorder:
-            self._recorder.finish(peaks)
+            self._recorder.finish(peaks, self._loader.epochs_passed)
 
     def _state(self) -> TrainState:
         return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
@@ -214,6 +228,28 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     yield
     model.train()
+
+
+def require_one_place(cursor: bytes) -> None:
+    """Check that all ranks read the same order of the same data, from the same place. Collective.
+
+    Ranks of several nodes may have daemons of their own, whose shards differ.
+
+    Raises:
+        DataRejected: on every rank: the cursor of some rank is another one; the message names the
+            ranks that differ from most.
+    """
+    everyone = [b""] * dist.get_world_size()
+    with collective("the places of all ranks in the data"):
+        dist.all_gather_object(everyone, cursor)
+    usual = max(everyone, key=everyone.count)
+    others = [str(rank) for rank, each in enumerate(everyone) if each != usual]
+    if others:
+        raise DataRejected(
+            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(others)} would read other data, "
+            "or from another place, than most ranks: their daemons have other shards of the "
+            "dataset, or another configuration of it; compare `gyre describe` at their addresses"
+        )
 
 
 def open_loader(

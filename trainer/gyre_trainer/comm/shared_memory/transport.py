@@ -38,13 +38,18 @@ class SharedMemoryTransport:
         self._group = group
         self._diagnosis = diagnosis
         self._copy_thread: CopyThread | None = None
+        self._reached: frozenset[int] | None = None
 
     def offsets(self, device: torch.device) -> frozenset[int]:
         """The neighbours on this host (1: next rank, -1: rank before); none off the CPU.
 
         The first call for a CPU is collective.
         """
-        return frozenset(self._links()) if device.type == "cpu" else frozenset()
+        if device.type != "cpu":
+            return frozenset()
+        if self._reached is None:
+            self._reached = frozenset(self._links())
+        return self._reached
 
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
         """Start the legs. The side whose buffer is the pool's offers it; offers go first.

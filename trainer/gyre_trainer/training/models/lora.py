@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) in a causal language model, by peft; all else is frozen."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +9,12 @@ import torch
 from msgspec import Meta
 from torch import nn
 
-from gyre_trainer.errors import CheckpointFailed, ConfigError
+from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
 from gyre_trainer.training.configuration.ranges import AtLeast0
 
 _ADAPTER = "default"  # as peft calls the only one
+_WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."  # of names in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,48 @@ def save_adapters(model: nn.Module, lora: Lora, base: str, folder: Path) -> None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # peft loads into a model of its own, which holds the model under this name
-        tensors = {f"base_model.model.{name}": each.contiguous() for name, each in values.items()}
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        tensors = {f"{_PREFIX}{name}": each.contiguous() for name, each in values.items()}
+        save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
         settings.save_pretrained(str(folder))
     except OSError as error:
         raise CheckpointFailed(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether there are adapters in a folder, as `save_adapters` or peft writes them."""
+    return (folder / _WEIGHTS).exists()
+
+
+def load_adapters(model: nn.Module, lora: Lora, folder: Path) -> None:
+    """Copy the adapters in a folder into those of a model.
+
+    Raises:
+        CheckpointRejected: they are others, or damaged; the message says what differs.
+    """
+    # It comes with transformers, which only these models need.
+    from safetensors import SafetensorError  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    try:
+        found = load_file(folder / _WEIGHTS)
+        alpha = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))["lora_alpha"]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointRejected(f"the adapters in {folder} cannot be read: {error}") from error
+    values = {name.removeprefix(_PREFIX): each for name, each in found.items()}
+    wanted = _peft().get_peft_model_state_dict(model, adapter_name=_ADAPTER)
+    there, here = ({name: list(each.shape) for name, each in of.items()} for of in (values, wanted))
+    different = sorted(name for name in there | here if there.get(name) != here.get(name))
+    if different:
+        name = different[0]
+        raise CheckpointRejected(
+            f"the adapters in {folder} are others than `model.lora` says: {name} has the shape "
+            f"{there.get(name, 'of nothing')} there and {here.get(name, 'of nothing')} here"
+        )
+    if alpha != lora.alpha:
+        raise CheckpointRejected(
+            f"the adapters in {folder} have alpha {alpha}, but `model.lora` has {lora.alpha}"
+        )
+    _peft().set_peft_model_state_dict(model, values, adapter_name=_ADAPTER)
 
 
 def _settings(lora: Lora) -> Any:

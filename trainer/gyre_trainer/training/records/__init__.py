@@ -1,6 +1,6 @@
-"""What a run writes down: history, TensorBoard events, progress line, and the final report.
+"""What a run writes down: history, boards, progress line, and the final report.
 
-In: the steps of all ranks, gathered. Out: `history.jsonl`, `report.json`, `loss.png` and event
-files in the run directory, written by rank 0. Nothing here touches a model. Only
-`gyre_trainer.training` imports this package.
+In: the steps of all ranks, gathered. Out: `history.jsonl`, `report.json`, `loss.png` and the files
+of TensorBoard or Weights & Biases in the run directory, written by rank 0. Nothing here touches a
+model. Only `gyre_trainer.training` and `gyre_trainer.cli` import this package.
 """

@@ -1,16 +1,17 @@
-"""Everything that rank 0 writes about a run: history, TensorBoard, progress, report."""
+"""Everything that rank 0 writes about a run: history, boards, progress, report."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gyre_common.printable import printable
-from torch.utils.tensorboard import SummaryWriter
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.records import boards
 from gyre_trainer.training.records.history import (
     Evaluation,
     History,
@@ -34,14 +35,12 @@ class RunFacts:
 
     Attributes:
         num_samples: samples in an epoch of the dataset.
-        steps_per_epoch: whole steps in an epoch.
         world_size: the number of ranks of this job.
         num_parameters: parameters of the whole model.
         data_step: takes a step of the run, and returns the one of the data's order that it read.
     """
 
     num_samples: int
-    steps_per_epoch: int
     world_size: int
     num_parameters: int
     data_step: Callable[[int], int]
@@ -79,7 +78,9 @@ class RunRecorder:
             committed(self._history_path)  # which also checks it, before anything is trained
             if first_step or is_begun:
                 self._history.resume_at(first_step)
-            self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
+            self._boards = boards.opened(
+                config.boards, self._out, first_step, _without_secrets(config)
+            )
         self._progress = Progress(config.run.steps, sys.stderr)
         self._progress.say(
             f"{facts.num_parameters / 1e6:.2f} M parameters on {facts.world_size} ranks, "
@@ -106,21 +107,22 @@ class RunRecorder:
             self._history.append(records)
             for record in records:
                 elapsed_s = max(record.elapsed_s, 1e-9)
-                self._board.add_scalar("train/loss", record.loss, record.step + 1)
-                self._board.add_scalar("train/learning_rate", record.lr, record.step + 1)
-                self._board.add_scalar(
-                    "speed/tokens_per_s", record.num_targets / elapsed_s, record.step + 1
-                )
-                self._board.add_scalar(
-                    "speed/data_wait_share", record.data_wait_s / elapsed_s, record.step + 1
-                )
+                figures = {
+                    "train/loss": record.loss,
+                    "train/learning_rate": record.lr,
+                    "speed/tokens_per_s": record.num_targets / elapsed_s,
+                    "speed/data_wait_share": record.data_wait_s / elapsed_s,
+                }
+                for board in self._boards:
+                    board.add(record.step + 1, figures)
             self._progress.show(records)
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
         with self._writing():
             self._history.note(Evaluation(step, loss))
-            self._board.add_scalar("eval/loss", loss, step)
+            for board in self._boards:
+                board.add(step, {"eval/loss": loss})
             self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
 
     def add_samples(self, step: int, texts: Sequence[str]) -> None:
@@ -128,7 +130,8 @@ class RunRecorder:
         with self._writing():
             for prompt, text in zip(self._config.sample.prompts, texts, strict=True):
                 self._history.note(Sample(step, prompt, text))
-                self._board.add_text(f"sample/{prompt}", text, step)
+                for board in self._boards:
+                    board.add_text(step, f"sample/{prompt}", text)
                 self._progress.say(printable(f"step {step}: {prompt} | {text}"))
 
     def sync(self) -> None:
@@ -136,11 +139,17 @@ class RunRecorder:
         with self._writing():
             self._history.sync()
 
-    def finish(self, peak_memory_bytes: Sequence[int]) -> None:
-        """Write the report and the loss curve, and close all files."""
+    def finish(self, peak_memory_bytes: Sequence[int], epochs_passed: float) -> None:
+        """Write the report and the loss curve, and close all files.
+
+        Args:
+            peak_memory_bytes: of each rank.
+            epochs_passed: of the dataset, as a fraction.
+        """
         with self._writing():
             self._history.close()
-            self._board.close()
+            for board in self._boards:
+                board.close()
             records = committed(self._history_path)
             if not records:
                 raise ConfigError(
@@ -148,7 +157,7 @@ class RunRecorder:
                     f"{self._config.run.steps}; make `run.steps` larger"
                 )
             resumed_at = resumes(self._history_path)
-            report = self._report(records, resumed_at, peak_memory_bytes)
+            report = self._report(records, resumed_at, peak_memory_bytes, epochs_passed)
             write_report(report, self._report_path)
             title = (
                 f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
@@ -176,7 +185,7 @@ class RunRecorder:
     def _record(self, step: int, seen: GlobalStep) -> StepRecord:
         return StepRecord(
             step=step,
-            epoch=self._epoch(step),
+            epoch=seen.epoch,
             loss=seen.loss,
             lr=learning_rate(step, self._config.run.steps, self._config.optimizer),
             num_targets=seen.num_targets,
@@ -185,38 +194,24 @@ class RunRecorder:
             sample_ids=digest(seen.sample_ids.tolist()),
         )
 
-    def _epoch(self, step: int) -> int:
-        """The epoch of the step's first position.
-
-        Only with the tail `wrap` a batch runs on into the next epoch.
-        """
-        step = self._facts.data_step(step)
-        if self._config.data.tail == "wrap":
-            return step * self._config.data.batch_size // self._facts.num_samples
-        return step // self._facts.steps_per_epoch
-
     def _report(
         self,
         records: Sequence[StepRecord],
         resumed_at: Sequence[int],
         peak_memory_bytes: Sequence[int],
+        epochs_passed: float,
     ) -> Report:
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
         evaluations = notes(self._history_path, Evaluation)
-        data_step = self._facts.data_step(len(records))
-        position = data_step * self._config.data.batch_size
-        wraps = self._config.data.tail == "wrap"
-        epochs = (
-            position / self._facts.num_samples if wraps else data_step / self._facts.steps_per_epoch
-        )
+        position = self._facts.data_step(len(records)) * self._config.data.batch_size
         return Report(
             steps=len(records),
             final_loss=final_loss(records),
             num_tokens=num_tokens,
             tokens_per_s=num_tokens / elapsed_s,
             data_wait_share=sum(record.data_wait_s for record in records) / elapsed_s,
-            epochs=epochs,
+            epochs=epochs_passed,
             position=position,
             world_size=self._facts.world_size,
             num_parameters=self._facts.num_parameters,
@@ -224,3 +219,10 @@ class RunRecorder:
             resumed_at=tuple(resumed_at),
             eval_loss=evaluations[-1].eval_loss if evaluations else None,
         )
+
+
+def _without_secrets(config: TrainConfig) -> dict[str, Any]:
+    """The configuration, but for options of the dataset, which may name credentials."""
+    settings = asdict(config)
+    del settings["data"]["options"]
+    return settings

@@ -20,6 +20,7 @@ class GlobalStep:
         elapsed_s: seconds since the end of the previous step, on rank 0.
         data_wait_s: seconds that the slowest rank waited for its batch.
         sample_ids: ids of the global batch, in the order of their positions, padding included.
+        epoch: the epoch in which the step begins.
     """
 
     loss: float
@@ -27,6 +28,7 @@ class GlobalStep:
     elapsed_s: float
     data_wait_s: float
     sample_ids: npt.NDArray[np.int64]
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,15 @@ class StepStats:
         self._losses: list[Tensor] = []
         self._figures: list[list[float]] = []
         self._ids: list[Tensor] = []
+        self._epochs: list[int] = []
 
     def add(
-        self, loss_sum: Tensor, times: StepTimes, num_targets: int, batch: Mapping[str, Tensor]
+        self,
+        loss_sum: Tensor,
+        times: StepTimes,
+        num_targets: int,
+        batch: Mapping[str, Tensor],
+        epoch: int,
     ) -> None:
         """Add a step of this rank.
 
@@ -56,7 +64,9 @@ class StepStats:
             times: the times of this step on this rank.
             num_targets: the number of targets that the sum is over.
             batch: the loader's batch, on any device, of equal size on every rank.
+            epoch: the epoch in which the step begins, the same on every rank.
         """
+        self._epochs.append(epoch)
         self._losses.append(loss_sum.detach().double())
         self._figures.append([num_targets, times.elapsed_s, times.data_wait_s])
         self._ids.append(batch["sample_id"].long())
@@ -66,10 +76,11 @@ class StepStats:
         losses = _all_gather(torch.stack(self._losses).cpu())
         figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
         ids = _all_gather(torch.stack(self._ids).cpu())
-        self._losses, self._figures, self._ids = [], [], []
+        epochs = self._epochs
+        self._losses, self._figures, self._ids, self._epochs = [], [], [], []
         return [
-            _combine(losses[:, step], figures[:, step], ids[:, step])
-            for step in range(losses.shape[1])
+            _combine(losses[:, step], figures[:, step], ids[:, step], epoch)
+            for step, epoch in enumerate(epochs)
         ]
 
 
@@ -80,7 +91,7 @@ def _all_gather(mine: Tensor) -> Tensor:
     return torch.stack(everyone)
 
 
-def _combine(losses: Tensor, figures: Tensor, ids: Tensor) -> GlobalStep:
+def _combine(losses: Tensor, figures: Tensor, ids: Tensor, epoch: int) -> GlobalStep:
     """One step from losses [W], figures [W, 3] and sample ids [W, B]."""
     counts, elapsed, waits = figures.unbind(1)
     return GlobalStep(
@@ -89,4 +100,5 @@ def _combine(losses: Tensor, figures: Tensor, ids: Tensor) -> GlobalStep:
         elapsed_s=float(elapsed[0]),
         data_wait_s=float(waits.max()),
         sample_ids=ids.numpy().reshape(-1),
+        epoch=epoch,
     )

@@ -1,0 +1,229 @@
+"""Small modules that travel together compute what they do alone, in fewer hops and bytes."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotation.per_slice import PerSlice
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.comparing import distances
+from tests.distributed.conftest import StartRanks
+from tests.distributed.rotation.test_rotation_layers import CASES
+from tests.distributed.steps.test_rotation_parity import UNEVEN
+from tests.distributed.training import (
+    EVEN,
+    Variant,
+    distance,
+    train_alone,
+    train_rotated,
+)
+
+TOGETHER = RotationPolicy(bundle_numel=2**18)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_one_call_equals_one_process(ranks: StartRanks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(distances, CASES, TOGETHER):
+        assert {name: value for name, value in found.items() if not value <= 1e-12} == {}
+
+
+VARIANTS = {
+    "clipped, accumulated": Variant(EVEN, TOGETHER, max_norm=0.05, num_parts=2),
+    "tied, uneven": Variant(replace(UNEVEN, tie_embeddings=True), TOGETHER),
+    "some rotate, some are frozen": Variant(
+        UNEVEN,
+        RotationPolicy(bundle_numel=24 * 50 * 2 + 24),
+        frozen=("embedding", "blocks.0.mlp", "blocks.1.attention.q"),
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_parameters_equal_one_process(
+    ranks: StartRanks, name: str, num_ranks: int
+) -> None:
+    alone = train_alone(replace(VARIANTS[name], policy=RotationPolicy()))
+    for outcome in ranks(num_ranks).run(train_rotated, VARIANTS[name]):
+        assert outcome.losses == pytest.approx(alone.losses, rel=1e-12, abs=0)
+        assert distance(outcome.parameters, alone.parameters) <= 1e-12
+
+
+def test_replicas_equal_one_process(ranks: StartRanks) -> None:
+    alone = train_alone(Variant(EVEN), 3)
+    for outcome in ranks(4).run(train_rotated, Variant(EVEN, TOGETHER), 3, 2):
+        assert outcome.losses == pytest.approx(alone.losses, rel=1e-12, abs=0)
+        assert distance(outcome.parameters, alone.parameters) <= 1e-12
+
+
+def test_half_precision_stays_close(ranks: StartRanks) -> None:
+    half = replace(TOGETHER, compute_dtype=torch.bfloat16)
+    alone = train_alone(Variant(EVEN, dtype=torch.float32))
+    for outcome in ranks(2).run(train_rotated, Variant(EVEN, half, torch.float32)):
+        assert outcome.losses == pytest.approx(alone.losses, rel=2e-2)
+        assert all(parameter.dtype == torch.float32 for parameter in outcome.parameters.values())
+
+
+class Layers(nn.Module):
+    """Layers of which each call uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, used: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for index in used:
+            x = self.layers[index](x).sin()
+        return x.sum()
+
+
+def rotated_layers() -> tuple[Layers, Ring]:
+    torch.manual_seed(0)
+    model, mesh = Layers(), make_mesh("cpu")
+    rotate_all(model, mesh=mesh, policy=TOGETHER)
+    return model, ring_of(mesh)
+
+
+def hops_and_bytes(num_steps: int) -> list[tuple[int, int]]:
+    """Hops, and bytes sent, of each step; in an odd one, an evaluation comes first."""
+    model, ring = rotated_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hops, shift = [0], ring.shift
+
+    def counted(*args: object) -> object:
+        hops[0] += 1
+        return shift(*args)  # type: ignore[arg-type]
+
+    ring.shift = counted  # type: ignore[method-assign, assignment]
+    found = []
+    for step in range(num_steps):
+        before = hops[0], ring.bytes_sent
+        if step % 2:
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+                model(torch.ones(2, 6))
+        model(torch.ones(2, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((hops[0] - before[0], ring.bytes_sent - before[1]))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_layers_share_their_hops(ranks: StartRanks, num_ranks: int) -> None:
+    """Weights travel once for forward and backward; with gradients go six numbers."""
+    num_bytes = 4 * 3 * (6 * 6 + 6) // num_ranks
+    trained = 2 * num_bytes + 4 * 6
+    for found in ranks(num_ranks).run(hops_and_bytes, 2):
+        one = num_ranks - 1
+        assert found == [(2 * one, trained * one), (3 * one, (trained + num_bytes) * one)]
+
+
+def told(which: str) -> tuple[str, list[bool]]:
+    """What this rank is told, and which layers got a gradient."""
+    model, _ = rotated_layers()
+    x, rank = torch.ones(2, 6), dist.get_rank()
+    try:
+        match which:
+            case "a layer is not used":
+                model(x, (0, 2)).backward()
+            case "ranks use other layers":
+                model(x, (0, 1 + rank)).backward()
+            case "two forwards before the backwards":
+                first, second = model(x), model(2 * x)
+                first.backward()
+                second.backward()
+                expected = [p.grad.to_local() for p in model.parameters()]  # type: ignore[union-attr]
+                model.zero_grad()
+                (model(x) + model(2 * x)).backward()
+                for parameter, grad in zip(model.parameters(), expected, strict=True):
+                    assert isinstance(parameter.grad, DTensor)
+                    assert torch.allclose(parameter.grad.to_local(), grad)
+            case "torch's checkpoint":
+                model(x).backward()
+                expected = [p.grad.to_local() for p in model.parameters()]  # type: ignore[union-attr]
+                model.zero_grad()
+                checkpoint(model, x, use_reentrant=False).backward()
+                for parameter, grad in zip(model.parameters(), expected, strict=True):
+                    assert isinstance(parameter.grad, DTensor)
+                    assert torch.equal(parameter.grad.to_local(), grad)
+            case "a copy":
+                copied = deepcopy(model)
+                assert not any(layer.bundle for layer in copied.layers)
+                assert torch.allclose(copied(x), model(x))
+            case _:
+                loss = model(x)
+                with torch.no_grad():
+                    next(model.parameters()).add_(1)
+                loss.backward()
+    except RotationError as error:
+        return str(error), []
+    return "", [layer.weight.grad is not None for layer in model.layers]
+
+
+class Seen(PerSlice):
+    """What the one call of a module that is computed whole has left."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def of_slice(self, index: int) -> list[Tensor]:
+        assert index == 0
+        return self.tensors
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.tensors)
+
+
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor, seen: list[Tensor] | None = None) -> Tensor:
+        if seen is not None:
+            seen.append(x)
+        return super().forward(x)
+
+
+def remembered() -> int:
+    model, seen = nn.Sequential(Remembers(6, 6)), Seen()
+    rotate_all(model, mesh=make_mesh("cpu"), policy=TOGETHER, rules={Remembers: LinearRule()})
+    with torch.no_grad():
+        model[0](torch.ones(2, 6), seen)
+    return len(seen.tensors)
+
+
+def test_a_module_computed_whole_has_one_cache(ranks: StartRanks) -> None:
+    assert ranks(2).run(remembered) == [1, 1]
+
+
+def test_a_layer_that_no_rank_uses_has_no_gradient(ranks: StartRanks) -> None:
+    assert ranks(2).run(told, "a layer is not used") == [("", [True, False, True])] * 2
+
+
+def test_two_forwards_before_their_backwards_add_up(ranks: StartRanks) -> None:
+    assert ranks(3).run(told, "two forwards before the backwards") == [("", [True] * 3)] * 3
+
+
+@pytest.mark.parametrize("which", ["torch's checkpoint", "a copy"])
+def test_other_ways_to_call_give_the_same(ranks: StartRanks, which: str) -> None:
+    assert [message for message, _ in ranks(2).run(told, which)] == ["", ""]
+
+
+def test_ranks_that_use_other_layers_are_told_which(ranks: StartRanks) -> None:
+    for message, _ in ranks(2).run(told, "ranks use other layers"):
+        assert "layers.1.weight has a gradient on 1 of 2 ranks" in message
+
+
+def test_parameters_that_change_before_backward_are_refused(ranks: StartRanks) -> None:
+    for message, _ in ranks(2).run(told, "changed"):
+        assert "changed between forward and backward" in message

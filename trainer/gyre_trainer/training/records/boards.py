@@ -1,0 +1,164 @@
+"""Where a run's figures are drawn beside its history: TensorBoard, and Weights & Biases.
+
+Each has an extra of its own. Only rank 0 opens them.
+"""
+
+import importlib.util
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from gyre_trainer.errors import ConfigError, RecordsFailed
+
+_RUN_ID = "wandb-run"  # the file in the run directory that names the run
+
+
+@dataclass(frozen=True, slots=True)
+class BoardsConfig:
+    """Where figures are drawn.
+
+    Attributes:
+        tensorboard: `auto` writes event files where the library is installed.
+        wandb_project: the project of Weights & Biases; "" for none. Its own environment variables,
+            such as WANDB_MODE=offline, hold.
+    """
+
+    tensorboard: Literal["auto", "on", "off"] = "auto"
+    wandb_project: str = ""
+
+
+class Board(Protocol):
+    """One of them. Steps count from 1: a figure of step 1 is known when one step was taken."""
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Draw figures by their names."""
+        ...
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        """Show a text."""
+        ...
+
+    def close(self) -> None:
+        """Write everything out."""
+        ...
+
+
+def require_installed(boards: BoardsConfig) -> None:
+    """Check that the libraries are there, without importing them.
+
+    Raises:
+        ConfigError: one is missing; the message names the extra that brings it.
+    """
+    wanted = {
+        "tensorboard": (boards.tensorboard == "on", '`boards.tensorboard` is "on"'),
+        "wandb": (bool(boards.wandb_project), "`boards.wandb_project` is set"),
+    }
+    for library, (is_wanted, why) in wanted.items():
+        if is_wanted and not _is_installed(library):
+            raise ConfigError(
+                f"{why}, but {library} is not installed: pip install 'gyre-ml[trainer,{library}]'"
+            )
+
+
+def opened(
+    boards: BoardsConfig, out: Path, first_step: int, settings: Mapping[str, Any]
+) -> Sequence[Board]:
+    """The boards of a run, which begins at ``first_step`` or continues there.
+
+    Args:
+        boards: which ones.
+        out: the run directory.
+        first_step: figures that are there of this step and later ones are of lost weights.
+        settings: the run's configuration, as others may read it.
+
+    Raises:
+        ConfigError: as `require_installed`.
+        RecordsFailed: Weights & Biases does not begin the run.
+    """
+    require_installed(boards)
+    found: list[Board] = []
+    if boards.tensorboard != "off" and _is_installed("tensorboard"):
+        found.append(_TensorBoard(out / "tensorboard", first_step))
+    if boards.wandb_project:
+        found.append(_WeightsAndBiases(boards.wandb_project, out, settings))
+    return found
+
+
+def _is_installed(library: str) -> bool:
+    """Whether it can be imported; a folder of that name, where runs are kept, is no library."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        # A second, and only for rank 0 of runs that have it.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """One run of a project, which a resumed run continues.
+
+    Its own count of steps cannot go back, so the step is a figure of its own, and the axis of all
+    others.
+    """
+
+    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
+        # Seconds, and only for rank 0 of runs that have it.
+        import wandb  # noqa: PLC0415
+
+        self._error: type[Exception] = wandb.Error
+        path = out / _RUN_ID
+        if not path.exists():
+            path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        with self._telling():
+            self._run: Any = wandb.init(
+                project=project,
+                id=path.read_text(encoding="utf-8").strip(),
+                name=out.name,
+                dir=str(out),
+                config=dict(settings),
+                resume="allow",
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        self._log({"step": step, **figures})
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        self._log({"step": step, name: text})
+
+    def close(self) -> None:
+        with self._telling():
+            self._run.finish()
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        with self._telling():
+            self._run.log(dict(values))
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise RecordsFailed(
+                f"Weights & Biases: {error}; set WANDB_MODE=offline, or `boards.wandb_project` to "
+                '"", and continue with --resume-if-any'
+            ) from error
