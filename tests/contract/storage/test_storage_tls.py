@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,13 +174,17 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+def answering(
+    answer: bytes, context: ssl.SSLContext | None = None
+) -> Iterator[tuple[str, list[bytes]]]:
     """A server that takes one request: its host, and the request once it has come."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
+            if context:
+                connection = context.wrap_socket(connection, server_side=True)
             with connection:
                 requests.append(connection.recv(1 << 16))
                 connection.sendall(b"HTTP/1.1 200 OK\r\n" + answer)
@@ -209,11 +214,44 @@ def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.headers["Authorization"] == sent["authorization"]
 
 
-def test_an_endpoint_of_sts_on_which_obstore_panics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore 0.12.1 cannot name this key, also if it comes from the environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", "http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"cannot be used: .*AWS_ENDPOINT_URL_STS"):
-        open_objects("s3", {"region": "eu-west-3"}, "s3://bucket/data/a.bin")
+def test_credentials_of_a_role_come_from_sts(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token of a pod is exchanged for them, and they sign as botocore's do."""
+    (tmp_path / "token").write_text("of-a-pod")
+    told = (
+        b"<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
+        b"<AccessKeyId>AKIDROLE</AccessKeyId><SecretAccessKey>of the role</SecretAccessKey>"
+        b"<SessionToken>session/of+STS</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>"
+        b"</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+    )
+    url = "s3://bucket/data/a.bin"
+    pair, roots = authority.sign("server"), authority.path.read_text()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.certificate, pair.key)
+    told = b"Content-Length: %d\r\n\r\n%s" % (len(told), told)
+    with answering(told, context) as (host, requests):
+        settings = {
+            "endpoint": "https://storage.example.org:9000",
+            "region": "eu-west-3",
+            "role_arn": "arn:aws:iam::1:role/reader",
+            "role_session_name": "gyre",
+            "web_identity_token_file": str(tmp_path / "token"),
+            "aws_endpoint_url_sts": f"https://{host}",
+        }
+        signed = urlsplit(run(ObjectSource("s3", settings, url, roots).signed_url(url)))
+    asked = parse_qs(urlsplit(requests[0].decode().split(" ")[1]).query)
+    assert asked["Action"] == ["AssumeRoleWithWebIdentity"]
+    assert asked["RoleArn"] == [settings["role_arn"]]
+    assert asked["RoleSessionName"] == ["gyre"]
+    assert asked["WebIdentityToken"] == ["of-a-pod"]
+    credentials = Credentials("AKIDROLE", "of the role", "session/of+STS")
+    assert parse_qs(signed.query) == signed_by_botocore(signed, credentials, monkeypatch)
+
+
+def test_a_setting_on_which_obstore_panics() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: obstore fails with Expected config"):
+        open_objects("s3", {**CREDENTIALS, "allow_http": "true"}, "s3://bucket/data/a.bin")
 
 
 def signed_by_botocore(

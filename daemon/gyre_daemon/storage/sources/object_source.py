@@ -26,7 +26,6 @@ from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_source import PlainSource
 
-_STS_VARIABLE = "AWS_ENDPOINT_URL_STS"
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
 # One client may keep one in this many of the daemon's connections idle. With more, a few datasets
@@ -209,11 +208,11 @@ def open_objects(
             f"the storage settings of a {scheme}:// dataset cannot be used: {reason}"
         ) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # that of Rust, which has no module
+        if type(error).__name__ != "PanicException":  # it can be imported from nowhere
             raise
         raise ConfigError(
             f"the storage settings of a {scheme}:// dataset cannot be used: obstore fails with "
-            f"{error!s:.200}; with {_STS_VARIABLE} in the environment version 0.12.1 always does"
+            f"{error!s:.200}; is every key a setting of {scheme}, and none of its HTTP client?"
         ) from error
     return filesystem
 
