@@ -39,6 +39,7 @@ from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
+from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.rotation.per_slice import begun_in, without
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
@@ -63,6 +64,7 @@ __all__ = [
     "quantize_frozen",
     "rotate",
     "rotate_all",
+    "stochastically_rounded",
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
