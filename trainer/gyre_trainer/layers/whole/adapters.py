@@ -29,11 +29,12 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
     names = getattr(module, "adapter_layer_names", ())
     if not hasattr(module, BASE_LAYER) or not isinstance(names, tuple):
         return []
+    base: Any = module.base_layer
     for each in _magnitudes(module):
-        if own_class(each).__name__ != "DoraLinearLayer":
+        if own_class(each).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
             raise RotationError(
                 f"{type(module).__name__} has an adapter with a magnitude vector (DoRA), which "
-                f"reads the whole weight of {type(module.base_layer).__name__}; of a layer that is "
+                f"reads the whole weight of {type(base).__name__}; of a layer that is "
                 "not linear use LoRA (use_dora=False)"
             )
     return [each for name in names if isinstance(each := getattr(module, name, None), nn.Module)]
@@ -78,12 +79,13 @@ class NormsOfShards:
     ) -> Tensor:
         """The norm of each row of ``weight + scaling * lora_weight``, [rows]; peft detaches it."""
         place = place_of(weight) if isinstance(weight, DTensor) else None
+        if place is not None and place.dim != 0:
+            raise RotationError("DoRA beside a rule that cuts columns is not known; use LoRA")
+        here = slice(place.start, place.stop) if place else slice(None)
+        rows = local_of(weight) + scaling * lora_weight[here]
+        norms: Tensor = torch.linalg.norm(rows, dim=1)
         if not isinstance(weight, DTensor) or place is None:
-            rows: Tensor = local_of(weight) + scaling * lora_weight
-            return torch.linalg.norm(rows, dim=1)
-        assert place.dim == 0
-        rows = local_of(weight) + scaling * lora_weight[place.start : place.stop]
-        norms = torch.linalg.norm(rows, dim=1)
+            return norms
         sharded = as_dtensor(norms, weight.device_mesh, weight.placements, weight.shape[:1])
         return sharded.full_tensor()
 
