@@ -30,8 +30,8 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
     if not hasattr(module, BASE_LAYER) or not isinstance(names, tuple):
         return []
     base: Any = module.base_layer
-    for each in _magnitudes(module):
-        if own_class(each).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
+    for found in _magnitudes(module):
+        if own_class(found).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
             raise RotationError(
                 f"{type(module).__name__} has an adapter with a magnitude vector (DoRA), which "
                 f"reads the whole weight of {type(base).__name__}; of a layer that is "
