@@ -56,6 +56,11 @@ class LossHead(nn.Module):
         self.weights_BT: Tensor | None = None
         self.loss: Tensor | None = None
 
+    @property
+    def weight(self) -> Tensor:
+        """The head's weight: some models ask for its dtype."""
+        return self.head.weight
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         """The mean cross-entropy of the targets that were set before."""
         assert self.targets_BT is not None
