@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,26 +62,31 @@ def rotated(source: Path) -> tuple[nn.Module, int]:
         model = made()
     mlp = MLPRule(ups=("gate_proj", "up_proj"), down="down_proj")  # also cuts columns
     rotate_all(model, mesh=make_mesh("cpu"), rules={"*.mlp": mlp})
-    num_read = 0
-    preadv = os.preadv
-
-    def counted(fd: int, buffers: Any, offset: int) -> int:
-        nonlocal num_read
-        num_now = preadv(fd, buffers, offset)
-        num_read += num_now
-        return num_now
-
-    with patch.object(os, "preadv", counted):
+    with counted("preadv") as num_read:
         pretrained.load(model, source)
-    return model, num_read
+    return model, sum(num_read)
 
 
-def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, int]:
-    """Whole parameters, bytes read, and bytes of this rank's own shards; saves to ``target``."""
+@contextmanager
+def counted(call: str) -> Iterator[list[int]]:
+    """A context with the bytes of each call of `os.preadv` or `os.pwrite`."""
+    function, num_bytes = getattr(os, call), list[int]()
+
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        num_bytes.append(function(fd, buffers, offset))
+        return num_bytes[-1]
+
+    with patch.object(os, call, counting):
+        yield num_bytes
+
+
+def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, int, int]:
+    """Whole parameters; bytes read, written, and of this rank's own shards; saves to ``target``."""
     model, num_read = rotated(source)
-    pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
+    with counted("pwrite") as num_written:
+        pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
     own = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    return whole_parameters(model), num_read, own
+    return whole_parameters(model), num_read, sum(num_written), own
 
 
 def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
@@ -91,8 +98,12 @@ def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
     by_two, by_three = tmp_path / "two", tmp_path / "three"
     found = ranks(2).run(passed_through, saved, by_two)
     found += ranks(3).run(passed_through, by_two, by_three)
-    for parameters, num_read, own in found:
-        assert num_read == own
+    num_bytes = sum(parameter.nbytes for parameter in expected.values())
+    for of_job in (found[:2], found[2:]):
+        assert sum(num_written for _, _, num_written, _ in of_job) == num_bytes
+    for parameters, num_read, num_written, own in found:
+        assert num_read == own >= num_written
+        assert own < 0.6 * num_bytes, "no rank holds the model"
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     names = sorted(path.name for path in by_two.iterdir())
