@@ -16,11 +16,12 @@ import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.generation import SlicedCache
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
 from gyre_trainer.training.models.sampling import SampleConfig, Sampler
 from gyre_trainer.training.rank_context import RankContext
@@ -149,14 +150,14 @@ def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, sa
 
 
 SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
-GPT = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
+SMALL = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
 
 
 def continued(source: Path) -> list[list[str]]:
     """What a rank samples of a Llama whose attention rotates as a whole, and of a GPT."""
     told = []
     context = RankContext(dist.get_rank(), dist.get_world_size(), CPU, make_mesh("cpu"))
-    for model in (LibraryConfig(pretrained=str(source)), GPT):
+    for model in (LibraryConfig(pretrained=str(source)), SMALL):
         config = TrainConfig(RunConfig("nowhere", 1), DataConfig("none", 6, 5), model)
         trained = build_model(config, context).eval()
         for temperature in (0.0, 2.0):
@@ -164,7 +165,23 @@ def continued(source: Path) -> list[list[str]]:
             sampler = Sampler(replace(SAMPLES, temperature=temperature), model)
             told.append(sampler.texts(trained))
             assert torch.equal(torch.get_rng_state(), before), "training goes on with its own"
+        if not isinstance(trained, GPT):
+            told.append(beams(trained, SlicedCache(trained.config)))
     return told
+
+
+def beams(model: Any, cache: Any) -> list[str]:
+    """The best of several texts, between which the rows of a cache change places."""
+    tokens = model.generate(
+        torch.tensor([[3, 9], [7, 1]]),
+        num_beams=3,
+        max_new_tokens=6,
+        do_sample=False,
+        use_cache=True,
+        past_key_values=cache,
+        pad_token_id=0,
+    )
+    return [str(text) for text in tokens.tolist()]
 
 
 def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
@@ -177,8 +194,9 @@ def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
         Sampler(replace(SAMPLES, temperature=temperature), LibraryConfig(str(saved))).texts(plain)
         for temperature in (0.0, 2.0)
     ]
+    expected.append(beams(plain, None))
     by_two, again = ranks(2).run(continued, saved)
-    assert by_two[:2] == expected
+    assert by_two[:3] == expected
     assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
     assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
 
