@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig, PackConfig
@@ -97,12 +97,17 @@ class IndexProgress:
         )
 
 
+OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
+
+
 class Catalog:
     """Opens each dataset once and keeps it; clients that want the same one wait together.
 
     Attributes:
         datasets: the definitions by name.
         has_cache: whether remote datasets are read through the node's cache, unless they opt out.
+        open_source: opens a source of a mixture, with its own transforms if it has any; as `open`
+            until somebody who knows transforms says otherwise.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class Catalog:
         self._lint_locks: dict[str, asyncio.Lock] = {}
         # of open datasets that grow, by name, fingerprint and number of shards
         self._prefixes: dict[tuple[str, str, int], Prefix] = {}
+        self.open_source: OpenSource = self.open
         self._packed = PackedDatasets()
         self._mixtures = Mixtures()
 
@@ -227,7 +233,8 @@ class Catalog:
         """
         if config.mixture:
             sources = [
-                (each, await self.open(*self.resolve(each))) for each in config.mixture.sources
+                (each, await self.open_source(*self.resolve(each)))
+                for each in config.mixture.sources
             ]
             dataset = self._mixtures.of(name, config, sources)
         else:

@@ -13,6 +13,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
+from gyre_daemon.fetching.made_sources import MadeSources
 from gyre_daemon.fetching.measuring import Measurer, Measuring, is_measured
 from gyre_daemon.fetching.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at, skipping
@@ -60,6 +61,8 @@ class SessionOpener:
         self._measurer = measurer
         self._engines = EngineVerifier(transforms, measurer.threads)
         self._prefetch_batches = prefetch_batches
+        self._sources = MadeSources(transforms, measurer.threads)
+        catalog.open_source = self._open_source
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
         """Open a session, which begins to fetch at once.
@@ -146,6 +149,17 @@ class SessionOpener:
         dataset = await self._measurer.measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset
 
+    async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
+        """An open source of a mixture, as its own transforms make it.
+
+        Raises:
+            GyreError: as `open_dataset` and `MadeSources.of`.
+        """
+        if not config.transforms:
+            return await self._catalog.open(name, config)
+        dataset = await self._transformed(name, config, config.transforms, by_client=False)
+        return self._sources.of(name, await self._measurer.measured(dataset, config))
+
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
         """Measure the samples of a dataset under the transforms of its definition.
 
@@ -212,7 +226,7 @@ class SessionOpener:
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
-        for source in config.mixture.sources if config.mixture else ():
+        for source in self._policy.sources(name) if config.mixture else ():
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
             config = replace(config, pack=requests.to_pack(ref.pack))
@@ -226,9 +240,6 @@ class SessionOpener:
                 "ask the operator",
                 {"dataset": mixture},
             )
-        nested = self._catalog.datasets[source].mixture
-        for each in nested.sources if nested else ():
-            self._check_source(mixture, each, caller)
 
     def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):

@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
     "decode_video": f"{_HERE}.video.decode:DecodeVideo",
     "log_mel": f"{_HERE}.audio.mel:LogMel",
     "normalize": f"{_HERE}.images.colors:Normalize",
+    "truncate": f"{_HERE}.sequences:Truncate",
     "to_chw": f"{_HERE}.images.colors:ToChw",
     "tokenize": f"{_HERE}.text.tokens:Tokenize",
     "chat": f"{_HERE}.text.chat:Chat",

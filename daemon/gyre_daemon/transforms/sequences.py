@@ -2,30 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 
 @dataclass(frozen=True)
-class CropOrPad(Transform):
-    """Gives sequences one length: longer ones lose elements, shorter ones are filled up.
+class Truncate(Transform):
+    """Cuts sequences that are longer than a length; shorter ones stay as they are.
 
     Attributes:
-        field: [n, ...], which becomes [length, ...].
+        field: [n, ...], which becomes [min(n, length), ...].
         length: in elements.
         start: which part of a longer sequence stays: its `beginning`, its `center`, or a `random`
             one.
-        value: what shorter sequences are filled up with, at their end.
     """
 
     field: str
     length: Annotated[int, Meta(ge=1, le=1 << 30)]
     start: Literal["beginning", "center", "random"] = "beginning"
-    value: float = 0
 
     cost: ClassVar[Cost] = "light"
 
@@ -44,20 +43,45 @@ class CropOrPad(Transform):
         before = fields[self.field]
         if not before.shape:
             raise ValueError(f"{self.field!r:.100} is one number per sample, no sequence")
-        if before.dtype.kind in "iu":
-            limits = np.iinfo(before.dtype.str)
-            if self.value != int(self.value) or not limits.min <= self.value <= limits.max:
-                raise ValueError(f"value is {self.value}, which is no {before.dtype.name}")
-        return {self.field: Field(before.dtype, (self.length, *before.shape[1:]))}
+        length = None if before.shape[0] is None else min(before.shape[0], self.length)
+        return {self.field: Field(before.dtype, (length, *before.shape[1:]))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        stored = sample[self.field]
+        self.put(self.field, self._kept(sample[self.field], rng), sample, out)
+
+    def _kept(self, stored: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
         surplus = len(stored) - self.length
         begin = 0
         if surplus > 0 and self.start != "beginning":
             begin = surplus // 2 if self.start == "center" else int(rng.integers(surplus + 1))
-        kept = stored[begin : begin + self.length]
+        return stored[begin : begin + self.length]
+
+
+@dataclass(frozen=True)
+class CropOrPad(Truncate):
+    """Gives sequences one length: longer ones lose elements, shorter ones are filled up.
+
+    Attributes:
+        field: [n, ...], which becomes [length, ...].
+        value: what shorter sequences are filled up with, at their end.
+    """
+
+    value: float = 0
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        ((_, made),) = super().outputs(fields).items()
+        if made.dtype.kind in "iu":
+            limits = np.iinfo(made.dtype.str)
+            if self.value != int(self.value) or not limits.min <= self.value <= limits.max:
+                raise ValueError(f"value is {self.value}, which is no {made.dtype.name}")
+        return {self.field: Field(made.dtype, (self.length, *made.shape[1:]))}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        stored = sample[self.field]
+        kept = self._kept(stored, rng)
         into = out.get(self.field)
         if into is None:
             into = sample[self.field] = np.empty((self.length, *stored.shape[1:]), stored.dtype)

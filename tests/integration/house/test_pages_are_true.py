@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from gyre_client import Loader
 from gyre_trainer.cli import main
 from gyre_trainer.training.config import load
 from PIL import Image
@@ -111,6 +112,26 @@ def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> 
     assert (result.returncode, result.stderr) == (0, "")
     shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
     assert result.stdout.splitlines() == [shown] * 2
+
+
+def test_transforms_of_that_page_are_found_beside_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = blocks("docs/transforms.md", "python")
+    code = "\n\n".join(each for each in page if each.startswith("# my_transforms.py"))
+    (tmp_path / "my_transforms.py").write_text(code)
+    (tmp_path / "lines.txt").write_text("of words\n\nmore words here\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = []
+    for name in ("CountBytes", "WordLengths"):
+        transform = [{"name": f"my_transforms:{name}", "field": "text"}]
+        with Loader(
+            tmp_path / "lines.txt", batch_size=3, order="sequential", transform=transform
+        ) as loader:
+            found.append({key: each.tolist() for key, each in next(loader).items()})
+    assert found[0]["num_bytes"] == [8, 0, 15]
+    assert found[1]["lengths"] == [2, 5, 4, 5, 4]
+    assert found[1]["lengths.offsets"] == [0, 2, 2, 5]
 
 
 def test_the_front_page_makes_data_and_serves_it_to_several_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.audio.decode import DecodeAudio
 from gyre_daemon.transforms.audio.mel import LogMel
 from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.sequences import CropOrPad
+from gyre_daemon.transforms.sequences import CropOrPad, Truncate
 from scipy import signal
 
 BYTES = {"file": Field(np.dtype(np.uint8), (None,))}
@@ -76,6 +76,9 @@ def test_sounds_get_one_length(start: Any) -> None:
     padded = run(data, DecodeAudio("file", 16_000), CropOrPad("audio", 2500, start=start))
     assert np.array_equal(padded[:2000], whole)
     assert not padded[2000:].any()
+    for length, kept in ((500, whole[begin : begin + 500]), (2500, whole)):
+        found = run(data, DecodeAudio("file", 16_000), Truncate("audio", length, start=start))
+        assert np.array_equal(found, kept)
 
 
 @pytest.mark.parametrize("options", [{}, {"mels": 40, "window": 512, "hop": 128, "low": 50.0}])

@@ -34,6 +34,7 @@ from gyre_daemon.datasets.formats import (
     make_format,
 )
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
+from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
 from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
 from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
@@ -190,6 +191,8 @@ class Indexer:
                 "too short"
             )
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
+        chosen = None if fields is index.fields else fields
+        index = with_casts(index, fields)
         corrupt = NO_SAMPLES
         if opening.config.on_corrupt == "replace":
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
@@ -200,7 +203,6 @@ class Indexer:
         is_listed = isinstance(opening.format, FileListing)
         ranges = sample_ranges(index) if is_listed else fingerprint_ranges(shards)
         contents = await read_ranges(served, *ranges)
-        chosen = None if fields is index.fields else fields
         identity = await self._in_thread(
             fingerprint, shards, index, contents, corrupt, chosen or ()
         )
@@ -247,11 +249,12 @@ class Indexer:
             return None
         index, _ = await self._assembled(opening, served, shards, refresh=False)
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
+        chosen = () if fields is index.fields else fields
+        index = with_casts(index, fields)
         if opening.config.filter:
             index, _ = await self._in_thread(apply_filter, index, fields, opening.config.filter)
         corrupt = dataset.corrupt[: np.searchsorted(dataset.corrupt, index.num_samples)]
         contents = await read_ranges(served, *fingerprint_ranges(shards))
-        chosen = () if fields is index.fields else fields
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt, chosen)
         return Prefix(index.num_samples, identity, fields)
 
