@@ -1,11 +1,12 @@
-"""JPEG files to random crops of 224 pixels: Gyre beside DataLoader and webdataset.
+"""JPEG files to random crops of 224 pixels: Gyre beside DataLoader, webdataset and streaming.
 
-`python -m benchmarks.loader.samples.images [--rounds 3]`
+`python -m benchmarks.loader.samples.images [--rounds 3] [--only TEXT ...]`
 
-All contenders read the same images, with the page cache hot, and hand out uint8 batches of 64 of
-[3, 224, 224]. A job is a process of its own, with two workers where it has any; two jobs of Gyre
-have one order. Rounds of all contenders are interleaved. Processor time is that of a job and its
-workers, or of the jobs, the daemon and its processes, once every job has taken its
+All contenders read the same images, with the page cache hot, or from an object server in a process
+of its own whose first byte comes after 20 ms (p50; p99 200 ms), past any cache. They hand out uint8
+batches of 64 of [3, 224, 224]. A job is a process of its own, with two workers where it has any;
+two jobs of Gyre have one order. Rounds of all contenders are interleaved. Processor time is that of
+a job and its workers, or of the jobs, the daemon and its processes, once every job has taken its
 first batches.
 """
 
@@ -22,10 +23,12 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -37,7 +40,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.loader.markdown import table
+from benchmarks.loader.mosaic import streaming
 from benchmarks.loader.processes import cpu_s, daemon, family, load_average
+from benchmarks.loader.storage.objects import FIRST_BYTE
+from tests.object_server.process import object_server
 
 NUM_IMAGES, NUM_DIFFERENT, NUM_CLASSES, NUM_TARS = 6000, 600, 20, 6
 BATCH_SIZE, SIZE = 64, 224
@@ -49,6 +55,7 @@ CACHED_SIZE, CACHE_BYTES = 256, 1_400_000_000
 CONTENDERS = (
     "DataLoader, Pillow",
     "webdataset, Pillow",
+    "mosaicml-streaming, Pillow",
     "DataLoader, our transforms",
     "Gyre, folder",
     "Gyre, tars",
@@ -57,6 +64,9 @@ CONTENDERS = (
     "Gyre, folder, no antialias",
     CACHED,
     f"{CACHED}, no antialias",
+    "webdataset, object storage",
+    "Gyre, object storage",
+    "Gyre, object storage, no antialias",
 )
 IN_PAIRS = ("DataLoader, Pillow", "Gyre, folder")
 
@@ -101,6 +111,11 @@ def write(folder: Path) -> list[int]:
             "cls": pa.array([number % NUM_CLASSES for number in numbers], pa.int64()),
         }
         pq.write_table(pa.table(columns), folder / f"parquet/{shard}.parquet", row_group_size=100)
+    if streaming:
+        kinds = {"jpg": "bytes", "cls": "int"}
+        with streaming.MDSWriter(out=str(folder / "mds"), columns=kinds) as writer:
+            for number, data in enumerate(images):
+                writer.write({"jpg": data, "cls": number % NUM_CLASSES})
     return [len(data) for data in different]
 
 
@@ -166,27 +181,43 @@ def batches(contender: str, folder: Path, address: str) -> Iterator[Any]:
     library, _, rest = contender.partition(", ")
     antialias = "no antialias" not in rest
     if library == "Gyre":
-        kind = rest.split(", ")[0].lower()
+        kind = rest.split(", ")[0].split()[0].lower()
         field = "file" if kind == "folder" else "jpg"
         transform = chain(field, antialias=antialias, is_cached=contender.startswith(CACHED))
         yield from Loader(
             kind, batch_size=BATCH_SIZE, seed=1, epochs=None, address=address, transform=transform
         )
-    decode = with_pillow if rest == "Pillow" else WithOurs(antialias=antialias)
+    is_ours = "our transforms" in rest
+    decode = WithOurs(antialias=antialias) if is_ours else with_pillow
     workers: dict[str, Any] = {"num_workers": NUM_WORKERS, "persistent_workers": True}
     if library == "webdataset":
         import webdataset  # noqa: PLC0415  # one contender's alone
 
         warnings.simplefilter("ignore")
         tars = sorted(map(str, (folder / "tars").glob("*.tar")))
+        if rest == "object storage":
+            url = (folder / "url").read_text()
+            tars = [f"{url}/tars/{Path(each).name}" for each in tars]
         read = webdataset.WebDataset(tars, shardshuffle=len(tars)).shuffle(1000)
         pairs = read.to_tuple("jpg", "cls").map_tuple(decode, int).batched(BATCH_SIZE)
         loader: Any = webdataset.WebLoader(pairs, batch_size=None, **workers)
+    elif library == "mosaicml-streaming":
+        streaming.base.util.clean_stale_shared_memory()
+        rows = streaming.StreamingDataset(
+            local=str(folder / "mds"), shuffle=True, batch_size=BATCH_SIZE
+        )
+        decoding: Any = partial(_decoded_rows, decode)
+        loader = DataLoader(rows, BATCH_SIZE, collate_fn=decoding, drop_last=True, **workers)
     else:
         files = Files(folder / "folder", decode)
         loader = DataLoader(files, BATCH_SIZE, shuffle=True, drop_last=True, **workers)
     while True:
         yield from loader
+
+
+def _decoded_rows(decode: Any, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    images = torch.stack([decode(row["jpg"]) for row in rows])
+    return images, torch.tensor([row["cls"] for row in rows])
 
 
 def run_job(contender: str, folder: Path, address: str) -> None:
@@ -231,6 +262,7 @@ def measure(
             line_of(job)  # it is ready
         pids = [each for job in jobs for each in family(job.pid)]
         pids += family(pid) if contender.startswith("Gyre") else []
+        pids = list(filter(_stays, pids))
         began_cpu_s = cpu_s(pids)
         for job in jobs:
             tell(job)
@@ -240,6 +272,14 @@ def measure(
             tell(job)
     rate = sum(each["num"] / each["elapsed_s"] for each in found)
     return rate, used_s / sum(each["num"] for each in found) * 1000
+
+
+def _stays(pid: int) -> bool:
+    """Whether a process is none of those that webdataset starts for each tar that it fetches."""
+    try:
+        return psutil.Process(pid).name() != "curl"
+    except psutil.NoSuchProcess:
+        return False
 
 
 def report(sizes: Sequence[int], found: Mapping[tuple[str, int], list[tuple[float, float]]]) -> str:
@@ -280,6 +320,7 @@ def fill_cache(address: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders that have such a text")
     for flag in ("--job", "--folder", "--address"):
         parser.add_argument(flag, default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -290,14 +331,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gyre-images-") as temporary:
         folder = Path(temporary)
         sizes = write(folder)
-        datasets = {
+        datasets: dict[str, dict[str, Any]] = {
             "folder": {"uri": str(folder / "folder"), "format": "files"},
             "tars": {"uri": str(folder / "tars"), "format": "webdataset"},
             "parquet": {"uri": str(folder / "parquet"), "format": "parquet"},
         }
         runs = [(each, 1) for each in CONTENDERS] + [(each, 2) for each in IN_PAIRS]
+        runs = [
+            (each, num)
+            for each, num in runs
+            if each == CONTENDERS[0] or any(text in each for text in args.only)
+        ]
         found: dict[tuple[str, int], list[tuple[float, float]]] = {run: [] for run in runs}
-        with daemon(folder, datasets, more=[f"cache_memory = {CACHE_BYTES}"]) as server:
+        stack = ExitStack()
+        objects = stack.enter_context(object_server(folder))
+        objects.follow(FIRST_BYTE)
+        (folder / "url").write_text(objects.url)
+        settings = {f"storage.{key}": value for key, value in objects.storage_settings.items()}
+        remote = {"uri": "s3://tars", "format": "webdataset", "cache": False}
+        datasets["object"] = {**remote, **settings}
+        with stack, daemon(folder, datasets, more=[f"cache_memory = {CACHE_BYTES}"]) as server:
             for kind in datasets:  # the daemon starts its processes before anything is counted
                 field = "file" if kind == "folder" else "jpg"
                 transform = chain(field, antialias=True)
@@ -306,7 +359,8 @@ def main() -> None:
                 ) as loader:
                     for _ in range(8):
                         next(loader)
-            fill_cache(server.address)
+            if any(CACHED in contender for contender, _ in runs):
+                fill_cache(server.address)
             for _ in range(args.rounds):
                 for contender, num_jobs in runs:
                     one = measure(contender, num_jobs, folder, server.address, server.pid)

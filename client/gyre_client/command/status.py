@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -86,7 +86,13 @@ _MORE_COLUMNS = (
     _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
+_FILLED = _Column("FILLED", 0, lambda row: _share(row.session, "filled"))
+_SPREAD = _Column("SPREAD", 0, lambda row: _share(row.session, "spread"))
 _SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
+
+
+def _share(session: pb.SessionState, name: Literal["filled", "spread"]) -> str:
+    return f"{getattr(session, name):.2%}" if session.HasField(name) else _UNKNOWN
 
 
 def _samples(session: pb.SessionState) -> str:
@@ -103,6 +109,10 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         columns = [*_COLUMNS, *_MORE_COLUMNS]
         if any(session.stages for session in status.sessions):
             columns.append(_SAMPLES)
+        if any(session.HasField("filled") for session in status.sessions):
+            columns.append(_FILLED)
+        if any(session.HasField("spread") for session in status.sessions):
+            columns.append(_SPREAD)
         names = [column.name for column in columns]
         parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
     if status.storage:

@@ -163,6 +163,12 @@ class BatchPlanner:
             None if replaced is None else replaced.reshape(shape),
         )
 
+    def spread(self, step: int, world_size: int) -> float | None:
+        """By how much the most expensive rank of a step exceeds the mean; None without balance."""
+        if self._balance is None:
+            return None
+        return self._balance.spread(self.batch(step).sample_ids, world_size)
+
     def samples_at(self, position: int, ahead: Int64Array) -> Placed:
         """The samples at the positions `position + ahead`; `ahead` is int64 [n], ascending."""
         sample_ids = np.empty(len(ahead), np.int64)

@@ -250,6 +250,7 @@ def from_session(session: Session) -> pb.SessionState:
     """The state of a session."""
     reader, consumer, quality = session.request.reader, session.consumer, session.shuffle.quality
     gauges, totals = session.gauges, session.totals
+    packed, next_step = session.request.dataset.packed, consumer.next_step
     return pb.SessionState(
         handle=session.handle,
         user=session.request.owner.name,
@@ -275,6 +276,8 @@ def from_session(session: Session) -> pb.SessionState:
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
         stages=from_stages(session),
         lately=_from_lately(session.lately),
+        filled=packed.efficiency if packed else None,
+        spread=session.planner.spread(next_step - 1, reader.world_size) if next_step else None,
     )
 
 

@@ -180,9 +180,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         def plan() -> tuple[BatchPlan, float | None]:
             planner = planner_for(order, dataset.ordered, dataset.corrupt, stages, balance)
             batch = planner.batch(request.step, request.rank, world_size)
-            if balance is None:
-                return batch, None
-            return batch, balance.spread(planner.batch(request.step).sample_ids, world_size)
+            return batch, planner.spread(request.step, world_size)
 
         batch, spread = await asyncio.to_thread(plan)
         return pb.PlanStepResponse(

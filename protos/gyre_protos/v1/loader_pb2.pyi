@@ -2449,6 +2449,8 @@ class SessionState(_message.Message):
     NUM_SUBSTITUTES_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    FILLED_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """tells sessions apart; the session's id is a secret"""
@@ -2488,6 +2490,10 @@ class SessionState(_message.Message):
     """with credit, waiting for a processor to copy or decode the next batch"""
     num_substitutes: _builtins.int
     """samples that were sent in place of corrupt ones"""
+    filled: _builtins.float
+    """the part of the places of its packed sequences that has a token; absent where none are packed"""
+    spread: _builtins.float
+    """by how much the most expensive rank of the last step sent exceeds the mean; absent without balance"""
     user: _builtins.str
     """whose it is: "uid:1004", "token:NAME", "certificate:NAME" or "anonymous" """
     @_builtins.property
@@ -2536,13 +2542,22 @@ class SessionState(_message.Message):
         num_substitutes: _builtins.int = ...,
         transforms: _abc.Iterable[_builtins.str] | None = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
+        filled: _builtins.float | None = ...,
+        spread: _builtins.float | None = ...,
         user: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "filled", b"filled", "lately", b"lately", "quality", b"quality", "reader", b"reader", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "attached", b"attached", "credits", b"credits", "dataset", b"dataset", "filled", b"filled", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "spread", b"spread", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__filled: _TypeAlias = _typing.Literal["filled"]  # noqa: Y015
+    _WhichOneofArgType__filled: _TypeAlias = _typing.Literal["_filled", b"_filled"]  # noqa: Y015
+    _WhichOneofReturnType__spread: _TypeAlias = _typing.Literal["spread"]  # noqa: Y015
+    _WhichOneofArgType__spread: _TypeAlias = _typing.Literal["_spread", b"_spread"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__filled) -> _WhichOneofReturnType__filled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spread) -> _WhichOneofReturnType__spread | None: ...
 
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 

@@ -17,6 +17,7 @@ from gyre_client.errors import ConfigError, CursorRejected, InvalidRequest
 
 from tests.batches import same
 from tests.conftest import StartDaemon
+from tests.daemons import status
 from tests.packing import Documents, check_packed, documents, joined
 from tests.token_files import megatron_idx
 
@@ -185,6 +186,14 @@ def test_global_batches_are_the_same_on_any_ranks_through_kills(
     assert main([*plan, *keys]) == 0
     shown = capsys.readouterr().out
     assert f"exceeds the mean by {3 * max(costs[0]) / sum(costs[0]) - 1:.2%}" in shown
+    live = next(each for each in status(daemon).sessions if each.reader.world_size == 3)
+    assert main([*plan[:-1], str(live.next_step - 1), *keys]) == 0
+    assert f"exceeds the mean by {live.spread:.2%}" in capsys.readouterr().out
+    described = ["describe", "packed", "--address", daemon.address]
+    assert main(described) == 0
+    assert f"of which {live.filled:.2%} is filled" in capsys.readouterr().out
+    assert main(["status", "--address", daemon.address]) == 0
+    assert f"{live.filled:.2%}" in capsys.readouterr().out
     with pytest.raises(CursorRejected, match="other data"):
         other = Loader(
             "docs", batch_size=24, seed=3, address=daemon.address, pack={**pack, "length": 65}
