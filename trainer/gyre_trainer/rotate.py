@@ -34,7 +34,7 @@ from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.quantized_linear import quantize_linear
-from gyre_trainer.layers.whole.adapters import adapters_of
+from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
@@ -295,6 +295,7 @@ class _Walk:
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
         elif keeps_whole or not self._rotate_by_kind(module):
             adapters = adapters_of(module)
+            use_norms_of_shards(module)
             for name, child in module.named_children():
                 whole = keeps_whole or child in adapters
                 self.visit(f"{path}.{name}".removeprefix("."), child, keeps_whole=whole)

@@ -28,6 +28,7 @@ from gyre_daemon.datasets.dataset import (
 )
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.filtering.index import apply_filter, numbered
+from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import (
     ListedFormat,
     SampleIndex,
@@ -197,8 +198,9 @@ class Indexer:
         if opening.config.on_corrupt == "replace":
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
         num_all = index.num_samples
-        if opening.config.filter:
-            index, kept = await self._in_thread(apply_filter, index, fields, opening.config.filter)
+        text = opening.config.filter
+        if text and not asked_of(text, fields):  # otherwise it waits for what it asks for
+            index, kept = await self._in_thread(apply_filter, index, fields, text)
             corrupt = numbered(corrupt, kept)
         is_listed = isinstance(opening.format, FileListing)
         ranges = sample_ranges(index) if is_listed else fingerprint_ranges(shards)
