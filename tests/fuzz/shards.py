@@ -8,12 +8,13 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.base import Scan
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import GyreError
 from gyre_daemon.storage.shard import Shard
 
 # Parquet is not among them: pyarrow reads its footer, and some damage makes it abort the process.
 # The daemon lives on, since a scan has a process of its own; see `tests/bad_inputs`.
-_NAMES = ("csv", "tsv", "jsonl", "mds", "tfrecord", "arrow")
+_NAMES = ("csv", "tsv", "jsonl", "mds", "tfrecord", "arrow", "arrayrecord")
 
 
 def _scan(name: str, data: bytes) -> None:
@@ -30,7 +31,9 @@ def _scan(name: str, data: bytes) -> None:
         index = made.assemble([Shard("a", len(data), "")], [arrays])
     except GyreError:
         return
-    if name == "arrow":  # its samples are decoded, and lie in no bytes of the shard
+    if isinstance(index, ChunkedIndex):  # its samples are decoded, and lie in no bytes of the shard
+        for chunk in range(index.num_chunks):
+            assert all(0 <= start <= stop <= len(data) for start, stop in index.pieces(chunk))
         return
     extents = index.locate(np.arange(index.num_samples))
     assert (extents.start >= 0).all()

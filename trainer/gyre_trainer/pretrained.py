@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
+from gyre_trainer.errors import (
+    CheckpointFailed,
+    CheckpointRejected,
+    RotationError,
+    TrainError,
+)
+from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.local_shards import local_of, place_of
 from gyre_trainer.shards.sharded_init import allocate
@@ -171,6 +177,12 @@ def _agreed(what: str) -> Iterator[None]:
 
 def _targets(model: nn.Module) -> Iterator[_Target]:
     """Parameters and persistent buffers, each once."""
+    for path, module in model.named_modules():
+        if is_quantized(module):
+            raise RotationError(
+                f"{path} has quantized weights, which no file of the library's layout holds; load "
+                "before quantize_frozen, and save adapters by peft's save_pretrained"
+            )
     names: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -5,7 +5,8 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 `gyre_trainer.rotation.rule.Rule`.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -30,18 +31,22 @@ from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
+from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.norm import recompute_norms
-from gyre_trainer.layers.whole.adapters import adapters_of
+from gyre_trainer.layers.quantized_linear import quantize_linear
+from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
+from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.rotation.per_slice import begun_in, without
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
 from gyre_trainer.shards.fused_optimizers import support_dtensors
+from gyre_trainer.shards.quantized import Format, require_format
 from gyre_trainer.shards.sharded_init import materialize
 
 __all__ = [
@@ -56,8 +61,10 @@ __all__ = [
     "name_modules",
     "no_sync",
     "plan_of",
+    "quantize_frozen",
     "rotate",
     "rotate_all",
+    "stochastically_rounded",
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
@@ -199,6 +206,55 @@ def rotate_all(
     return plan
 
 
+def quantize_frozen(
+    model: nn.Module, to: Format, *, mesh: DeviceMesh, keep: Collection[str] = ("lm_head",)
+) -> list[str]:
+    """Keep and send the frozen linear layers of a rotated model in few bits; collective.
+
+    Each layer that rotates by itself is encoded: a rank's own rows at home, and on their way. A
+    slice is decoded on arrival, so results are those of a model with the decoded weights. All other
+    weights stay as they are: embeddings, blocks that rotate as a whole, and what is tied.
+
+    Args:
+        model: rotated, with values, and with frozen weights. Adapters may be there or come later.
+        to: "int8", a byte for each weight and 4 for each row, off by at most 1/254 of the largest
+            weight of the row; or "nf4", half a byte and 1/16 of a byte, off by at most 0.152 of the
+            largest of 64.
+        mesh: the mesh of the model.
+        keep: the last parts of the paths of layers that stay as they are, such as "lm_head", whose
+            loss is taken by slices of the vocabulary.
+
+    Returns:
+        The paths of the layers that were encoded.
+
+    Raises:
+        RotationError: a layer that is not kept trains or has no finite values yet, or none is
+            left, or the ranks differ.
+
+    Example:
+        rotate_all(model, mesh=mesh)
+        pretrained.load(model, path)
+        quantize_frozen(model.requires_grad_(False), "nf4", mesh=mesh)
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    """
+    require_format(to)
+    rotated = {p: each for p, each in model.named_modules() if isinstance(each, RotatedModule)}
+    uses = Counter(id(each.rotation.sharded) for each in rotated.values())
+    chosen = {
+        path: each
+        for path, each in rotated.items()
+        if type(each.rotation.rule) is LinearRule
+        and uses[id(each.rotation.sharded)] == 1
+        and path.rpartition(".")[2] not in keep
+    }
+    if not chosen:
+        raise RotationError(f"no linear layer of {type(model).__name__} rotates by itself")
+    for path, each in chosen.items():
+        quantize_linear(each, path, to)
+    require_equal_models(model, mesh)
+    return list(chosen)
+
+
 class _Walk:
     """A walk down a model to the topmost modules that rotate.
 
@@ -239,6 +295,7 @@ class _Walk:
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
         elif keeps_whole or not self._rotate_by_kind(module):
             adapters = adapters_of(module)
+            use_norms_of_shards(module)
             for name, child in module.named_children():
                 whole = keeps_whole or child in adapters
                 self.visit(f"{path}.{name}".removeprefix("."), child, keeps_whole=whole)

@@ -1,4 +1,4 @@
-"""`gyre mix`, and `gyre plan MIXTURE --steps A:B`: the sources of mixtures."""
+"""`gyre mix`, and `gyre plan MIXTURE --sources --step A:B`: the sources of mixtures."""
 
 import argparse
 import math
@@ -71,9 +71,9 @@ def plan_mixture(
     connection: Connection, args: argparse.Namespace, order: pb.OrderSpec
 ) -> CommandOutput:
     """Draws what each source of a mixture contributes to a range of steps."""
-    first, stop = args.steps
+    first, stop = args.step
     if stop is None or not 0 <= first < stop:
-        raise InvalidRequest("--steps takes a range A:B of steps, such as 0:1000")
+        raise InvalidRequest("--sources takes a range of steps, such as --step 0:1000")
     num_rows = min(_MAX_ROWS, stop - first)
     bounds = [first + (stop - first) * row // num_rows for row in range(num_rows + 1)]
     answer = connection.plan_mixture(

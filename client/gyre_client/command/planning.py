@@ -32,20 +32,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     about = "how many blocks are mixed with each other; chosen if absent"
     add("--window", type=int, default=0, metavar="BLOCKS", help=about)
 
-    add = parser.add_argument_group("the samples of steps").add_argument
+    about = "one step, or those from A to before B"
+    add("--step", type=steps, metavar="S|A:B", help=about)
+
+    add = parser.add_argument_group("the samples of steps (--step)").add_argument
     about = "share out each step by linear=A and quadratic=B times lengths; repeatable"
     add("--balance", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
-    add("--step", type=steps, metavar="S|A:B", help="one step, or those from A to before B")
     about = "how the job's dataset has grown, as `gyre status` shows it, such as 0:50000,3:80000"
     add("--stages", type=stages, metavar="EPOCH:SAMPLES,...", help=about)
     add("--rank", type=int, default=0, help="whose samples, counted from 0 (0)")
     add("--world-size", type=int, default=1, help="the number of ranks (1)")
 
-    add = parser.add_argument_group("the sources of a mixture").add_argument
-    add("--steps", type=steps, metavar="A:B", help="draw what each source contributes to them")
+    add = parser.add_argument_group("the sources of a mixture (--sources --step A:B)").add_argument
+    add("--sources", action="store_true", help="draw what each source contributes to the steps")
     add("--job", default="", help="a running job, with the weights that it was given")
 
-    add = parser.add_argument_group("what each order costs").add_argument
+    add = parser.add_argument_group("what each order costs (--cost)").add_argument
     about = "estimate requests, bytes, memory, shuffle quality and money"
     add("--cost", action="store_true", help=about)
     add("--epochs", type=int, default=1, help="how many epochs are read (1)")
@@ -57,13 +59,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns samples of steps (--step), costs of orders (--cost), or sources (--steps)."""
-    if args.steps is not None and not args.cost and args.step is None:
-        return plan_mixture(connection, args, _order(args, args.world_size, args.order))
-    if args.steps is not None or args.cost == (args.step is not None):
+    """Returns samples of steps, what sources contribute to them, or costs of orders."""
+    if args.cost == (args.step is not None) or (args.cost and args.sources):
         raise InvalidRequest(
-            "what is to be planned? Give --step S, --step A:B, --cost or, of a mixture, --steps A:B"
+            "what is to be planned? Give --step S or --step A:B for samples, --sources with "
+            "--step A:B for what each source of a mixture contributes, or --cost"
         )
+    if args.job and not args.sources:
+        raise InvalidRequest("--job says whose weights count, and belongs to --sources")
+    if args.sources:
+        return plan_mixture(connection, args, _order(args, args.world_size, args.order))
     return _costs(connection, args) if args.cost else _steps(connection, args)
 
 

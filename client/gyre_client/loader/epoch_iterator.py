@@ -24,17 +24,17 @@ class ActiveIteration:
     a loader that is dropped is then closed at once, without a garbage collection.
 
     Attributes:
-        stop_step: The step behind the last one of the iteration; -1 if it is not known yet.
+        stop_batch: The batch behind the last one of the iteration; -1 if it is not known yet.
     """
 
-    __slots__ = ("stop_step",)
+    __slots__ = ("stop_batch",)
 
     def __init__(self) -> None:
-        self.stop_step = _UNKNOWN
+        self.stop_batch = _UNKNOWN
 
     def forget_end(self) -> None:
         """Makes the iterator find its end again before its next batch."""
-        self.stop_step = _UNKNOWN
+        self.stop_batch = _UNKNOWN
 
 
 class EpochIterator:
@@ -62,18 +62,18 @@ class EpochIterator:
     @property
     def is_at_end(self) -> bool:
         """Whether the last batch that it yielded is the last one of the iteration."""
-        return self._loader._step >= self._active.stop_step != _UNKNOWN
+        return self._loader._batch >= self._active.stop_batch != _UNKNOWN
 
     def __next__(self) -> dict[str, torch.Tensor]:
         loader = self._loader
-        if loader._step >= self._active.stop_step:
+        if loader._batch >= self._active.stop_batch:
             self._find_end()
         try:
             return next(loader)
         except StopIteration:
             raise DaemonFault(
-                f"the daemon ended the batches before step {loader._step}, but this iteration "
-                f"goes on to step {self._active.stop_step}"
+                f"the daemon ended the batches before step {loader.step}, but this iteration "
+                f"goes on to step {loader.step_of(self._active.stop_batch)}"
             ) from None
 
     def _find_end(self) -> None:
@@ -91,10 +91,10 @@ class EpochIterator:
                 "go on: all of them would take from one stream. Make a second Loader for a second "
                 "reader"
             )
-        if self._active.stop_step != _UNKNOWN:
+        if self._active.stop_batch != _UNKNOWN:
             self._has_ended = True
             raise StopIteration
         if self._restart:
             self._restart = False
             self._loader.reset()
-        self._active.stop_step = self._loader._stop_step(self._num_epochs)
+        self._active.stop_batch = self._loader._stop_batch(self._num_epochs)

@@ -1,30 +1,32 @@
 """The `Loader`: an iterable of dicts of tensors, with a state that says where it is.
 
 It reads batches from a stream (`batches.stream`) that it opens when they are first needed. All
-iterators of a loader take from that one stream; `epoch_iterator` only says where each of them ends.
+iterators of a loader take from the stream of its `Place`; `epoch_iterator` only says where each of
+them ends.
 """
 
 import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.device import DeviceStream, parse_device
-from gyre_client.batches.stream import STALL_TIMEOUT_S, BatchStream
+from gyre_client.batches.device import parse_device
+from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, InvalidRequest
 from gyre_client.loader import accelerated
 from gyre_client.loader.dataloader_keywords import refuse_unknown
 from gyre_client.loader.described import DescribedDataset
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
-from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
+from gyre_client.loader.place import Place
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.messages.arguments import MAX_STEP, MAX_UINT32, choice, flag, seconds, whole
@@ -33,7 +35,7 @@ from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
 
 _log = logging.getLogger("gyre_client")
-NEVER = 1 << 64  # the stop step of an iteration without an end
+NEVER = 1 << 64  # the stop batch of an iteration without an end
 
 
 class Loader(DescribedDataset):
@@ -189,7 +191,7 @@ class Loader(DescribedDataset):
         self._restart = flag("restart", restart)
         widened([], token_dtype)
         self._declared = None if transform is None else transform_list(transform)
-        self._device = parse_device(device)
+        to_device = parse_device(device)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options, pack),
             order=order_spec(
@@ -203,19 +205,17 @@ class Loader(DescribedDataset):
             transforms=self._declared,
             skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
         )
-        self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
-        self._stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
+        reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
+        stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread("this Loader")
-        self._token_dtype = token_dtype
-        self._cursor = b""  # resumes after the last batch yielded; empty before the first session
-        self._step = 0  # the next batch, counted without the steps that are left out
-        self._loaded_step = -1  # the batch at which a state was loaded just now
+        self._loaded_batch = -1  # the one at which a state was loaded just now
         self._active = ActiveIteration()
         self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
         self._finalizer = weakref.finalize(self, self._resources.release)
+        target = self._resources.target
         try:
             self._description = describe(
-                self._resources.target, self._request.dataset, self._declared, reattach_timeout_s
+                target, self._request.dataset, self._declared, reattach_timeout_s
             )
             # A dtype that cannot hold the ids is refused here and not with the first batch.
             widened(self._description.fields, token_dtype)
@@ -224,14 +224,23 @@ class Loader(DescribedDataset):
             raise
         what, found = self._description.name or self._description.uri, self.num_samples
         _log.info("dataset %s: %s samples, format %s", printable(what), f"{found:,}", self.format)
-        self._tail = tail
-        self._epochs = epochs_of([(0, self.num_samples)], self._global_batch_size, tail)
+        open_here = partial(
+            open_stream,
+            target,
+            self._request,
+            self._description,
+            device=to_device,
+            token_dtype=token_dtype,
+            reattach_timeout_s=reattach_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )
+        self._place = Place(self._resources, self._request, self._description, tail, open_here)
 
     def __iter__(self) -> EpochIterator:
         accelerated.check_reader(self)
         if not self._restart:
             with self._one_thread:
-                self._stream()  # the daemon begins to read
+                self._place.stream()  # the daemon begins to read
         return EpochIterator(self, self._num_epochs, restart=self._restart)
 
     def stream(self) -> EpochIterator:
@@ -247,21 +256,12 @@ class Loader(DescribedDataset):
                 "make a second one for an endless stream"
             )
         with self._one_thread:
-            self._stream()
+            self._place.stream()
         return EpochIterator(self, None, restart=False)
 
     def __next__(self) -> dict[str, torch.Tensor]:
         with self._one_thread:
-            resources = self._resources
-            # A stream that is open in this process needs no further check.
-            stream = resources.stream if resources.pid == os.getpid() else None
-            batch = (stream or self._stream()).take()
-            if batch is None:
-                raise StopIteration
-            tensors = batch.tensors
-            self._cursor = batch.cursor
-            self._step = batch.step + 1
-            return tensors
+            return self._place.take()
 
     def __len__(self) -> int:
         """The most steps that one iteration can have; with `wrap`, some epochs have one less.
@@ -273,7 +273,7 @@ class Loader(DescribedDataset):
         """
         if self._num_epochs is None:
             raise TypeError("a Loader with epochs=None has no length: its iteration never ends")
-        return self._epochs.max_steps(self._num_epochs)
+        return self._place.epochs.max_steps(self._num_epochs)
 
     def __enter__(self) -> Self:
         return self
@@ -287,12 +287,12 @@ class Loader(DescribedDataset):
     @property
     def local_batch_size(self) -> int:
         """B, the number of samples in each of this rank's batches."""
-        return self._global_batch_size // self._request.reader.world_size
+        return self._request.order.global_batch_size // self._request.reader.world_size
 
     @property
     def steps_per_epoch(self) -> int:
         """The most steps that an epoch has; with `wrap`, some epochs have one less."""
-        return self._epochs.max_steps(1)
+        return self._place.epochs.max_steps(1)
 
     @property
     def step(self) -> int:
@@ -301,26 +301,26 @@ class Loader(DescribedDataset):
 
     def step_of(self, batch: int) -> int:
         """Returns the global step of the batch with this number, counted from 0."""
-        self._locate()
-        return self._epochs.step_of(whole("batch", batch, 0, MAX_STEP))
+        self._place.locate()
+        return self._place.epochs.step_of(whole("batch", batch, 0, MAX_STEP))
 
     @property
     def num_batches(self) -> int:
         """How many batches come before the next one: `step` without those that are left out."""
-        self._locate()
-        return self._step
+        self._place.locate()
+        return self._place.batch
 
     @property
     def epoch(self) -> int:
         """The epoch in which the next step begins, counted from 0."""
         batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._epochs.epoch_of(batch)
+        return self._place.epochs.epoch_of(batch)
 
     @property
     def epochs_passed(self) -> float:
         """How many epochs lie before the next step, as a fraction."""
         batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._epochs.epochs_before(batch)
+        return self._place.epochs.epochs_before(batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
@@ -332,13 +332,13 @@ class Loader(DescribedDataset):
             InvalidRequest: `epoch` is not in [0, 2^32).
         """
         epoch = whole("epoch", epoch, 0, MAX_UINT32)
-        is_resumed = self.num_batches == self._loaded_step and self.epoch == epoch
+        is_resumed = self.num_batches == self._loaded_batch and self.epoch == epoch
         if not (is_resumed or self._restart):
-            self._go_to(self._epochs.first_batch(epoch))
+            self._go_to(self._place.epochs.first_batch(epoch))
 
     def reset(self) -> None:
         """Makes the first batch of the first epoch the next one."""
-        if self._cursor:
+        if self._place.cursor:
             self._go_to(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -350,8 +350,8 @@ class Loader(DescribedDataset):
         Returns:
             {"cursor": bytes}, about 250 bytes that only the daemon reads.
         """
-        self._locate()
-        return {"cursor": self._cursor}
+        self._place.locate()
+        return {"cursor": self._place.cursor}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, changed_transforms: bool = False
@@ -372,19 +372,10 @@ class Loader(DescribedDataset):
                 transforms, or it is not the state of a Loader. The loader then stays where it was.
         """
         cursor = cursor_of(state_dict)
-        self._check_process()
+        changed = flag("changed_transforms", changed_transforms)
         with self._one_thread:
-            self._resources.close_stream()
-            previous, self._cursor = self._cursor, cursor
-            self._request.changed_transforms = flag("changed_transforms", changed_transforms)
-            try:
-                self._stream(grow=True)
-            except BaseException:
-                self._cursor = previous
-                raise
-            finally:
-                self._request.changed_transforms = False
-            self._loaded_step = self._step
+            self._place.resume(cursor, changed_transforms=changed)
+            self._loaded_batch = self._place.batch
             self._active.forget_end()
 
     def close(self) -> None:
@@ -392,68 +383,15 @@ class Loader(DescribedDataset):
         self._finalizer()
 
     @property
-    def _global_batch_size(self) -> int:
-        return self._request.order.global_batch_size
+    def _batch(self) -> int:
+        return self._place.batch
 
-    def _stream(self, step: int | None = None, *, grow: bool = False) -> BatchStream | DeviceStream:
-        """Returns the stream; opens it at the cursor, or at `step`, if it is not open.
-
-        With `grow`, samples that were added since the cursor was saved come in later epochs.
-        """
-        self._check_process()
-        if self._resources.stream is None:
-            self._request.cursor = self._cursor
-            self._request.ClearField("step")
-            self._request.grow = grow
-            if step is not None:
-                self._request.step = step
-            stream = self._open()
-            self._resources.stream = stream
-            self._cursor = stream.opened.cursor
-            self._step = stream.opened.first_step
-            self._adopt(stream.opened)
-        return self._resources.stream
-
-    def _open(self) -> BatchStream | DeviceStream:
-        return open_stream(
-            self._resources.target,
-            self._request,
-            self._description,
-            device=self._device,
-            token_dtype=self._token_dtype,
-            reattach_timeout_s=self._reattach_timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-        )
-
-    def _adopt(self, opened: pb.SessionOpened) -> None:
-        """Counts samples, steps and epochs as the session does."""
-        stages = [(0, self.num_samples)]
-        if opened.stages:  # the dataset may grow
-            self._description.num_samples = opened.num_samples
-            self._description.fingerprint = opened.fingerprint
-            stages = [(each.first_epoch, each.num_samples) for each in opened.stages]
-        skipped = [(each.first, each.stop) for each in opened.skip_steps.ranges]
-        self._epochs = epochs_of(stages, self._global_batch_size, self._tail, skipped)
-
-    def _locate(self) -> None:
-        """Opens the stream if nothing was read yet: the daemon says where a job begins."""
-        if not self._cursor:
-            self._stream()
-
-    def _go_to(self, step: int) -> None:
-        self._locate()
-        if step != self._step:
-            self._resources.close_stream()
-            self._stream(step)
-        self._loaded_step = -1
+    def _go_to(self, batch: int) -> None:
+        self._place.go_to(batch)
+        self._loaded_batch = -1
         self._active.forget_end()
 
-    def _stop_step(self, num_epochs: int | None) -> int:
-        """Returns the step after the last one of the iteration that the next batch belongs to."""
-        self._locate()
-        return NEVER if num_epochs is None else self._epochs.stop(self._step, num_epochs)
-
-    def _check_process(self) -> None:
-        self._resources.check_process()
-        if not self._finalizer.alive:
-            raise InvalidRequest("this Loader is closed")
+    def _stop_batch(self, num_epochs: int | None) -> int:
+        """Returns the batch behind the last one of the iteration that the next one belongs to."""
+        self._place.locate()
+        return NEVER if num_epochs is None else self._place.epochs.stop(self._batch, num_epochs)

@@ -4,7 +4,7 @@ import os
 
 from gyre_client.batches.device import DeviceStream
 from gyre_client.batches.stream import BatchStream
-from gyre_client.errors import ForkedProcess
+from gyre_client.errors import ForkedProcess, InvalidRequest
 from gyre_client.targets.target import Target
 
 FORK_ADVICE = (
@@ -20,20 +20,33 @@ class LoaderResources:
         pid: The process that made them, which alone may use and release them.
         target: The daemon.
         stream: None where no session is open.
+        is_released: Whether they were released, so that no session can be opened.
     """
 
     def __init__(self, target: Target) -> None:
         self.pid = os.getpid()
         self.target = target
         self.stream: BatchStream | DeviceStream | None = None
+        self.is_released = False
 
-    def check_process(self) -> None:
-        """Raises ForkedProcess in every other process than the one that made them."""
+    def open_stream(self) -> BatchStream | DeviceStream | None:
+        """Returns the stream if it is open in this process, which needs no further check."""
+        return self.stream if self.pid == os.getpid() else None
+
+    def check_usable(self) -> None:
+        """Checks that a session may be opened here.
+
+        Raises:
+            ForkedProcess: This is another process than the one that made them.
+            InvalidRequest: They were released.
+        """
         if self.pid != os.getpid():
             raise ForkedProcess(
                 f"this Loader was made by process {self.pid}, "
                 f"but process {os.getpid()} reads it. {FORK_ADVICE}"
             )
+        if self.is_released:
+            raise InvalidRequest("this Loader is closed")
 
     def close_stream(self) -> None:
         """Ends the session; what was read ahead is dropped."""
@@ -44,5 +57,6 @@ class LoaderResources:
     def release(self) -> None:
         """Ends the session, and lets go of a private daemon."""
         if self.pid == os.getpid():  # a forked child's copy owns nothing
+            self.is_released = True
             self.close_stream()
             self.target.release()

@@ -2,7 +2,7 @@
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.access.rules import own_user_and_group, parse_admin, parse_allow
-from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config import DaemonConfig, sources_below
 from gyre_daemon.errors import NotAllowed
 
 
@@ -22,11 +22,13 @@ class Policy:
             else own_user_and_group()
             for name, dataset in config.datasets.items()
         }
+        self._sources = {name: sources_below(name, config.datasets) for name in config.datasets}
         self.has_rules = any(dataset.allow for dataset in config.datasets.values())
 
     def take_over(self, other: "Policy") -> None:
         """Decide as another policy does from now on; it was made where that may take its time."""
         self._readers, self._admin, self.has_rules = other._readers, other._admin, other.has_rules
+        self._sources = other._sources
 
     def is_admin(self, caller: Principal) -> bool:
         """Whether the caller is an operator."""
@@ -40,6 +42,10 @@ class Policy:
         rules = self._readers.get(dataset)
         return self.is_admin(caller) or (rules is not None and rules.admits(caller))
 
+    def sources(self, dataset: str) -> tuple[str, ...]:
+        """The datasets whose samples a configured mixture has; none of any other dataset."""
+        return self._sources.get(dataset, ())
+
     def sees_all(self, caller: Principal) -> bool:
         """Whether the caller may read every dataset."""
         return self.is_admin(caller) or all(
@@ -51,19 +57,20 @@ class Policy:
         return [name for name in sorted(self._readers) if self.may_read(caller, name)]
 
     def check_job(self, caller: Principal, dataset: str, job: str) -> None:
-        """Refuse a job that may not read a dataset which its user may read.
+        """Refuse a job that may not read a dataset, or a source of it, which its user may read.
 
         Raises:
             NotAllowed: no entry `job:` matches its name; lists them.
         """
-        rules = self._readers.get(dataset)
-        if rules is None or self.is_admin(caller) or rules.admits_job(job):
-            return
-        raise NotAllowed(
-            f"only jobs named {' or '.join(rules.jobs)} may read `{dataset}`, and this one is "
-            f"named {job!r}; give it such a name, or ask the operator",
-            {"dataset": dataset, "job": job},
-        )
+        for name in (dataset, *self.sources(dataset)):
+            rules = self._readers.get(name)
+            if rules is None or self.is_admin(caller) or rules.admits_job(job):
+                continue
+            raise NotAllowed(
+                f"only jobs named {' or '.join(rules.jobs)} may read `{name}`, and this one is "
+                f"named {job!r}; give it such a name, or ask the operator",
+                {"dataset": name, "job": job},
+            )
 
     def refusal(self, caller: Principal, dataset: str, job: str) -> str:
         """The list by which the caller may not read a dataset with this job; empty for none."""
@@ -84,9 +91,10 @@ class Policy:
         Raises:
             NotAllowed: its owner may no longer read the dataset, or not with this job.
         """
-        if dataset in self._readers and not self.may_read(caller, dataset):
-            raise NotAllowed(
-                f"{caller.name} may no longer read `{dataset}`: its operator changed who may",
-                {"dataset": dataset},
-            )
+        for name in (dataset, *self.sources(dataset)):
+            if name in self._readers and not self.may_read(caller, name):
+                raise NotAllowed(
+                    f"{caller.name} may no longer read `{name}`: its operator changed who may",
+                    {"dataset": name},
+                )
         self.check_job(caller, dataset, job)

@@ -13,6 +13,7 @@ from gyre_daemon.config.load import (
     parse_limits,
     parse_pack,
 )
+from gyre_daemon.config.mixtures import sources_below
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
     DaemonConfig,
@@ -45,4 +46,5 @@ __all__ = [
     "parse_options",
     "parse_pack",
     "parse_size",
+    "sources_below",
 ]

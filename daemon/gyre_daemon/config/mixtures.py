@@ -68,6 +68,13 @@ def check_sources(datasets: Mapping[str, DatasetConfig]) -> None:
             _check_source(name, datasets, (name,))
 
 
+def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str, ...]:
+    """The sources of a mixture, with those of its sources; none of any other dataset."""
+    mixture = datasets[name].mixture
+    own = mixture.sources if mixture else ()
+    return tuple(each for source in own for each in (source, *sources_below(source, datasets)))
+
+
 def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple[str, ...]) -> None:
     mixture = datasets[name].mixture
     for source in mixture.sources if mixture else ():
@@ -84,11 +91,10 @@ def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple
                 f"{where} has the source `{source}`, a mixture with a schedule, whose steps would "
                 f"be none of the job's; put the schedule into {where}"
             )
-        for key in ("transforms", "pack"):
+        for key in ("transforms", "pack") if config.mixture else ("pack",):
             if getattr(config, key):
                 raise ConfigError(
-                    f"{where} has the source `{source}` with `{key}`, and only samples as they are "
-                    f"stored are mixed; name the dataset a second time without it, and give "
-                    f"{where} `{key}`"
+                    f"{where} has the source `{source}` with `{key}`, which cannot be mixed; name "
+                    f"it a second time without it, and give {where} `{key}`"
                 )
         _check_source(source, datasets, (*above, source))

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig, PackConfig
@@ -97,12 +97,24 @@ class IndexProgress:
         )
 
 
+OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
+FilterLate = Callable[[str, DatasetConfig, Dataset], Awaitable[Dataset]]
+
+
+async def _unfiltered(name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
+    return dataset
+
+
 class Catalog:
     """Opens each dataset once and keeps it; clients that want the same one wait together.
 
     Attributes:
         datasets: the definitions by name.
         has_cache: whether remote datasets are read through the node's cache, unless they opt out.
+        open_source: opens a source of a mixture, with its own transforms if it has any; as `open`
+            until somebody who knows transforms says otherwise.
+        filter_late: takes a dataset as it is stored, and leaves out what a filter says that
+            compares more than the index knows; does nothing until somebody says otherwise.
     """
 
     def __init__(
@@ -138,6 +150,8 @@ class Catalog:
         self._lint_locks: dict[str, asyncio.Lock] = {}
         # of open datasets that grow, by name, fingerprint and number of shards
         self._prefixes: dict[tuple[str, str, int], Prefix] = {}
+        self.open_source: OpenSource = self.open
+        self.filter_late: FilterLate = _unfiltered
         self._packed = PackedDatasets()
         self._mixtures = Mixtures()
 
@@ -227,11 +241,13 @@ class Catalog:
         """
         if config.mixture:
             sources = [
-                (each, await self.open(*self.resolve(each))) for each in config.mixture.sources
+                (each, await self.open_source(*self.resolve(each)))
+                for each in config.mixture.sources
             ]
             dataset = self._mixtures.of(name, config, sources)
         else:
-            dataset = await self._open_documents(name, config)
+            documents = await self.stored(name, config)
+            dataset = await self.filter_late(name, config, documents)
         return await self.packed(dataset, config.pack) if config.pack else dataset
 
     async def packed(self, documents: Dataset, config: PackConfig) -> Dataset:
@@ -246,8 +262,8 @@ class Catalog:
         """An open source of an open mixture."""
         return self._mixtures.source(name, source)
 
-    async def _open_documents(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset, as it is without packing."""
+    async def stored(self, name: str, config: DatasetConfig) -> Dataset:
+        """The open dataset, as it is before what `filter_late` and packing do."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._scanned(name, config)

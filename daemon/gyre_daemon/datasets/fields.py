@@ -85,10 +85,12 @@ def _cast(spec: FieldSpec, dtype: str) -> FieldSpec:
         return replace(_cast(replace(spec, forms=()), dtype), forms=forms)
     if read.codec == "cast":
         return replace(read, dtype=wanted)
-    if read.codec not in _NUMBERS or read.ragged or read.dtype.kind not in "iufb":
+    is_list = read.ragged and read.codec == "bytes" and read.dtype != np.uint8
+    is_single = not read.ragged and read.codec in _NUMBERS
+    if not (is_list or is_single) or read.dtype.kind not in "iufb":
         raise ConfigError(
-            f"`cast` cannot change {spec.name!r:.100}: only numbers, arrays of one shape, and text "
-            "with a number can be cast"
+            f"`cast` cannot change {spec.name!r:.100}: only numbers, arrays, lists of numbers, and "
+            "text with a number can be cast"
         )
     return replace(read, dtype=wanted, codec="cast", cast_from=(read.codec, read.dtype))
 
@@ -104,8 +106,11 @@ def _cast_form(form: FieldSpec, filled: FieldSpec, dtype: str) -> FieldSpec:
     if form.codec != "default":
         return _cast(form, dtype)
     cast = _cast(replace(filled, forms=()), dtype)
+    num_bytes = cast.element_bytes
+    if cast.ragged:
+        num_bytes *= len(form.default) // filled.element_bytes
     try:
-        value = check_field(cast, memoryview(form.default), cast.element_bytes)
+        value = check_field(cast, memoryview(form.default), num_bytes)
     except ValueError as error:
         raise ConfigError(
             f"`cast` of {form.name!r:.100} is {dtype}, and its default cannot be cast: {error}"

@@ -52,10 +52,10 @@ def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
     """Look samples of a dataset with shards of its own up in its index; int64 [n]."""
     index, ids = dataset.index, sample_ids
     extents = index.locate(ids)
+    while isinstance(index, Filtered):
+        ids, index = index.stored_ids(ids), index.unfiltered
     is_decoded = isinstance(index, ChunkedIndex)
     offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)
-    if isinstance(index, Filtered):
-        ids, index = index.stored_ids(ids), index.unfiltered
     firsts = {shard: _first_of(index, shard) for shard in np.unique(extents.shard).tolist()}
     return Located(
         sample_ids,

@@ -29,10 +29,11 @@ from gyre_daemon.storage.local.gather import memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import RECORD_BLOCKS, RecordIndex
+from gyre_daemon.transforms.transform import Cost
 
 _Record = npt.NDArray[np.uint8]
-# Samples that are transformed together: as many as a worker is given of images.
-_MAX_TOGETHER = 16
+# Samples that are transformed together: as many as a worker is given at once.
+_MAX_TOGETHER: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
 
 
 class CachedRecords(CachedStorage):
@@ -50,8 +51,8 @@ def keep_records(
     """The storage of records, behind the node's cache; see `transforms.kept.Keep`."""
     assert isinstance(prefix, TransformedDataset)
     records = MadeStorage(prefix, index, shard, threads)
-    starts = np.arange(index.num_samples) * index.record_bytes
-    blocks = BlockMap(np.zeros_like(starts), starts, starts + index.record_bytes)
+    begins, ends = index.starts[:-1], index.starts[1:]
+    blocks = BlockMap(np.zeros_like(begins), begins, ends)
     return CachedRecords(records, shard.name, cache, lambda _: blocks, RECORD_BLOCKS)
 
 
@@ -88,7 +89,8 @@ class MadeStorage:
         """
         self.shards: Sequence[Shard] = [shard]
         self._bounds = ShardBounds(self.shards)
-        self._record_bytes = index.record_bytes
+        self._starts = index.starts
+        self._most = _MAX_TOGETHER[prefix.cost]
         self._threads = threads
         self._fetcher = TransformingFetcher(prefix, threads, 0, _no_epochs)
         self._wishes: dict[Flow, list[_Wish]] = {}
@@ -99,10 +101,11 @@ class MadeStorage:
         reads = plan.part(slice(None))
         self._bounds.check(reads)
         reads = reads.nonempty()
-        ids, rows = np.unique(reads.start // self._record_bytes, return_inverse=True)
+        of = np.searchsorted(self._starts, reads.start, side="right") - 1
+        ids, rows = np.unique(of, return_inverse=True)
         wishes = [self._wish(sample_id, reads) for sample_id in ids.tolist()]
         records = await asyncio.gather(*wishes)
-        work = partial(self._copy, records, rows, reads)
+        work = partial(self._copy, records, rows, reads.start - self._starts[of], reads)
         await self._threads.run(reads.flow, reads.num_bytes, reads.urgency, work)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -117,11 +120,14 @@ class MadeStorage:
         """See `Storage.local_file`: records are no files."""
         return None
 
-    def _copy(self, records: Sequence[_Record], rows: Int64Array, reads: Reads) -> None:
+    def _copy(
+        self, records: Sequence[_Record], rows: Int64Array, begins: Int64Array, reads: Reads
+    ) -> None:
         """Copy parts of records to where they are wanted; runs in a thread."""
         with reads.lease():
-            begins = (reads.start % self._record_bytes).tolist()
-            ranges = zip(rows.tolist(), begins, reads.size.tolist(), reads.target, strict=True)
+            ranges = zip(
+                rows.tolist(), begins.tolist(), reads.size.tolist(), reads.target, strict=True
+            )
             for row, begin, size, target in ranges:
                 memory_at(int(target), size)[:] = records[row][begin : begin + size].data
 
@@ -139,9 +145,9 @@ class MadeStorage:
     async def _make_all(self, flow: Flow) -> None:
         await asyncio.sleep(0)  # until all that is ready to ask has asked
         wishes = sorted(self._wishes.pop(flow), key=lambda wish: wish.urgency)
-        together = range(0, len(wishes), _MAX_TOGETHER)
+        together = range(0, len(wishes), self._most)
         await asyncio.gather(
-            *(self._make(wishes[begin : begin + _MAX_TOGETHER], flow) for begin in together)
+            *(self._make(wishes[begin : begin + self._most], flow) for begin in together)
         )
 
     async def _make(self, wishes: Sequence[_Wish], flow: Flow) -> None:
@@ -173,15 +179,11 @@ class MadeStorage:
 
     def _joined(self, memory: _Record, places: Int64Array) -> Sequence[_Record]:
         """The records, out of the tensors of a batch."""
-        records = np.empty((len(places), self._record_bytes), np.uint8)
-        for record, its in zip(records, places.tolist(), strict=True):
-            at = 0
-            for begin, end in its:
-                record[at : at + end - begin] = memory[begin:end]
-                at += end - begin
-        return list(records)
+        return [
+            np.concatenate([memory[begin:end] for begin, end in its]) for its in places.tolist()
+        ]
 
 
 def _no_epochs(first_step: int, num_steps: int) -> Int64Array:
     """No transform before `cache` draws random numbers, so all epochs are alike."""
-    return np.zeros((num_steps, _MAX_TOGETHER), np.int64)
+    return np.zeros((num_steps, max(_MAX_TOGETHER.values())), np.int64)

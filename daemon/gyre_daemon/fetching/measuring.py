@@ -97,6 +97,7 @@ class Measurer:
 
     Attributes:
         threads: the daemon's.
+        sidecars: keep what was measured.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Measurer:
             threads: the daemon's.
             reports: of samples that cannot be transformed and that others replace.
         """
-        self._sidecars, self.threads, self._reports = sidecars, threads, reports
+        self.sidecars, self.threads, self._reports = sidecars, threads, reports
         self._flow = Flow("measuring")
         self._found: dict[_Key, Measuring] = {}
 
@@ -130,7 +131,7 @@ class Measurer:
             return dataset
         async for measuring in self.progress(dataset, config):
             if measuring.task and measuring.task.done():
-                return _with_measured(dataset, config, measuring.task.result())
+                return with_measured(dataset, config, measuring.task.result())
         raise AssertionError("measuring ends with a result")
 
     async def progress(
@@ -214,7 +215,7 @@ class Measurer:
         dataset, num = part.dataset, len(part.ids)
         listed, shape = dataset.shards[part.shard], (num, len(dataset.made_ragged))
         chain, kind = await asyncio.to_thread(_identities, part)
-        sidecars = self._sidecars.sibling(f".{chain}{SUFFIX}")
+        sidecars = self.sidecars.sibling(f".{chain}{SUFFIX}")
         key = SidecarKey(dataset.uri, listed.name, listed.size_bytes, listed.version, kind)
 
         def check(arrays: Arrays) -> None:
@@ -368,7 +369,7 @@ def _identities(part: _Part) -> tuple[str, str]:
     return chain.hexdigest(), f"{version} {samples.hexdigest()}"
 
 
-def _with_measured(
+def with_measured(
     dataset: TransformedDataset, config: DatasetConfig, found: Measured
 ) -> TransformedDataset:
     """A dataset with what was measured of it.

@@ -12,8 +12,12 @@ from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.fetching.measuring import Measurer, Measuring, is_measured
+from gyre_daemon.fetching.columns import ColumnReader
+from gyre_daemon.fetching.late_filters import LateFilters
+from gyre_daemon.fetching.made_sources import MadeSources
+from gyre_daemon.fetching.measuring import Measured, Measurer, Measuring, is_measured, with_measured
 from gyre_daemon.fetching.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
@@ -60,6 +64,12 @@ class SessionOpener:
         self._measurer = measurer
         self._engines = EngineVerifier(transforms, measurer.threads)
         self._prefetch_batches = prefetch_batches
+        self._sources = MadeSources(transforms, measurer.threads)
+        catalog.open_source = self._open_source
+        self._late = LateFilters(
+            ColumnReader(measurer.sidecars, measurer.threads), self._measured_documents
+        )
+        catalog.filter_late = self._late.of
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
         """Open a session, which begins to fetch at once.
@@ -143,8 +153,35 @@ class SessionOpener:
                 f"those whose samples differ in length they make {there}; name one of these, or "
                 "leave the transforms out"
             )
-        dataset = await self._measurer.measured(dataset, config)
+        dataset = await self._measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset
+
+    async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
+        """An open source of a mixture, as its own transforms make it.
+
+        Raises:
+            GyreError: as `open_dataset` and `MadeSources.of`.
+        """
+        if not config.transforms:
+            return await self._catalog.open(name, config)
+        dataset = await self._transformed(name, config, config.transforms, by_client=False)
+        return self._sources.of(name, await self._measured(dataset, config))
+
+    async def _measured_documents(
+        self, config: DatasetConfig, documents: Dataset
+    ) -> TransformedDataset:
+        """A dataset without the filter of its definition, with its transforms, measured."""
+        dataset = await self._fastest(documents, config.transforms, by_client=False)
+        return await self._measurer.measured(dataset, config)
+
+    async def _measured(
+        self, dataset: TransformedDataset, config: DatasetConfig
+    ) -> TransformedDataset:
+        """See `Measurer.measured`; a filter may have measured the samples already."""
+        lengths = self._late.lengths_of(dataset)
+        if lengths is None:
+            return await self._measurer.measured(dataset, config)
+        return with_measured(dataset, config, Measured(lengths, []))
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
         """Measure the samples of a dataset under the transforms of its definition.
@@ -154,11 +191,16 @@ class SessionOpener:
         Raises:
             GyreError: as `open_dataset`.
         """
-        if config.transforms:
+        if not config.transforms:
+            return
+        stored = await self._catalog.stored(name, config)
+        if asked_of(config.filter, stored.fields).lengths:  # the filter waits for them
+            dataset = await self._fastest(stored, config.transforms, by_client=False)
+        else:
             dataset = await self._transformed(name, config, config.transforms, by_client=False)
-            if is_measured(dataset, config):
-                async for measuring in self._measurer.progress(dataset, config):
-                    yield measuring
+        if is_measured(dataset, config):
+            async for measuring in self._measurer.progress(dataset, config):
+                yield measuring
 
     async def _transformed(
         self,
@@ -169,6 +211,11 @@ class SessionOpener:
         by_client: bool,
     ) -> TransformedDataset:
         documents = await self._catalog.open(name, replace(config, pack=None))
+        return await self._fastest(documents, tables, by_client=by_client)
+
+    async def _fastest(
+        self, documents: Dataset, tables: Sequence[Mapping[str, Any]], *, by_client: bool
+    ) -> TransformedDataset:
         dataset = await self._transforms.apply(documents, tables, by_client=by_client)
         return await self._engines.fastest(dataset)
 
@@ -212,7 +259,7 @@ class SessionOpener:
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
-        for source in config.mixture.sources if config.mixture else ():
+        for source in self._policy.sources(name) if config.mixture else ():
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
             config = replace(config, pack=requests.to_pack(ref.pack))
@@ -226,9 +273,6 @@ class SessionOpener:
                 "ask the operator",
                 {"dataset": mixture},
             )
-        nested = self._catalog.datasets[source].mixture
-        for each in nested.sources if nested else ():
-            self._check_source(mixture, each, caller)
 
     def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):

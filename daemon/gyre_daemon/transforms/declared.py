@@ -72,6 +72,7 @@ class TransformedDataset(Dataset):
         pool: who transforms them.
         engines: programs that may transform them faster, the fastest first.
         measured: the lengths of the ragged fields that are made; None while they are not known.
+        random: the names of transforms that may draw random numbers.
     """
 
     source: Dataset
@@ -82,6 +83,7 @@ class TransformedDataset(Dataset):
     pool: TransformPool
     engines: Sequence[str] = ()
     measured: MeasuredIndex | None = None
+    random: Sequence[str] = ()
 
     @property
     def stored(self) -> Dataset:
@@ -131,6 +133,8 @@ class Transforms:
         self._pool = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
         # Who waits for records holds an exchange meanwhile, so these have a room of their own.
         self._pool_of_records = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
+        # So do sources of mixtures, which may wait for records themselves.
+        self._pool_of_sources = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
         self._installed = installed
         self._keep = keep
         self._allow_modules = allow_modules
@@ -214,7 +218,12 @@ class Transforms:
             cost=described.cost,
             pool=pool,
             engines=described.engines,
+            random=[steps[place].name for place in described.random],
         )
+
+    def for_records(self, dataset: TransformedDataset) -> TransformedDataset:
+        """The same, for who reads what it makes while others hold the memory of jobs."""
+        return replace(dataset, pool=self._pool_of_sources)
 
     async def with_engine(self, dataset: TransformedDataset, engine: str) -> TransformedDataset:
         """The dataset, transformed by a faster program; what it makes must be verified.
@@ -235,6 +244,7 @@ class Transforms:
         self._pool.workers.close()
         self._pool.room.close()
         self._pool_of_records.room.close()
+        self._pool_of_sources.room.close()
 
 
 def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) -> str:

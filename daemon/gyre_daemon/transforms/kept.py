@@ -2,8 +2,8 @@
 
 [Note: How transformed samples are cached] The step `cache` cuts a chain in two. What the transforms
 before it make of a sample draws no random numbers, so it is the same for every seed, epoch and job.
-It is a record of one size, and record i begins at byte i times that size of one large shard, which
-nobody stores: a read from it has the samples transformed. Before it lies the node's cache, with
+It is a record, and all records lie one behind the other in one large shard, which nobody stores: a
+read from it has the samples transformed. Before it lies the node's cache, with
 blocks of one record each. So memory, disk, eviction by next use and counters are those of any
 cached shard. The transforms behind the step read their samples there, as from a dataset.
 """
@@ -11,7 +11,6 @@ cached shard. The transforms behind the step read their samples there, as from a
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
@@ -19,9 +18,11 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import (
     Extents,
     FieldSpec,
+    SampleIndex,
     indexed_fields,
     stored_fields,
 )
+from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
 from gyre_daemon.order.permutation import Int64Array
@@ -32,29 +33,31 @@ from gyre_daemon.transforms.messages import Step
 STEP = "cache"
 # No order has blocks of this size, so it can stand for blocks of one record.
 RECORD_BLOCKS = 1
+_AT_ONCE = 1 << 16  # samples whose sizes are looked up together
 
 
 class RecordIndex:
     """A `SampleIndex` of the records of one dataset.
 
     Attributes:
-        record_bytes: the size of each.
+        starts: int64 [N + 1], where each begins, and the end of the last.
     """
 
-    def __init__(self, source: Dataset, fields: Sequence[FieldSpec]) -> None:
-        """Lay out a record.
+    def __init__(
+        self, source: Dataset, fields: Sequence[FieldSpec], sized: SampleIndex | None = None
+    ) -> None:
+        """Lay out the records.
 
         Args:
             source: the samples as they are stored.
-            fields: of the records; those that are not indexed have one size.
+            fields: of the records.
+            sized: knows their sizes; None where all records have one size.
         """
         self.fields = fields
-        self._source = source.index
-        sizes = [spec.element_bytes for spec in stored_fields(fields)]
-        ends = list(accumulate(sizes))
-        self.record_bytes = ends[-1]
-        self._sizes = np.array(sizes, np.int64)
-        self._begins = np.array(ends, np.int64) - self._sizes
+        self._source, self._sized = source.index, sized
+        self._sizes = np.array([spec.element_bytes for spec in stored_fields(fields)], np.int64)
+        self.starts = self._find_starts()
+        self._bounds = located_bounds(self)
         names = [spec.name for spec in indexed_fields(source.fields)]
         self._indexed = [names.index(spec.name) for spec in indexed_fields(fields)]
         self._records = BlockTables(
@@ -68,8 +71,8 @@ class RecordIndex:
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         """See `SampleIndex.locate`."""
-        size = np.broadcast_to(self._sizes, (len(sample_ids), len(self._sizes)))
-        start = sample_ids[:, None] * self.record_bytes + self._begins
+        size = self._sizes_of(sample_ids)
+        start = self.starts[sample_ids][:, None] + np.cumsum(size, axis=1) - size
         indexed: tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], ...] = ()
         if self._indexed:
             values = self._source.locate(sample_ids).indexed
@@ -77,8 +80,8 @@ class RecordIndex:
         return Extents(np.zeros(len(sample_ids), np.int64), start, size, indexed=indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`; no field is ragged."""
-        return 0
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples) if self._sized else 0
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the stored samples, so that orders are the same."""
@@ -88,7 +91,20 @@ class RecordIndex:
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
-        return b"records" + self._source.digest()
+        return b"records" + (self._sized or self._source).digest()
+
+    def _sizes_of(self, sample_ids: Int64Array) -> Int64Array:
+        """Int64 [n, F], the bytes of each field that is not indexed."""
+        if self._sized:
+            return self._sized.locate(sample_ids).tensor_bytes
+        return np.broadcast_to(self._sizes, (len(sample_ids), len(self._sizes)))
+
+    def _find_starts(self) -> Int64Array:
+        sizes = [np.zeros(1, np.int64)]
+        for begin in range(0, self.num_samples, _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, self.num_samples))
+            sizes.append(self._sizes_of(ids).sum(axis=1))
+        return np.cumsum(np.concatenate(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +152,15 @@ def cut(steps: Sequence[Step], random: Sequence[int]) -> int:
     return first
 
 
+def as_records(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[FieldSpec]:
+    """Fields that transforms make, and those that pass, as they lie in records."""
+    return [
+        *made,
+        *(replace(each, codec="bytes", forms=(), default=b"") for each in stored_fields(passed)),
+        *indexed_fields(passed),
+    ]
+
+
 def record_fields(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[FieldSpec]:
     """The fields of records.
 
@@ -146,11 +171,7 @@ def record_fields(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> lis
     Raises:
         ConfigError: the samples of a field differ in length.
     """
-    fields = [
-        *made,
-        *(replace(each, codec="bytes", forms=(), default=b"") for each in stored_fields(passed)),
-        *indexed_fields(passed),
-    ]
+    fields = as_records(made, passed)
     for spec in fields:
         if spec.ragged:
             raise ConfigError(
@@ -167,7 +188,7 @@ def record_shard(index: RecordIndex, source: Dataset, recipe: bytes) -> Shard:
     for shard in source.shards:
         digest.update(f"{shard.name} {shard.version}\n".encode())
     is_known = all(shard.version for shard in source.shards)
-    num_bytes = index.record_bytes * index.num_samples
+    num_bytes = int(index.starts[-1])
     return Shard("transformed samples", num_bytes, digest.hexdigest() if is_known else "")
 
 
@@ -187,6 +208,11 @@ def kept(source: Dataset, prefix: Dataset, recipe: bytes, keep: Keep) -> KeptDat
     """
     index = RecordIndex(source, prefix.fields)
     shard = record_shard(index, source, recipe)
+    return kept_as(source, prefix, index, keep(prefix, index, shard))
+
+
+def kept_as(source: Dataset, prefix: Dataset, index: RecordIndex, storage: Storage) -> KeptDataset:
+    """The same, with the storage of its records."""
     values = {name: getattr(prefix, name) for name in Dataset.__dataclass_fields__}
-    values |= {"index": index, "storage": keep(prefix, index, shard), "chosen": prefix.fields}
+    values |= {"index": index, "storage": storage, "chosen": prefix.fields}
     return KeptDataset(**values, source=source)

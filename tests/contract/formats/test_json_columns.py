@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, TolerantFormat
+from gyre_daemon.datasets.formats.chunks import DamagedPart
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.lines import columns, frames
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -157,25 +158,51 @@ def test_values_are_those_of_json(
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "offset", "reason"),
     [
-        (b'{"a": 1}\n[1]', r"line 2 .* is no JSON object"),
-        (b'{"a": 1}\n{"a": NaN}', r"line 2 .* is no JSON object"),
-        (b'{"a": 1}\n\n{"a": "x"}', r"'a' has an integer in line 1, text in line 2 .* as JSON"),
-        (b'{"a": [1]}\n{"a": ["x"]}', r"a list of integers in line 1, an object or another list"),
-        (b'{"a": 12345678901234567890}', "does not fit into int64"),
-        (b'{"a": [12345678901234567890]}', "does not fit into int64"),
-        (b'{"a": 1e400}', "does not fit into float64"),
-        (b'{"a": [1e400]}', "out of range"),
+        (b'{"a": 1}\n[1]', 9, r"line 2 .* is no JSON object"),
+        (b'{"a": 1}\n{"a": NaN}', 9, r"line 2 .* is no JSON object"),
+        (b'{"a": 1}\n\r\n{"a": "x"}', 11, r"'a' has an integer in line 1, text in line 2 .* JSON"),
+        (b'{"a": [1]}\n{"a": ["x"]}', 11, r"a list of integers in line 1, an object or another"),
+        (b'\n{"a": 12345678901234567890}', 1, "line 1 .* does not fit into int64"),
+        (b'{"a": 1}\n{"a": [12345678901234567890]}', 9, "line 2 .* does not fit into int64"),
+        (b'\xef\xbb\xbf\n{"a": 1e400}', 4, "does not fit into float64"),
+        (b'{"a": [1e400]}', 0, "out of range"),
     ],
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 16])
+@pytest.mark.parametrize("is_compressed", [False, True])
 def test_lines_that_do_not_fit_are_named(
-    data: bytes, reason: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+    data: bytes,
+    offset: int,
+    reason: str,
+    chunk_bytes: int,
+    is_compressed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With the byte at which they begin; in a compressed file, that at which their frame does."""
     monkeypatch.setattr(columns, "_MIN_CHUNK_BYTES", chunk_bytes)
-    with pytest.raises(CorruptSample, match=f"shard 000.*{reason}"):
-        served([data])
+    with pytest.raises(CorruptSample, match=f"shard 000.*{reason}") as caught:
+        served([compressed(data) if is_compressed else data])
+    assert caught.value.facts["offset"] == str(0 if is_compressed else offset)
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_line_that_is_damaged_after_it_was_indexed_is_named(is_compressed: bool) -> None:
+    """By what lint and jobs decode with; the first frame has the first line."""
+    form = shard_format("jsonl", columns=["*"])
+    whole = [b'\n{"a": 1}\n', b'{"a": 2}\r\n\n{"a": 3}\n']
+
+    def shard(*parts: bytes) -> bytes:
+        return b"".join(compressed(part) for part in parts) if is_compressed else b"".join(parts)
+
+    data = shard(*whole)
+    index = form.assemble(listed([data]), inspect(form, [data]))
+    assert isinstance(index, ChunkIndex)
+    damaged = shard(whole[0], whole[1].replace(b"3}", b"3]"))
+    with pytest.raises(DamagedPart, match=r"line 3 .* is no JSON object") as caught:
+        decode_all([damaged], index)
+    assert caught.value.offset == (0 if is_compressed else damaged.index(b'{"a": 3]'))
 
 
 def test_types_decide_where_values_do_not() -> None:

@@ -3,11 +3,12 @@
 import contextlib
 import datetime
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import botocore.auth
 import pytest
@@ -172,25 +173,35 @@ class Proxy:
                 target.sendall(data)
 
 
-def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signed URL cannot say so: obstore reads, and signs each request as botocore does."""
+@contextlib.contextmanager
+def answering(
+    answer: bytes, context: ssl.SSLContext | None = None
+) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that takes one request: its host, and the request once it has come."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = f"127.0.0.1:{listener.getsockname()[1]}"
-        settings = {**CREDENTIALS, "endpoint": f"http://{host}", "request_payer": "true"}
 
-        def answer() -> None:
+        def serve() -> None:
             connection, _ = listener.accept()
+            if context:
+                connection = context.wrap_socket(connection, server_side=True)
             with connection:
                 requests.append(connection.recv(1 << 16))
-                modified = b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n"
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n" + modified + b"\r\n")
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + answer)
 
-        server = threading.Thread(target=answer)
+        server = threading.Thread(target=serve, daemon=True)
         server.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", requests
+        server.join()
+
+
+def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signed URL cannot say so: obstore reads, and signs each request as botocore does."""
+    modified = b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n"
+    with answering(b"Content-Length: 5\r\n" + modified + b"\r\n") as (host, requests):
+        settings = {**CREDENTIALS, "endpoint": f"http://{host}", "request_payer": "true"}
         filesystem = open_objects("s3", settings, "s3://bucket/data/a.bin", max_retries=0)
         assert run(filesystem._info("s3://bucket/data/a.bin"))["size"] == 5
-        server.join()
     lines = requests[0].decode().split("\r\n")
     sent = dict(line.split(": ", 1) for line in lines[1:] if line)
     assert sent["x-amz-request-payer"] == "requester"
@@ -201,6 +212,59 @@ def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     credentials = Credentials(CREDENTIALS["access_key_id"], CREDENTIALS["secret_access_key"])
     botocore.auth.S3SigV4Auth(credentials, "s3", CREDENTIALS["region"]).add_auth(request)
     assert request.headers["Authorization"] == sent["authorization"]
+
+
+def test_credentials_of_a_role_come_from_sts(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token of a pod is exchanged for them, and they sign as botocore's do."""
+    (tmp_path / "token").write_text("of-a-pod")
+    told = (
+        b"<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
+        b"<AccessKeyId>AKIDROLE</AccessKeyId><SecretAccessKey>of the role</SecretAccessKey>"
+        b"<SessionToken>session/of+STS</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>"
+        b"</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+    )
+    url = "s3://bucket/data/a.bin"
+    pair, roots = authority.sign("server"), authority.path.read_text()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.certificate, pair.key)
+    told = b"Content-Length: %d\r\n\r\n%s" % (len(told), told)
+    with answering(told, context) as (host, requests):
+        settings = {
+            "endpoint": "https://storage.example.org:9000",
+            "region": "eu-west-3",
+            "role_arn": "arn:aws:iam::1:role/reader",
+            "role_session_name": "gyre",
+            "web_identity_token_file": str(tmp_path / "token"),
+            "aws_endpoint_url_sts": f"https://{host}",
+        }
+        signed = urlsplit(run(ObjectSource("s3", settings, url, roots).signed_url(url)))
+    asked = parse_qs(urlsplit(requests[0].decode().split(" ")[1]).query)
+    assert asked["Action"] == ["AssumeRoleWithWebIdentity"]
+    assert asked["RoleArn"] == [settings["role_arn"]]
+    assert asked["RoleSessionName"] == ["gyre"]
+    assert asked["WebIdentityToken"] == ["of-a-pod"]
+    credentials = Credentials("AKIDROLE", "of the role", "session/of+STS")
+    assert parse_qs(signed.query) == signed_by_botocore(signed, credentials, monkeypatch)
+
+
+def test_a_setting_on_which_obstore_panics() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: obstore fails with Expected config"):
+        open_objects("s3", {**CREDENTIALS, "allow_http": "true"}, "s3://bucket/data/a.bin")
+
+
+def signed_by_botocore(
+    signed: SplitResult, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[str]]:
+    """The query of a signed URL as botocore makes it for the same time."""
+    query = parse_qs(signed.query)
+    at = datetime.datetime.strptime(query["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ")
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
+    request = AWSRequest("GET", f"{signed.scheme}://{signed.netloc}{signed.path}")
+    expires_s = int(query["X-Amz-Expires"][0])
+    botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-west-3", expires_s).add_auth(request)
+    return parse_qs(urlsplit(request.url).query)
 
 
 CREDENTIALS = {
@@ -233,13 +297,7 @@ def test_signatures_are_those_of_botocore(
         )
 
     signed = urlsplit(run(sign()))
-    query = parse_qs(signed.query)
-    at = datetime.datetime.strptime(query["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ")
-    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
-    request = AWSRequest("GET", f"{signed.scheme}://{signed.netloc}{signed.path}")
     credentials = Credentials(settings["access_key_id"], settings["secret_access_key"], token)
-    expires_s = int(query["X-Amz-Expires"][0])
-    botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-west-3", expires_s).add_auth(request)
-    assert parse_qs(urlsplit(request.url).query) == query
+    assert parse_qs(signed.query) == signed_by_botocore(signed, credentials, monkeypatch)
     assert signed.netloc == urlsplit(endpoint).netloc
     assert signed.path.startswith("/data/" if style == "virtual-hosted" else "/bucket/data/")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import quantize_frozen, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -18,13 +18,13 @@ NUM_STEPS = 3
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "vocab_size": 60}
 
 
-def llama() -> Any:
+def llama(*, biased: bool = False) -> Any:
     import transformers  # seconds, for these tests alone
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     library: Any = transformers
-    config = library.LlamaConfig(use_cache=False, **SIZES, **heads)
+    config = library.LlamaConfig(use_cache=False, attention_bias=biased, **SIZES, **heads)
     return library.LlamaForCausalLM(config).double()
 
 
@@ -68,7 +68,7 @@ def trained(model: Any, part: int, num_parts: int) -> tuple[list[float], dict[st
 
 
 def trained_on_the_ring(kind: str, order: str) -> tuple[list[float], dict[str, Tensor]]:
-    mesh, model = make_mesh("cpu"), llama()
+    mesh, model = make_mesh("cpu"), llama(biased=kind == "dora")
     if order == "rotated, then adapted":
         rotate_all(model, mesh=mesh)
         model = adapted(model, kind)
@@ -81,12 +81,18 @@ def trained_on_the_ring(kind: str, order: str) -> tuple[list[float], dict[str, T
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     ("kind", "order"),
-    [("lora", "adapted, then rotated"), ("lora", "rotated, then adapted"), ("ia3", "adapted")],
+    [
+        ("lora", "adapted, then rotated"),
+        ("lora", "rotated, then adapted"),
+        ("ia3", "adapted, then rotated"),
+        ("ia3", "rotated, then adapted"),
+        ("dora", "adapted, then rotated"),
+    ],
 )
 def test_adapters_train_as_in_one_process(
     ranks: StartRanks, num_ranks: int, kind: str, order: str
 ) -> None:
-    losses, adapters = trained(adapted(llama(), kind), 0, 1)
+    losses, adapters = trained(adapted(llama(biased=kind == "dora"), kind), 0, 1)
     found = ranks(num_ranks).run(trained_on_the_ring, kind, order)
     means = [sum(of_step) / num_ranks for of_step in zip(*(each for each, _ in found), strict=True)]
     assert means == pytest.approx(losses, rel=1e-6)
@@ -154,7 +160,18 @@ def refusal(program: Any) -> str:
 
 
 def magnitudes() -> None:
-    rotate_all(adapted(llama(), "dora"), mesh=make_mesh("cpu"))
+    import peft
+
+    settings: Any = peft.LoraConfig(target_modules=["0"], use_dora=True)
+    model: Any = peft.get_peft_model(nn.Sequential(nn.Embedding(6, 4)), settings)
+    rotate_all(model, mesh=make_mesh("cpu"))
+
+
+def magnitudes_of_codes() -> None:
+    mesh, model = make_mesh("cpu"), adapted(llama(), "dora")
+    rotate_all(model, mesh=mesh)
+    quantize_frozen(model, "int8", mesh=mesh)
+    model(input_ids=tokens(0))
 
 
 def adapters_inside_a_block() -> None:
@@ -175,7 +192,8 @@ def adapters_of_a_shard() -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (magnitudes, ["DoRA", "use_dora=False"]),
+        (magnitudes, ["DoRA", "Embedding", "use_dora=False"]),
+        (magnitudes_of_codes, ["DoRA", "quantized", "use_dora=False"]),
         (adapters_inside_a_block, ["after it was rotated", "adapters", "change the model first"]),
         (adapters_of_a_shard, ["q_proj", "12 output features", "get_peft_model first"]),
     ],

@@ -179,6 +179,41 @@ def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
     ]
 
 
+def test_a_mixture_needs_the_rights_of_its_sources(node: Node, alice: User, bob: User) -> None:
+    mixture = {"weights": {"open": 1, "alice": 1}, "block": 16, "allow": ["anyone"]}
+    outer = {"weights": {"both": 1, "open": 1}, "block": 16, "allow": ["anyone"]}
+    mixed = {**node.config, "mixtures": {"both": mixture, "outer": outer}}
+    requests: dict[str, Callable[[str], Any]] = {
+        "OpenSession": open_request,
+        "DescribeDataset": lambda name: pb.DescribeDatasetRequest(dataset=ref(name)),
+        "PlanStep": lambda name: pb.PlanStepRequest(dataset=ref(name), order=ORDER),
+        "PlanMixture": lambda name: pb.PlanMixtureRequest(dataset=ref(name), order=ORDER),
+        "LocateStep": lambda name: pb.LocateStepRequest(dataset=ref(name)),
+        "ChangeWeights": lambda name: pb.ChangeWeightsRequest(dataset=ref(name), from_step=9),
+    }
+    node.daemon.reconfigure(to_toml(mixed))
+    try:
+        for method, request_of in requests.items():
+            for name in ("both", "outer"):
+                with pytest.raises(Refused) as refused:
+                    bob.call(method, request_of(name))
+                assert refused.value.code == "PERMISSION_DENIED", method
+                assert f"the mixture `{name}`, but not its source" in refused.value.details
+        with pytest.raises(Refused, match=r"only jobs named train\* may read `alice`"):
+            alice.call("OpenSession", open_request("outer", "nightly"))
+        opened = alice.call("OpenSession", open_request("outer", "train-1"))
+        fewer = {**node.config["datasets"], "alice": node.dataset("alice", [f"uid:{BOB}"])}
+        node.daemon.reconfigure(to_toml({**mixed, "datasets": fewer}))
+        with pytest.raises(Refused) as refused:
+            alice.stream("Stream", attach(opened), 1)
+        assert refused.value.code == "ABORTED"
+        assert node.audit("session closed")[-1]["reason"].startswith(
+            f"uid:{ALICE} may no longer read `alice`"
+        )
+    finally:
+        node.daemon.reconfigure(to_toml(node.config))
+
+
 def test_only_operators_have_shards_scanned_by_ray(bob: User) -> None:
     with pytest.raises(Refused) as refused:
         bob.call("IndexDataset", pb.IndexDatasetRequest(dataset=ref("open"), engine="ray"))

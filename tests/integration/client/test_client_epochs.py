@@ -181,7 +181,8 @@ def test_a_place_that_cannot_be_leaves_the_loader_where_it_was(
         expected = ids(islice(one.stream(), 3))
     with Loader("numbers", batch_size=1, tail="pad", address=address) as reading:
         next(reading)
-        reading._epochs = type(reading._epochs)([(0, 1 << 62)], batch_size=1)
+        epochs = type(reading._place.epochs)
+        reading._place.epochs = epochs([(0, 1 << 62)], batch_size=1)
         with pytest.raises(InvalidRequest, match="beyond any training"):
             reading.set_epoch(2)
         assert ids(islice(reading.stream(), 2)) == expected[1:]

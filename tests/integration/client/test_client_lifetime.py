@@ -26,7 +26,7 @@ from tests.batches import Batch, same, take
 def test_a_second_thread_gets_an_error_while_the_first_one_reads(numbers: str) -> None:
     with Loader("numbers", batch_size=4, epochs=1, tail="drop", address=numbers) as loader:
         waiting, go_on = threading.Event(), threading.Event()
-        stream = loader._stream()
+        stream = loader._place.stream()
         take = stream.take
 
         def slow_take() -> Any:

@@ -109,6 +109,37 @@ def test_token_files_have_the_ids_back_to_back(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_lists_of_ids_become_token_files_row_by_row(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compared with what the source's own reader says of each row."""
+    generator = np.random.default_rng(0)
+    ids = [generator.integers(0, 50_000, row % 9).tolist() for row in range(NUM_SAMPLES)]
+    (tmp_path / "rows").mkdir()
+    options = ["--option", "columns=['ids']"]
+    if kind == "parquet":
+        table = pa.table({"ids": pa.array(ids, pa.list_(pa.uint16())), "other": ids})
+        pq.write_table(table, tmp_path / "rows/a.parquet", row_group_size=7)
+        rows = pq.read_table(tmp_path / "rows/a.parquet")["ids"].to_pylist()
+    else:
+        lines = [json.dumps({"ids": its, "other": "x"}) for its in ids]
+        (tmp_path / "rows/a.jsonl").write_text("\n".join(lines))
+        rows = [json.loads(line)["ids"] for line in lines]
+        options += ["--option", "cast={ids='uint16'}"]
+    target = tmp_path / "tokens"
+    assert convert(tmp_path / "rows", target, "tokens", "--samples-per-shard", "20", *options) == 0
+    files = sorted(target.iterdir())
+    assert len(files) == 3
+    for number, path in enumerate(files):
+        found, begin = np.fromfile(path, "<u2"), 0
+        for row in rows[number * 20 : number * 20 + 20]:
+            assert found[begin : begin + len(row)].tolist() == row
+            begin += len(row)
+        assert begin == len(found)
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "sentence"),
     [

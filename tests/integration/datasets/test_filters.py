@@ -103,6 +103,6 @@ def test_what_is_left_is_read_once_an_epoch(gyred: StartDaemon, folder: Path) ->
 
 def test_a_filter_that_does_not_fit_names_what_there_is(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"values of `id`; it has lengths, and the values of: no f"
+        ConfigError, match=r"values of `it`; it has lengths, and the values of: no f"
     ):
-        Loader(folder / "rows", options={"filter": "id > 3"}, batch_size=4)
+        Loader(folder / "rows", options={"filter": "it > 3"}, batch_size=4)

@@ -1,248 +1,42 @@
 """Files of each format by its own writer, through a real daemon, equal those of its own reader."""
 
-import csv
-import gzip
 import io
-import itertools
-import json
 import re
-import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import zstandard
-from array_record.python import array_record_module
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.summary.writer.record_writer import RecordWriter
 from webdataset import TarWriter
 
-from benchmarks.loader.mosaic import streaming
 from tests.conftest import S3Server, StartDaemon
-from tests.object_server.process import object_server
-
-NUM_SAMPLES = 101
-Sample = dict[str, Any]
-
-
-class Stored(NamedTuple):
-    """A dataset on disk.
-
-    Attributes:
-        keys: of its table in the configuration, but for the location.
-        samples: what the format's own reader says, in the order of the ids.
-    """
-
-    keys: Mapping[str, Any]
-    samples: list[Sample]
-
-
-def rows() -> Iterator[tuple[int, str, float]]:
-    generator = np.random.default_rng(0)
-    for number in range(NUM_SAMPLES):
-        yield (
-            number,
-            'wörd, "two"\n' * int(generator.integers(20)) + "end",
-            float(generator.random()),
-        )
-
-
-def parts(folder: Path, ending: str) -> Iterator[tuple[Path, list[tuple[int, str, float]]]]:
-    folder.mkdir()
-    every = list(rows())
-    for number, some in enumerate((every[:50], every[50:51], every[51:])):
-        yield folder / f"part-{number}.{ending}", some
-
-
-def store_text(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "txt"):
-        path.write_text("".join(text.replace("\n", " ") + "\n" for _, text, _ in some), "utf-8")
-        samples += [{"text": line} for line in path.read_text("utf-8").splitlines()]
-    return Stored({"format": "text"}, samples)
-
-
-def store_jsonl(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "jsonl.gz"):
-        with gzip.open(path, "wt", encoding="utf-8") as file:
-            file.writelines(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            samples += [{"json": line.removesuffix("\n")} for line in file]
-    return Stored({"format": "jsonl"}, samples)
-
-
-def store_json_columns(folder: Path) -> Stored:
-    stored = store_jsonl(folder)
-    keys = {"columns": ["*"], "rename": {"id": "number"}, "cast": {"number": "int16"}}
-    return Stored({**stored.keys, **keys}, [_columns(each["json"]) for each in stored.samples])
-
-
-def _columns(document: str) -> Sample:
-    found: Sample = json.loads(document)
-    return {"number": found.pop("id"), **found}
-
-
-def store_compressed_jsonl(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "jsonl.zst"):
-        lines = "".join(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
-        path.write_bytes(b"".join(zstandard.compress(each) for each in cut(lines.encode(), 900)))
-        with path.open("rb") as stored:
-            reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
-            with io.TextIOWrapper(reader, encoding="utf-8") as file:
-                samples += [{"json": line.removesuffix("\n")} for line in file]
-    return Stored({"format": "jsonl"}, samples)
-
-
-def cut(data: bytes, num_bytes: int) -> list[bytes]:
-    return [data[begin : begin + num_bytes] for begin in range(0, len(data), num_bytes)]
-
-
-def store_csv(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "csv"):
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows([("class", "text", "score"), *some])
-        with path.open(encoding="utf-8", newline="") as file:
-            samples += [
-                {"label": int(row["class"]), "text": row["text"], "score": float(row["score"])}
-                for row in csv.DictReader(file)
-            ]
-    columns = ["label=class", "text", "score"]
-    types = {"class": "int64", "score": "float64"}
-    return Stored({"format": "csv", "columns": columns, "types": types}, samples)
-
-
-def unpacked(folder: Path) -> Path:
-    """The same shards, decompressed by the library: its local reader takes no others."""
-    raw, decompress = folder.with_name("raw"), streaming.base.compression.decompress
-    shutil.copytree(folder, raw)
-    for path in raw.glob("*.zstd"):
-        path.with_suffix("").write_bytes(decompress("zstd", path.read_bytes()))
-    return raw
-
-
-def store_compressed_mds(folder: Path) -> Stored:
-    return store_mds(folder, "zstd")
-
-
-def store_mds(folder: Path, compression: str | None = None) -> Stored:
-    columns = {
-        "a_number": "int",
-        "bytes": "bytes",
-        "text": "str",
-        "small": "uint8",
-        "score": "float64",
-        "array": "ndarray:float32:2,3",
-        "digits": "str_int",
-        "document": "json",
-    }
-    with streaming.MDSWriter(
-        out=str(folder), columns=columns, size_limit=8192, compression=compression
-    ) as writer:
-        for number, text, score in rows():
-            array = np.full((2, 3), score, np.float32)
-            document = {"text": text}
-            writer.write(
-                {
-                    "a_number": number, "bytes": text.encode()[::-1], "text": text, "small": number,
-                    "score": score, "array": array, "digits": number, "document": document,
-                }
-            )  # fmt: skip
-    assert len(list(folder.glob("*.mds*"))) > 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its index open
-        reader = streaming.LocalDataset(str(unpacked(folder) if compression else folder))
-    samples = [dict(reader[number]) for number in range(len(reader))]
-    for sample in samples:
-        sample["bytes"] = sample["bytes"].decode(errors="surrogateescape")
-        sample["document"] = json.dumps(sample["document"])
-    return Stored({"format": "mds"}, samples)
-
-
-def store_npy(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "npy"):
-        np.save(path, np.array([[[score, number]] for number, _, score in some]))
-        samples += [{"array": row} for row in np.load(path)]
-    return Stored({"format": "npy"}, samples)
-
-
-def store_tfrecord(folder: Path) -> Stored:
-    samples: list[Sample] = []
-    for path, some in parts(folder, "tfrecord"):
-        with path.open("wb") as file:
-            writer = RecordWriter(file)
-            for number, text, _ in some:
-                writer.write(Event(step=number, file_version=text).SerializeToString())
-        reader = PyRecordReader_New(str(path))
-        for _ in some:
-            reader.GetNext()
-            samples.append({"record": reader.record().decode(errors="surrogateescape")})
-    return Stored({"format": "tfrecord"}, samples)
-
-
-def store_arrayrecord(folder: Path) -> Stored:
-    """Single records of the first half, groups of the second."""
-    samples: list[Sample] = []
-    ways = itertools.cycle(["group_size:1", "group_size:8"])
-    for path, some in parts(folder, "array_record"):
-        write_records(path, [text.encode() for _, text, _ in some], next(ways))
-        found = array_record_module.ArrayRecordReader(str(path)).read_all()
-        samples += [{"record": record.decode()} for record in found]
-    return Stored({"format": "arrayrecord"}, samples)
-
-
-def write_records(path: Path, records: Sequence[bytes], options: str) -> None:
-    writer = array_record_module.ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
-def store_files(folder: Path) -> Stored:
-    for number, text, _ in rows():
-        path = folder / f"part-{number % 3}" / f"{number * 7919 % 101}.JPG"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.JPG"))
-    samples: list[Sample] = [
-        {
-            "image": (folder / name).read_text(),
-            "path": name,
-            "class": int(name.removeprefix("part-").partition("/")[0]),
-        }
-        for name in found
-    ]
-    return Stored({"format": "files", "fields": ["image=file", "class", "path"]}, samples)
-
-
-FORMATS: list[Callable[[Path], Stored]] = [
-    store_text,
-    store_jsonl,
-    store_json_columns,
+from tests.integration.datasets.stored_formats import (
+    FORMATS,
+    NUM_SAMPLES,
+    Stored,
+    store_arrayrecord,
+    store_arrow,
     store_compressed_jsonl,
     store_csv,
-    store_mds,
-    store_compressed_mds,
-    store_npy,
-    store_tfrecord,
-    store_arrayrecord,
     store_files,
-]
+    store_jsonl,
+    store_mds,
+    store_npy,
+    store_parquet,
+    store_tfrecord,
+    write_records,
+)
+from tests.object_server.process import ObjectServerProcess, object_server
 
 
 def value(batch: Mapping[str, torch.Tensor], name: str, place: int) -> Any:
@@ -267,26 +61,55 @@ def check(loader: Loader, stored: Stored) -> None:
     assert seen == set(range(len(stored.samples)))
 
 
+@pytest.fixture(scope="module")
+def web_server() -> Iterator[ObjectServerProcess]:
+    with object_server() as process:
+        yield process
+
+
 @pytest.mark.parametrize("store", FORMATS, ids=lambda store: store.__name__)
 def test_every_sample_is_that_of_the_formats_own_reader(
-    store: Callable[[Path], Stored], gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
+    store: Callable[[Path], Stored],
+    gyred: StartDaemon,
+    s3_server: S3Server,
+    web_server: ObjectServerProcess,
+    tmp_path: Path,
 ) -> None:
+    """On disk, in S3, and on a web server, which lists nothing: so its files are named."""
     stored, bucket = store(tmp_path / "set"), store.__name__.replace("_", "-")
     s3_server.make_bucket(bucket)
-    for path in (tmp_path / "set").rglob("*"):
+    names = []
+    for path in sorted((tmp_path / "set").rglob("*")):
         if path.is_file():
             key = path.relative_to(tmp_path).as_posix()
             s3_server.put(bucket, key, path.read_bytes())
-    settings = s3_server.storage_settings
-    remote = {"uri": f"s3://{bucket}/set/", "storage": settings, **stored.keys}
-    datasets = {"local": {"uri": str(tmp_path / "set"), **stored.keys}, "remote": remote}
-    daemon = gyred({"datasets": datasets})
+            web_server.put(f"/{bucket}/{key}", path.read_bytes())
+            names += [path.name] * (path.name != "index.json")
+    datasets: dict[str, dict[str, Any]] = {
+        "local": {"uri": str(tmp_path / "set")},
+        "s3": {"uri": f"s3://{bucket}/set/", "storage": s3_server.storage_settings},
+        "http": {"uri": f"{web_server.url}/{bucket}/set/{{{','.join(names)}}}"},
+    }
+    if store is store_files:  # a manifest lists them: `test_files_of_a_manifest_are_served`
+        del datasets["http"]
+    tables = {name: {**each, **stored.keys} for name, each in datasets.items()}
+    daemon = gyred({"datasets": tables})
     for name in datasets:
         check(Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address), stored)
 
 
 @pytest.mark.parametrize(
-    "store", [store_jsonl, store_mds, store_npy, store_tfrecord, store_arrayrecord]
+    "store",
+    [
+        store_jsonl,
+        store_mds,
+        store_npy,
+        store_tfrecord,
+        store_arrayrecord,
+        store_arrow,
+        store_parquet,
+        store_compressed_jsonl,
+    ],
 )
 def test_a_file_that_was_cut_off_is_named_wherever_it_lies(
     store: Callable[[Path], Stored], gyred: StartDaemon, tmp_path: Path

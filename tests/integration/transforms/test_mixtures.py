@@ -1,6 +1,7 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from tests.packing import check_packed
 
 ROOT = Path(__file__).parents[3]
 G = 8
+PLAN = ("plan", "--sources", "--batch-size", str(G))
 WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
 MIXTURES: dict[str, Any] = {
     "all": {"weights": WEIGHTS, "block": 40},
@@ -236,11 +238,21 @@ def test_a_running_job_gets_other_weights(
         assert (status, "2 ranks of the job train" in text) == (0, True), text
         read += [step(iterators) for _ in range(3, 36)]
         late = one.state_dict()
+        plan = (*PLAN, "all", "--step", "28:32", "--job")
+        status, text = printed(capsys, daemon, *plan, "train")
+        assert (status, "from step 30 (given to the job): web 0.00%, code 100.00%" in text) == (
+            0,
+            True,
+        ), text
+        read_by = [source_of(value) for batch in read[28:32] for value in batch]
+        counts = json.loads(printed(capsys, daemon, *plan, "train", "--json")[1])["counts"]
+        both = zip(counts[0]["num_samples"], counts[-1]["num_samples"], strict=True)
+        assert [after - before for before, after in both] == [*map(read_by.count, WEIGHTS)]
+        status, text = printed(capsys, daemon, *plan, "absent")
+        assert (status, "no job of yours named 'absent' reads the mixture" in text) == (2, True)
     assert read[:30] == [batch["id"].tolist() for batch in plain[:30]]
     assert all(source_of(value) == "code" for batch in read[30:] for value in batch)
-    _, text = printed(
-        capsys, daemon, "plan", "all", "--batch-size", str(G), "--steps", "0:40", "--seed", "5"
-    )
+    _, text = printed(capsys, daemon, *PLAN, "all", "--step", "0:40", "--seed", "5")
     assert "from step 0: web 50.00%, code 30.00%, books 20.00%" in text
     assert text.count("steps ") == 20
     daemon.kill()
@@ -408,9 +420,7 @@ def test_documents_of_a_mixture_are_packed_by_source(
     assert [sources.count(number) for number in range(3)] == [48, 24, 24]
     for batch in nested:
         check_packed(batch, "text", 0)
-    status, text = printed(
-        capsys, daemon, "plan", "packed", "--batch-size", str(G), "--steps", "0:12"
-    )
+    status, text = printed(capsys, daemon, *PLAN, "packed", "--step", "0:12")
     assert (status, "web" in text) == (0, True), text
     assert " 48 " in text
     status, text = printed(capsys, daemon, "describe", "packed", "--num", "1")

@@ -60,23 +60,23 @@ class Counted:
     """A stream whose batches are their steps."""
 
     def __init__(self, length: int = 5) -> None:
-        self._step = 0
+        self._batch = 0
         self._active = ActiveIteration()
         self.epochs = Epochs([(0, length)], 1)
 
     def __next__(self) -> Any:
-        self._step += 1
-        return self._step - 1
+        self._batch += 1
+        return self._batch - 1
 
     def reset(self) -> None:
         self.go_to(0)
 
     def go_to(self, step: int) -> None:
-        self._step = step
+        self._batch = step
         self._active.forget_end()
 
-    def _stop_step(self, num_epochs: int | None) -> int:
-        return 1 << 64 if num_epochs is None else self.epochs.stop(self._step, num_epochs)
+    def _stop_batch(self, num_epochs: int | None) -> int:
+        return 1 << 64 if num_epochs is None else self.epochs.stop(self._batch, num_epochs)
 
 
 def steps(stream: Any, num_epochs: int | None = 1, *, restart: bool = False) -> Any:
@@ -114,7 +114,7 @@ def test_a_restarted_iteration_begins_at_the_first_batch_even_after_a_break() ->
     stream = Counted()
     assert list(islice(steps(stream, restart=True), 3)) == [0, 1, 2]
     again = steps(stream, restart=True)
-    assert stream._step == 3, "not before its first batch is asked for"
+    assert stream._batch == 3, "not before its first batch is asked for"
     assert list(again) == [0, 1, 2, 3, 4]
 
 

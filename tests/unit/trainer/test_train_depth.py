@@ -100,6 +100,12 @@ def test_layers_that_differ_are_not_alike() -> None:
     assert num_alike_layers(config({"config": mixed})) == 0
 
 
+def test_a_model_whose_shapes_depend_on_values_is_refused() -> None:
+    experts = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match="which experts they choose, so it cannot be planned"):
+        dry_run(config({"config": experts}), Strategy.GYRE, 2)
+
+
 def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
     settings = config(GPT | {"num_layers": 1})
     alone = dry_run(settings, Strategy.DDP, 2).timeline

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
@@ -32,7 +37,8 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
     """What one step costs rank 0, which has the largest slices.
 
     Raises:
-        ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model.
+        ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
+            the shapes inside it depend on values.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
@@ -45,7 +51,13 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
         allocate(model, rows.device)
         if strategy is Strategy.GYRE:
             add_fake_adapters(model, config, rows.device)
-        return measure_step(model, config, Examples(rows, rows, None))
+        try:
+            return measure_step(model, config, Examples(rows, rows, None))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"what a step of {type(model).__name__} costs depends on the tokens' values, such "
+                f"as which experts they choose, so it cannot be planned ({error})"
+            ) from error
 
 
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import rows
+from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.deferred_grads import DeferredGrads
@@ -99,6 +101,11 @@ def _statistics(
     linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: Tensor, *, with_sum: bool
 ) -> Tensor:
     rule = StatisticsRule(linear.out_features, with_sum)
+    if is_quantized(linear):
+        raise RotationError(
+            "the head has quantized weights, which a loss by slices of the vocabulary cannot read; "
+            "name it in the `keep` of quantize_frozen"
+        )
     if isinstance(linear, RotatedModule):
         statistics: Tensor = run(linear.rotation_by(rule), (x_TD, targets_T, counted_T), {})
         return statistics

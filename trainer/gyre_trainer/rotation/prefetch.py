@@ -103,7 +103,7 @@ def _reserve_buffers(rotation: Rotation) -> None:
 
     The first backward starts no hop ahead of time.
     """
-    sharded, dtype = rotation.sharded, rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    sharded, dtype = rotation.sharded, rotation.travelling_dtype
     if sharded.ring.size > 1:
         num_buffers = 1 if dtype == sharded.flat.dtype else 2  # for the remote and the own slice
         buffers = [

@@ -131,6 +131,12 @@ class Rotation:
         return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
 
     @property
+    def travelling_dtype(self) -> torch.dtype:
+        """The dtype of slices on their way; bytes of encoded weights stay bytes."""
+        own = self.sharded.flat.dtype
+        return self.policy.compute_dtype or own if own.is_floating_point else own
+
+    @property
     def is_compiled(self) -> bool:
         """Whether slices are computed by a compiled graph; a single operator would gain nothing."""
         return self.policy.compiler is not None and len(self.layout.cuts) > 1
@@ -153,7 +159,7 @@ class Rotation:
         flat = self.pieces.piece_in(
             self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
         )
-        dtype = self.policy.compute_dtype or flat.dtype
+        dtype = self.travelling_dtype
         if dtype == flat.dtype:
             yield flat
             return

@@ -48,13 +48,15 @@ class ShardedParameters:
             (layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device
         )
         self.parameters: list[nn.Parameter] = []
-        for source, cut, shard in zip(
-            sources, layout.cuts, layout.views(self.flat, rank), strict=True
-        ):
+        for source, cut, shard in zip(sources, layout.cuts, self.views(self.flat), strict=True):
             start, stop = layout.bounds(cut, rank)
             if not source.is_meta:
                 shard.copy_(source.detach().narrow(cut.dim, start, stop - start))
             self.parameters.append(as_parameter(shard, mesh, Shard(cut.dim), source))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The own shards in a buffer like ``flat``, in the order of the cuts."""
+        return self.layout.views(flat, self.ring.rank)
 
     @property
     def version(self) -> int:
@@ -108,7 +110,7 @@ def shard_parameters(
 ) -> ShardedParameters:
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
-    _find_from(sharded, (*sources, *sharded.parameters))
+    find_from(sharded, (*sources, *sharded.parameters))
     return sharded
 
 
@@ -116,17 +118,16 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     """Other parameters with the same values, which travel on the same ring."""
     copied = copy(sharded)
     copied.flat = sharded.flat.clone()
-    views = copied.layout.views(copied.flat, copied.ring.rank)
     copied.parameters = [
         with_local(parameter, view)
-        for parameter, view in zip(sharded.parameters, views, strict=True)
+        for parameter, view in zip(sharded.parameters, copied.views(copied.flat), strict=True)
         if isinstance(parameter, DTensor)
     ]
-    _find_from(copied, copied.parameters)
+    find_from(copied, copied.parameters)
     return copied
 
 
-def _find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:
+def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:
     """Let `sharded_parameters_of` find it, and average its gradients over the replicas."""
     if sharded.ring.replicas is not None:
         sharded.replica_gradients = ReplicaGradients(sharded.parameters, sharded.flat, sharded.ring)

@@ -21,6 +21,7 @@ from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
+from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
@@ -122,6 +123,7 @@ async def lint_dataset(
             yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
         return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
+    index = with_casts(index, fields)
     decoded: DecodedShards | None = None
     if isinstance(index, ChunkedIndex):
         decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)

@@ -22,6 +22,8 @@ from gyre_daemon.errors import ConfigError
 Values = npt.NDArray[Any]
 _Compute = Callable[["_Samples"], Any]
 
+# What the values of a field stand for that is no field of numbers or classes, but of texts.
+TEXT = "text/plain"
 _MAX_CHARS = 1000
 _NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -126,15 +128,16 @@ class Filter:
             return lambda samples: reduce(np.logical_or, [part(samples) for part in parts]) == is_in
         if type(op) not in _COMPARISONS:
             return self._unknown(op)
-        compare, sides = _COMPARISONS[type(op)], [left, right]
-        for place, side in enumerate(sides):
+        compare = _COMPARISONS[type(op)]
+        for side, other in ((left, right), (right, left)):
             if isinstance(side, ast.Constant) and isinstance(side.value, str):
-                sides[place] = self._category(side.value, sides[1 - place], op)
-        first, second = map(self._number, sides)
+                name, number = self._category(side.value, other, op)
+                return lambda samples: compare(samples.values[name], number)
+        first, second = self._number(left), self._number(right)
         return lambda samples: compare(first(samples), second(samples))
 
-    def _category(self, text: str, other: ast.expr, op: ast.cmpop) -> ast.Constant:
-        """The number of a category that is compared with a field."""
+    def _category(self, text: str, other: ast.expr, op: ast.cmpop) -> tuple[str, int]:
+        """The field that a category is compared with, and the number of the category."""
         name = _field_name(other)
         if name is None or not isinstance(op, ast.Eq | ast.NotEq):
             self._refuse(f"{text!r} can only be equal to a field of classes, or not")
@@ -142,7 +145,7 @@ class Filter:
         if text not in spec.categories:
             known = ", ".join(spec.categories[:20]) or "none"
             self._refuse(f"{text!r} is no class of `{spec.name}`; its classes are: {known}")
-        return ast.Constant(spec.categories.index(text))
+        return spec.name, spec.categories.index(text)
 
     def _number(self, node: ast.expr) -> _Compute:
         match node:
@@ -159,6 +162,8 @@ class Filter:
                 return lambda samples: samples.lengths[ragged]
             case _ if (name := _field_name(node)) is not None:
                 spec = self._indexed_field(name)
+                if spec.media_type == TEXT:
+                    self._refuse(f"`{name}` is text; compare it with text in quotes")
                 wide = np.float64 if spec.dtype.kind == "f" else np.int64  # no sum wraps round
                 return lambda samples: samples.values[spec.name].astype(wide)
         return self._unknown(node)

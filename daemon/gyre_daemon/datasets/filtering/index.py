@@ -8,10 +8,9 @@ import numpy as np
 
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
-from gyre_daemon.datasets.formats.chunks import Decode, Expected
 from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex, SomeChunks
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_at
 from gyre_daemon.order.permutation import Int64Array
@@ -113,19 +112,13 @@ class Filtered(SampleIndex):
         return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
 
 
-class FilteredChunks(Filtered, ChunkedIndex):
+class FilteredChunks(Filtered, SomeChunks):
     """The same, of rows of chunks; chunks without any row left are as if they were not there."""
 
     def __init__(self, index: ChunkedIndex, kept: Int64Array) -> None:
         """Choose the chunks; see `Filtered`."""
-        super().__init__(index, kept)
-        self._chunks, self.noun = index, index.noun
-        self._chosen = np.unique(index.blocks(0).block_of(kept))
-        self.num_chunks = len(self._chosen)
-        self.shard = index.shard[self._chosen]
-        self.chunk_bytes = index.chunk_bytes[self._chosen]
-        before = np.cumsum(self.chunk_bytes) - self.chunk_bytes
-        self.base = before - before[np.searchsorted(self.shard, self.shard)]
+        Filtered.__init__(self, index, kept)
+        SomeChunks.__init__(self, index, np.unique(index.blocks(0).block_of(kept)))
         self._moved = self.base - index.base[self._chosen]
 
     def locate(self, sample_ids: Int64Array) -> Extents:
@@ -133,23 +126,3 @@ class FilteredChunks(Filtered, ChunkedIndex):
         extents = super().locate(sample_ids)
         moved = self._moved[self.blocks(0).block_of(sample_ids)]
         return replace(extents, start=extents.start + moved[:, None])
-
-    def decode(self, chunk: int) -> Decode:
-        """See `ChunkedIndex.decode`."""
-        return self._chunks.decode(int(self._chosen[chunk]))
-
-    def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """See `ChunkedIndex.pieces`."""
-        return self._chunks.pieces(int(self._chosen[chunk]))
-
-    def number(self, chunk: int) -> int:
-        """See `ChunkedIndex.number`."""
-        return self._chunks.number(int(self._chosen[chunk]))
-
-    def parameters(self, chunk: int) -> tuple[int, ...]:
-        """See `ChunkedIndex.parameters`."""
-        return self._chunks.parameters(int(self._chosen[chunk]))
-
-    def expected(self, chunk: int) -> list[Expected]:
-        """See `ChunkedIndex.expected`."""
-        return self._chunks.expected(int(self._chosen[chunk]))

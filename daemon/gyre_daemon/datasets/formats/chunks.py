@@ -104,6 +104,19 @@ class Expected:
         return cls(column.data.nbytes, ends, present)
 
 
+class DamagedPart(ValueError):
+    """A part of a chunk is damaged, and it is known where.
+
+    Attributes:
+        offset: where the part begins in the shard.
+    """
+
+    def __init__(self, message: str, offset: int) -> None:
+        """Say what is wrong, and where."""
+        super().__init__(message)
+        self.offset = offset
+
+
 def checksum(values: npt.NDArray[np.generic]) -> int:
     """A checksum that is not 0."""
     return zlib.crc32(np.ascontiguousarray(values).data) | 1 << 32

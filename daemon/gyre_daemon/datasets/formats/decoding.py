@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.chunks import Decode, Expected, StoredChunk
+from gyre_daemon.datasets.formats.chunks import DamagedPart, Decode, Expected, StoredChunk
 from gyre_daemon.errors import CorruptSample
 
 
@@ -60,6 +60,8 @@ class DecodeRequest:
             )
         except CorruptSample:
             raise
+        except DamagedPart as error:
+            raise self._corrupt(shard, str(error), error.offset) from error
         except MemoryError as error:
             raise self._corrupt(shard, "it needs too much memory") from error
         except Exception as error:
@@ -73,8 +75,8 @@ class DecodeRequest:
             begin = end
         return {}
 
-    def _corrupt(self, shard: str, reason: str) -> CorruptSample:
-        offset = self.pieces[-1][0]
+    def _corrupt(self, shard: str, reason: str, offset: int | None = None) -> CorruptSample:
+        offset = self.pieces[-1][0] if offset is None else offset
         return CorruptSample(
             f"{self.noun} {self.number} of shard {shard} (at byte {offset}): {reason}",
             {"shard": shard, "chunk": self.number, "offset": offset, "reason": reason},

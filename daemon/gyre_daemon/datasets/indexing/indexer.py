@@ -28,12 +28,14 @@ from gyre_daemon.datasets.dataset import (
 )
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.filtering.index import apply_filter, numbered
+from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import (
     ListedFormat,
     SampleIndex,
     make_format,
 )
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
+from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
 from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
 from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
@@ -190,17 +192,19 @@ class Indexer:
                 "too short"
             )
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
+        chosen = None if fields is index.fields else fields
+        index = with_casts(index, fields)
         corrupt = NO_SAMPLES
         if opening.config.on_corrupt == "replace":
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
         num_all = index.num_samples
-        if opening.config.filter:
-            index, kept = await self._in_thread(apply_filter, index, fields, opening.config.filter)
+        text = opening.config.filter
+        if text and not asked_of(text, fields):  # otherwise it waits for what it asks for
+            index, kept = await self._in_thread(apply_filter, index, fields, text)
             corrupt = numbered(corrupt, kept)
         is_listed = isinstance(opening.format, FileListing)
         ranges = sample_ranges(index) if is_listed else fingerprint_ranges(shards)
         contents = await read_ranges(served, *ranges)
-        chosen = None if fields is index.fields else fields
         identity = await self._in_thread(
             fingerprint, shards, index, contents, corrupt, chosen or ()
         )
@@ -247,11 +251,12 @@ class Indexer:
             return None
         index, _ = await self._assembled(opening, served, shards, refresh=False)
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
+        chosen = () if fields is index.fields else fields
+        index = with_casts(index, fields)
         if opening.config.filter:
             index, _ = await self._in_thread(apply_filter, index, fields, opening.config.filter)
         corrupt = dataset.corrupt[: np.searchsorted(dataset.corrupt, index.num_samples)]
         contents = await read_ranges(served, *fingerprint_ranges(shards))
-        chosen = () if fields is index.fields else fields
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt, chosen)
         return Prefix(index.num_samples, identity, fields)
 

@@ -207,6 +207,13 @@ def open_objects(
         raise ConfigError(
             f"the storage settings of a {scheme}:// dataset cannot be used: {reason}"
         ) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # it can be imported from nowhere
+            raise
+        raise ConfigError(
+            f"the storage settings of a {scheme}:// dataset cannot be used: obstore fails with "
+            f"{error!s:.200}; is every key a setting of {scheme}, and none of its HTTP client?"
+        ) from error
     return filesystem
 
 

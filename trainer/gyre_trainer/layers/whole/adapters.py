@@ -6,11 +6,16 @@ their memory is worth. Where nothing else is trained they stay plain tensors, as
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import mix_in, own_class
+from gyre_trainer.shards.local_shards import as_dtensor, local_of, place_of
 
 BASE_LAYER = "base_layer"
 
@@ -19,17 +24,70 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
     """The adapters of an adapted layer; none for any other module.
 
     Raises:
-        RotationError: its adapters read the layer's weight, as DoRA's do.
+        RotationError: its adapters read the weight of something else than a linear layer (DoRA).
     """
     names = getattr(module, "adapter_layer_names", ())
     if not hasattr(module, BASE_LAYER) or not isinstance(names, tuple):
         return []
-    if len(getattr(module, "lora_magnitude_vector", None) or ()):
-        raise RotationError(
-            f"{type(module).__name__} has an adapter with a magnitude vector (DoRA), which reads "
-            "the whole weight of the layer that rotates; use LoRA (use_dora=False)"
-        )
+    base: Any = module.base_layer
+    for found in _magnitudes(module):
+        if own_class(found).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
+            raise RotationError(
+                f"{type(module).__name__} has an adapter with a magnitude vector (DoRA), which "
+                f"reads the whole weight of {type(base).__name__}; of a layer that is "
+                "not linear use LoRA (use_dora=False)"
+            )
     return [each for name in names if isinstance(each := getattr(module, name, None), nn.Module)]
+
+
+def use_norms_of_shards(module: nn.Module) -> None:
+    """Let DoRA's magnitudes of an adapted layer be those of a weight that is cut by rows."""
+    for each in _magnitudes(module):
+        if not isinstance(each, NormsOfShards):
+            mix_in(each, NormsOfShards, "Sharded")
+
+
+def _magnitudes(module: nn.Module) -> list[nn.Module]:
+    found = getattr(module, "lora_magnitude_vector", None)
+    return list(found.values()) if isinstance(found, nn.ModuleDict) else []
+
+
+class NormsOfShards:
+    """Mixed in before peft's DoRA of a linear layer: each rank computes the norms of its own rows.
+
+    In each forward the ranks gather these norms, and the layer's bias: two numbers for each output
+    feature.
+    """
+
+    def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
+        """As peft's, beside a layer that rotates."""
+        weight, bias = base_layer.get_parameter("weight"), base_layer.bias
+        if not weight.is_floating_point():
+            raise RotationError(
+                "an adapter with a magnitude vector (DoRA) reads the weights of a layer that are "
+                "quantized; use LoRA (use_dora=False), or name the layer in `keep`"
+            )
+        if isinstance(bias, DTensor):
+            bias = bias.full_tensor()
+        layer = SimpleNamespace(weight=weight, bias=bias)
+        output: Tensor = super().forward(x, base_layer=layer, **others)  # type: ignore[misc]
+        return output
+
+    @torch.no_grad()
+    def get_weight_norm(
+        self, weight: Tensor, lora_weight: Tensor, scaling: float, **others: Any
+    ) -> Tensor:
+        """The norm of each row of ``weight + scaling * lora_weight``, [rows]; peft detaches it."""
+        place = place_of(weight) if isinstance(weight, DTensor) else None
+        if place is not None and place.dim != 0:
+            raise RotationError("DoRA beside a rule that cuts columns is not known; use LoRA")
+        here = slice(place.start, place.stop) if place else slice(None)
+        rows = local_of(weight) + scaling * lora_weight[here]
+        norms: Tensor = torch.linalg.norm(rows, dim=1)
+        if not isinstance(weight, DTensor) or place is None:
+            return norms
+        sharded = as_dtensor(norms, weight.device_mesh, weight.placements, weight.shape[:1])
+        return sharded.full_tensor()
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -71,6 +71,44 @@ class ChunkedIndex(SampleIndex, ABC):
         """What each stored field of a chunk must decode to."""
 
 
+class SomeChunks(ChunkedIndex):
+    """Chunks of another index. A subclass says which samples of them it has."""
+
+    def __init__(self, chunks: ChunkedIndex, chosen: Int64Array) -> None:
+        """Choose chunks.
+
+        Args:
+            chunks: the other index.
+            chosen: int64 [C], chunks of it in rising order.
+        """
+        self._chunks, self._chosen, self.noun = chunks, chosen, chunks.noun
+        self.num_chunks = len(chosen)
+        self.shard = chunks.shard[chosen]
+        self.chunk_bytes = chunks.chunk_bytes[chosen]
+        before = np.cumsum(self.chunk_bytes) - self.chunk_bytes
+        self.base = before - before[np.searchsorted(self.shard, self.shard)]
+
+    def decode(self, chunk: int) -> Decode:
+        """See `ChunkedIndex.decode`."""
+        return self._chunks.decode(int(self._chosen[chunk]))
+
+    def pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """See `ChunkedIndex.pieces`."""
+        return self._chunks.pieces(int(self._chosen[chunk]))
+
+    def number(self, chunk: int) -> int:
+        """See `ChunkedIndex.number`."""
+        return self._chunks.number(int(self._chosen[chunk]))
+
+    def parameters(self, chunk: int) -> tuple[int, ...]:
+        """See `ChunkedIndex.parameters`."""
+        return self._chunks.parameters(int(self._chosen[chunk]))
+
+    def expected(self, chunk: int) -> list[Expected]:
+        """See `ChunkedIndex.expected`."""
+        return self._chunks.expected(int(self._chosen[chunk]))
+
+
 class ChunkIndex(ChunkedIndex):
     """A `ChunkedIndex` of shards that have the same fields.
 

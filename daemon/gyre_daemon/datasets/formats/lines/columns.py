@@ -4,15 +4,22 @@ A chunk is some lines, or frames of zstd with the lines that begin in them. Whic
 is known when all lines of a file have been seen.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from functools import partial
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
-from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays, lacking
+from gyre_daemon.datasets.formats.chunks import (
+    Column,
+    DamagedPart,
+    StoredChunk,
+    chunk_arrays,
+    lacking,
+)
 from gyre_daemon.datasets.formats.lines.frames import FramedLines, framed_lines, lines_of
 from gyre_daemon.datasets.formats.lines.scan import chunks
 from gyre_daemon.datasets.formats.lines.values import (
@@ -36,6 +43,16 @@ _MAX_COLUMNS = 1000
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+class _Line(NamedTuple):
+    """A line of a file: its number among those that are not empty, and where it begins."""
+
+    number: int
+    offset: int
+
+
+_Place = Callable[[int], _Line]  # takes the number of a line within its chunk
+
+
 @dataclass(slots=True)
 class _Seen:
     """A column of a file.
@@ -46,7 +63,7 @@ class _Seen:
         present: of each chunk by its place: bool [R].
     """
 
-    lines: dict[Written, int] = field(default_factory=dict)
+    lines: dict[Written, _Line] = field(default_factory=dict)
     sizes: dict[int, np.ndarray] = field(default_factory=dict)
     present: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -57,16 +74,18 @@ class _Seen:
         assert column.present is not None
         self.present[place] = column.present
 
-    def add(self, place: int, raws: Sequence[bytes | None], first_line: int) -> None:
+    def add(self, place: int, raws: Sequence[bytes | None], where: _Place) -> None:
         """Take the values of a chunk.
 
         Raises:
-            ValueError: one is none that can be served.
+            DamagedPart: one is none that can be served.
         """
-        values = [_NOTHING if raw is None else seen(raw) for raw in raws]
+        values = [
+            _NOTHING if raw is None else _seen(raw, row, where) for row, raw in enumerate(raws)
+        ]
         for row, (raw, value) in enumerate(zip(raws, values, strict=True)):
-            if raw is not None:
-                self.lines.setdefault(value.written, first_line + row)
+            if raw is not None and value.written not in self.lines:
+                self.lines[value.written] = where(row)
         pairs = zip(raws, values, strict=True)
         sizes = [(value.num_bytes, len(raw or b"")) for raw, value in pairs]
         self.sizes[place] = np.array(sizes, np.int64)
@@ -83,6 +102,16 @@ class _Seen:
 
 
 _NOTHING = Seen("empty", 0)
+
+
+def _seen(raw: bytes, row: int, where: _Place) -> Seen:
+    try:
+        return seen(raw)
+    except (ValueError, msgspec.DecodeError) as error:
+        line = where(row)
+        raise DamagedPart(
+            f"line {line.number} (empty lines not counted): {error}", line.offset
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +142,9 @@ class JsonColumns:
         except ConfigError:
             raise
         except ValueError as error:
-            facts = {"shard": shard, "reason": str(error)}
+            facts: dict[str, str | int] = {"shard": shard, "reason": str(error)}
+            if isinstance(error, DamagedPart):
+                facts["offset"] = error.offset
             raise CorruptSample(f"shard {shard}: {error}", facts) from error
 
     def _scan(self, found: Iterator[FramedLines], *, is_compressed: bool) -> Arrays:
@@ -123,7 +154,7 @@ class JsonColumns:
         rows: list[int] = []
         pieces: list[Sequence[tuple[int, int]]] = []
         parameters: list[tuple[int, int, int]] = []
-        damaged: dict[int, str] = {}
+        damaged: dict[int, ValueError] = {}
         line = 1
         for chunk in found:
             lines = lines_of(bytes(memoryview(chunk.data)[chunk.begin :]))
@@ -134,16 +165,17 @@ class JsonColumns:
                 parameters.append((chunk.begin, len(chunk.data), int(is_compressed)))
                 if not typed or not _add_typed(columns, typed, place, lines):
                     try:
-                        self._add(columns, keys, place, lines, line)
+                        where = partial(_line, chunk, line, is_compressed=is_compressed)
+                        self._add(columns, keys, place, lines, where)
                     except ConfigError:
                         raise
-                    except (ValueError, msgspec.DecodeError) as error:
-                        damaged[place] = str(error)
+                    except ValueError as error:
+                        damaged[place] = error
                     typed = self._typed(columns)
             line += len(lines)
         is_lacking = not self.may_lack and any(key not in keys for _, key in self.pairs)
         if damaged and (is_lacking or len(damaged) == len(rows)):
-            raise ValueError(next(iter(damaged.values())))  # a damaged block may have the key
+            raise next(iter(damaged.values()))  # a damaged block may have the key
         served = self._served(columns, keys, has_rows=bool(rows))
         specs = [spec for spec, _ in served]
         return chunk_arrays(
@@ -157,7 +189,7 @@ class JsonColumns:
                 for place, count in enumerate(rows)
             ],
             parameters=parameters,
-            damaged=damaged,
+            damaged={place: str(error) for place, error in damaged.items()},
         )
 
     def _add(
@@ -166,14 +198,14 @@ class JsonColumns:
         keys: dict[str, None],
         place: int,
         lines: Sequence[bytes],
-        first_line: int,
+        where: _Place,
     ) -> None:
         """Take the lines of a chunk.
 
         Raises:
-            ValueError: one is no object, or has a value that cannot be served; with the line.
+            DamagedPart: one is no object, or has a value that cannot be served; with the line.
         """
-        rows = _rows_of(lines, first_line)
+        rows = _rows_of(lines, where)
         its = dict.fromkeys(key for row in rows for key in row)
         keys.update(its)
         if len(keys) > _MAX_COLUMNS:
@@ -182,7 +214,7 @@ class JsonColumns:
                 "the documents where you need them"
             )
         for key in [key for _, key in self.pairs if key in its] if self.pairs else its:
-            columns.setdefault(key, _Seen()).add(place, _raws(rows, key), first_line)
+            columns.setdefault(key, _Seen()).add(place, _raws(rows, key), where)
 
     def _typed(self, columns: Mapping[str, _Seen]) -> TypedLines | None:
         """What parses lines like those that were seen; None as long as too little is known."""
@@ -217,7 +249,7 @@ class JsonColumns:
             column = columns.get(key, _Seen())
             spec = spec_of(name, frozenset(column.lines), types.get(key))
             if spec is None:
-                raise ValueError(_unlike(key, column.lines, types.get(key)))
+                raise _unlike(key, column.lines, types.get(key))
             served.append((spec, column))
         return served
 
@@ -235,12 +267,14 @@ def _add_typed(
     return True
 
 
-def _unlike(key: str, lines: Mapping[Written, int], wanted: TypeName | None) -> str:
-    kinds = ", ".join(f"{_WORDS[kind]} in line {line}" for kind, line in lines.items())
+def _unlike(key: str, lines: Mapping[Written, _Line], wanted: TypeName | None) -> DamagedPart:
+    """The error, with the place of the last kind that was seen."""
+    kinds = ", ".join(f"{_WORDS[kind]} in line {line.number}" for kind, line in lines.items())
     what = f"and `types` has {wanted}" if wanted else "which is no column"
-    return (
+    return DamagedPart(
         f"the key {key!r:.100} has {kinds} (empty lines not counted), {what}; name the other keys "
-        f'in `columns`, or serve it as JSON: `types = {{{key:.100} = "json"}}`'
+        f'in `columns`, or serve it as JSON: `types = {{{key:.100} = "json"}}`',
+        max(line.offset for line in lines.values()),
     )
 
 
@@ -256,14 +290,36 @@ _WORDS: Mapping[Written, str] = {
 }
 
 
-def _rows_of(lines: Sequence[bytes], first_line: int) -> list[dict[str, msgspec.Raw]]:
+def _line(chunk: FramedLines, first: int, row: int, *, is_compressed: bool) -> _Line:
+    """A line of a chunk; its place is that of the chunk if the file is compressed."""
+    offset = chunk.pieces[0][0]
+    if not is_compressed:
+        offset += chunk.begin + _offset(bytes(memoryview(chunk.data)[chunk.begin :]), row)
+    return _Line(first + row, offset)
+
+
+def _offset(data: bytes, row: int) -> int:
+    """Where a line begins; empty ones are not counted."""
+    begin = 0
+    for line in data.split(b"\n"):
+        if line not in (b"", b"\r"):
+            if not row:
+                break
+            row -= 1
+        begin += len(line) + 1
+    return begin
+
+
+def _rows_of(lines: Sequence[bytes], where: _Place) -> list[dict[str, msgspec.Raw]]:
     rows = []
-    for number, line in enumerate(lines):
+    for row, line in enumerate(lines):
         try:
             rows.append(_OBJECT.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"line {first_line + number} (empty lines not counted) is no JSON object: {error}"
+            place = where(row)
+            raise DamagedPart(
+                f"line {place.number} (empty lines not counted) is no JSON object: {error}",
+                place.offset,
             ) from error
     return rows
 
@@ -320,5 +376,7 @@ class ColumnsDecoder:
         try:
             return TypedLines(self.specs, self.keys).columns(b"\n".join(lines))
         except ValueError:
-            _rows_of(lines, 1)  # it names the line
-            raise
+            pieces = [(start, start + len(piece)) for start, piece in chunk.pieces]
+            whole = FramedLines(begin, pieces, bytearray(data[:stop]))
+            _rows_of(lines, partial(_line, whole, 1, is_compressed=bool(is_compressed)))
+            raise  # of an object without a place: a value of another kind

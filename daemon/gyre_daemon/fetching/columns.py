@@ -1,0 +1,250 @@
+"""Reads stored columns once, for filters that compare their values.
+
+Each shard's part is kept in a sidecar: numbers as they are, texts as the numbers of the different
+ones. So the next daemon reads only shards that are new or have changed.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.filtering.expression import TEXT, Values
+from gyre_daemon.datasets.filtering.late import Column
+from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, stored_fields
+from gyre_daemon.datasets.formats.base import Arrays, array_of
+from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.portions import Staging
+from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+
+SUFFIX = ".gyre-columns"
+_VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"
+# Samples that are read at once; their bytes are bounded too.
+_AT_ONCE, _MAX_BYTES = 1 << 14, 16 << 20
+# Different texts of a column. A filter compares it with a few of them; a column of documents, where
+# all differ, is a mistake that would take the memory of the whole dataset.
+_MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
+
+
+class _OneField(SampleIndex):
+    """The index of one stored field of a dataset."""
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        self._index = dataset.index
+        stored = stored_fields(dataset.fields)
+        self._column = [spec.name for spec in stored].index(name)
+        self._spec = stored[self._column]
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return [self._spec]
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return self._index.num_samples
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        found, which = self._index.locate(sample_ids), slice(self._column, self._column + 1)
+        return replace(
+            found,
+            start=found.start[:, which],
+            size=found.size[:, which],
+            lengths=None if found.lengths is None else found.lengths[:, which],
+            absent=None if found.absent is None else found.absent[:, which],
+            indexed=(),
+        )
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`; nobody lays out batches of it."""
+        return self._index.max_ragged_bytes(num_samples)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`."""
+        return self._index.blocks(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        return self._index.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The samples of one shard: `[first, stop)`."""
+
+    dataset: Dataset
+    field: FieldSpec
+    shard: int
+    first: int
+    stop: int
+
+
+class ColumnReader:
+    """Reads columns of datasets."""
+
+    def __init__(self, sidecars: SidecarStore, threads: FairExecutor) -> None:
+        """Read nothing yet.
+
+        Args:
+            sidecars: keep what was read.
+            threads: the daemon's.
+        """
+        self._sidecars, self._threads = sidecars, threads
+        self._flow = Flow("columns")
+
+    async def read(self, dataset: Dataset, name: str) -> Column:
+        """The values of a stored field of all samples.
+
+        Raises:
+            ConfigError: it is neither one number for each sample nor a text, or has too many
+                different texts.
+            GyreError: a shard cannot be read.
+        """
+        index = _OneField(dataset, name)
+        (spec,) = index.fields
+        is_text = spec.ragged and spec.dtype == np.uint8 and not spec.shape
+        if not is_text and (spec.ragged or spec.shape or spec.dtype.kind not in "biuf"):
+            raise ConfigError(
+                f"a filter compares {name!r:.100}, which is neither a number nor a text of each "
+                "sample; it can only compare its length"
+            )
+        bounds = await asyncio.to_thread(_bounds, index, len(dataset.shards))
+        column = replace(dataset, index=index, chosen=[spec])
+        parts = []
+        for shard, (first, stop) in enumerate(pairwise(bounds)):
+            part = _Part(column, spec, shard, first, stop)
+            parts.append(await (self._texts(part) if is_text else self._numbers(part)))
+        found = np.concatenate(parts) if parts else np.empty(0, spec.dtype)
+        categories: tuple[str, ...] = ()
+        if is_text:
+            different, found = np.unique(found, return_inverse=True)
+            if len(different) > _MAX_TEXTS:
+                raise ConfigError(_too_many(name))
+            categories = tuple(each.decode(errors="replace") for each in different.tolist())
+        dtype = np.dtype(np.int64) if is_text else spec.dtype
+        field = FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=categories)
+        return Column(replace(field, media_type=TEXT if is_text else ""), found.astype(dtype))
+
+    async def _numbers(self, part: _Part) -> Values:
+        dtype, num = part.field.dtype, part.stop - part.first
+
+        def check(arrays: Arrays) -> None:
+            if array_of(arrays, _CODES, np.uint8, 1).shape != (num * dtype.itemsize,):
+                raise ValueError("its values are not those of the shard's samples")
+
+        suffix, key = await asyncio.to_thread(_key, part)
+        sidecars = self._sidecars.sibling(suffix)
+        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        if arrays is None:
+            found = [np.empty(0, np.uint8), *await self._bytes(part)]
+            arrays = {_CODES: np.concatenate(found)}  # sidecars have no floating-point numbers
+            await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+            _log(part)
+        values: Values = arrays[_CODES].view(dtype)
+        return values
+
+    async def _texts(self, part: _Part) -> Values:
+        num = part.stop - part.first
+
+        def check(arrays: Arrays) -> None:
+            codes, ends = (
+                array_of(arrays, _CODES, np.int32, 1),
+                array_of(arrays, _ENDS, np.int64, 1),
+            )
+            texts = array_of(arrays, _TEXTS, np.uint8, 1)
+            is_whole = len(codes) == num and (
+                not num or 0 <= codes.min() <= codes.max() < len(ends)
+            )
+            if (
+                not is_whole
+                or (np.diff(ends, prepend=0) < 0).any()
+                or ends[-1:].sum() != len(texts)
+            ):
+                raise ValueError("its texts are not those of the shard's samples")
+
+        suffix, key = await asyncio.to_thread(_key, part)
+        sidecars = self._sidecars.sibling(suffix)
+        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        if arrays is None:
+            samples = [each.tobytes() for each in await self._bytes(part)]
+            different = sorted(set(samples))
+            if len(different) > _MAX_TEXTS or max(map(len, different), default=0) > _MAX_TEXT_BYTES:
+                raise ConfigError(_too_many(part.field.name))
+            numbers = {text: number for number, text in enumerate(different)}
+            arrays = {
+                _CODES: np.array([numbers[text] for text in samples], np.int32),
+                _TEXTS: np.frombuffer(b"".join(different), np.uint8),
+                _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
+            }
+            await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+            _log(part)
+        ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
+        texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]
+        words = np.array([*texts, b""], object)[:-1]
+        return words[arrays[_CODES]]
+
+    async def _bytes(self, part: _Part) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+        """The bytes of the field of each sample."""
+        found = []
+        fetcher = Fetcher(part.dataset, self._threads)
+        for begin in range(part.first, part.stop, _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, part.stop))
+            sizes = part.dataset.index.locate(ids).tensor_bytes[:, 0]
+            cuts = np.flatnonzero(np.diff(np.cumsum(sizes) // _MAX_BYTES)) + 1
+            for some in np.split(ids, cuts):
+                plan = GroupPlan(0, some[None], None, np.zeros(1, np.int64))
+                (fetch,) = fetcher.prepare(plan, 1)
+                memory = np.empty(fetch.layout.num_bytes, np.uint8)
+                await fetcher.fill(fetch, Staging.of(memory), self._flow)
+                places = fetch.layout.destinations[:, 0].tolist()
+                found += [memory[at:end] for at, end in places]
+        return found
+
+
+def _log(part: _Part) -> None:
+    shards = part.dataset.shards
+    facts = {"dataset": part.dataset.name, "column": part.field.name}
+    facts |= {"shard": shards[part.shard].name, "done": f"{part.shard + 1}/{len(shards)}"}
+    log_event("column read", facts)
+
+
+def _bounds(index: SampleIndex, num_shards: int) -> list[int]:
+    """The first sample of each shard, and N."""
+    counts = np.zeros(num_shards, np.int64)
+    for begin in range(0, index.num_samples, _AT_ONCE):
+        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+        counts += np.bincount(index.locate(ids).shard, minlength=num_shards)
+    bounds: list[int] = [0, *np.cumsum(counts).tolist()]
+    return bounds
+
+
+def _key(part: _Part) -> tuple[str, SidecarKey]:
+    """The suffix of a column's sidecars, and what tells these samples of it from others."""
+    dataset, spec = part.dataset, part.field
+    column = f"{spec.name} {spec.dtype.str} {spec.codec}".encode()
+    digest = hashlib.blake2b(column, digest_size=16)
+    for begin in range(part.first, part.stop, _AT_ONCE):
+        extents = dataset.index.locate(np.arange(begin, min(begin + _AT_ONCE, part.stop)))
+        digest.update(extents.start.astype("<i8").tobytes() + extents.size.astype("<i8").tobytes())
+    shard, kind = dataset.shards[part.shard], f"{_VERSION} {digest.hexdigest()}"
+    suffix = f".{hashlib.blake2b(column, digest_size=8).hexdigest()}{SUFFIX}"
+    return suffix, SidecarKey(dataset.uri, shard.name, shard.size_bytes, shard.version, kind)
+
+
+def _too_many(name: str) -> str:
+    return (
+        f"a filter compares {name!r:.100}, which has more than {_MAX_TEXTS} different texts, or "
+        f"some of more than {_MAX_TEXT_BYTES} bytes; it can only compare its length"
+    )

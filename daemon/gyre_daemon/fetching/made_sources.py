@@ -1,0 +1,106 @@
+"""Sources of mixtures that have transforms of their own.
+
+What such a source's transforms make of a sample is a record, as behind the step `cache`, and a
+mixture reads records as it reads stored samples: see [Note: How transformed samples are cached] in
+`transforms.kept`. So it can be mixed, packed and transformed again like any other. The records are
+not kept, unless the source's chain says `cache`.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats import stored_fields
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.fetching.made import MadeStorage
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.kept import (
+    KeptDataset,
+    RecordIndex,
+    as_records,
+    kept_as,
+    record_shard,
+)
+from gyre_daemon.transforms.measured import MeasuredIndex
+
+Tables = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One source that was made: of which dataset, how, and what."""
+
+    stored: Dataset
+    transformed: TransformedDataset
+    made: KeptDataset
+
+
+class MadeSources:
+    """Makes each source once, and again when its dataset or its transforms are others."""
+
+    def __init__(self, transforms: Transforms, threads: FairExecutor) -> None:
+        """Make nothing yet.
+
+        Args:
+            transforms: of the daemon.
+            threads: the daemon's.
+        """
+        self._transforms, self._threads = transforms, threads
+        self._made: dict[str, _Made] = {}
+
+    def of(self, name: str, dataset: TransformedDataset) -> KeptDataset:
+        """What the transforms make of a dataset, as a dataset of records.
+
+        Args:
+            name: of the source.
+            dataset: transformed, and measured where that makes fields of different lengths.
+
+        Raises:
+            ConfigError: a transform draws random numbers.
+        """
+        if dataset.random:
+            raise ConfigError(
+                f"the source `{name}` has the transform {dataset.random[0]}, which draws random "
+                "numbers for each epoch, and a mixture reads sources as they always are; give the "
+                "mixture that transform"
+            )
+        last = self._made.get(name)
+        if last and _is_same(last, dataset):
+            return last.made
+        made = self._make(dataset)
+        self._made[name] = _Made(dataset.source.stored, dataset, made)
+        return made
+
+    def _make(self, dataset: TransformedDataset) -> KeptDataset:
+        lengths = np.empty((dataset.index.num_samples, 0), np.int32)
+        passed = dataset.fields[len(dataset.made) :]
+        stored = dataset.source.fields
+        sized = dataset.measured or MeasuredIndex(
+            dataset.index, stored_fields(stored), dataset.made, passed, lengths
+        )
+        prefix = replace(
+            self._transforms.for_records(dataset),
+            chosen=as_records(dataset.made, passed),
+            measured=sized,
+        )
+        index = RecordIndex(dataset.source, prefix.fields, sized)
+        shard = record_shard(index, dataset.source, dataset.recipe)
+        storage = MadeStorage(prefix, index, shard, self._threads)
+        made = kept_as(dataset.source, prefix, index, storage)
+        both = f"{dataset.fingerprint} {dataset.transforms}".encode()
+        fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
+        return replace(made, shards=[shard], fingerprint=fingerprint, transforms="")
+
+
+def _is_same(last: _Made, dataset: TransformedDataset) -> bool:
+    before = last.transformed
+    return (
+        last.stored is dataset.source.stored
+        and (before.recipe, before.transforms) == (dataset.recipe, dataset.transforms)
+        and before.fingerprint == dataset.fingerprint
+    )

@@ -1,0 +1,159 @@
+"""Frozen linear layers in 8 and 4 bits: what they compute, what travels, what is refused."""
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer import pretrained
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import linear_cross_entropy, quantize_frozen, rotate_all
+from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.quantized import Format, decode, encode
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.test_rotation_adapters import adapted, llama, trained
+
+NUM_COLUMNS = 70
+WEIGHTS = torch.randn(9, NUM_COLUMNS, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def decoded(weight: Tensor, to: Format) -> Tensor:
+    return decode(*encode(weight, to), weight.shape[1], to).to(weight.dtype)
+
+
+@pytest.mark.parametrize(("to", "error", "group"), [("int8", 1 / 254, 70), ("nf4", 0.1522, 64)])
+def test_weights_are_as_near_as_stated(to: Format, error: float, group: int) -> None:
+    off = (decoded(WEIGHTS, to) - WEIGHTS).abs()
+    for start in range(0, NUM_COLUMNS, group):
+        columns = slice(start, start + group)
+        largest = WEIGHTS[:, columns].abs().amax(1, keepdim=True)
+        assert (off[:, columns] <= largest * error * (1 + 1e-5)).all()
+    assert off.max() > 0
+    assert not decoded(torch.zeros(2, 3), to).any()
+
+
+@pytest.mark.parametrize("to", ["int8", "nf4"])
+def test_what_can_be_encoded_exactly_comes_back(to: Format) -> None:
+    exact = decoded(WEIGHTS, to)
+    torch.testing.assert_close(decoded(exact, to), exact)
+
+
+def quantized(to: Format, order: str) -> tuple[Any, Any, list[str]]:
+    """A rotated Llama with adapters, its mesh, and what was encoded."""
+    mesh, model = make_mesh("cpu"), llama()
+    if order == "adapted first":
+        model = adapted(model, "lora")
+        rotate_all(model, mesh=mesh)
+        return model, mesh, quantize_frozen(model, to, mesh=mesh)
+    rotate_all(model, mesh=mesh)
+    paths = quantize_frozen(model.requires_grad_(False), to, mesh=mesh)
+    return adapted(model, "lora"), mesh, paths
+
+
+def trained_on_the_ring(to: Format, order: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, mesh, _ = quantized(to, order)
+    return trained(deepcopy(model), dist.get_rank(), mesh.size())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "to", "order"),
+    [(2, "int8", "adapted first"), (3, "nf4", "adapted last"), (2, "nf4", "adapted first")],
+)
+def test_it_trains_as_a_model_of_the_decoded_weights(
+    ranks: StartRanks, num_ranks: int, to: Format, order: str
+) -> None:
+    alone, plain = llama(), trained(adapted(llama(), "lora"), 0, 1)[0]
+    for name, module in alone.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.weight.data = decoded(module.weight.detach(), to)
+    losses, adapters = trained(adapted(alone, "lora"), 0, 1)
+    found = ranks(num_ranks).run(trained_on_the_ring, to, order)
+    means = [sum(of_step) / num_ranks for of_step in zip(*(each for each, _ in found), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-6)
+    assert means == pytest.approx(plain, rel={"int8": 1e-3, "nf4": 2e-2}[to])
+    assert means != pytest.approx(plain, rel=1e-6)
+    for _, parameters in found:
+        for name, expected in adapters.items():
+            # peft cannot tell the dtype from codes, and makes adapters in float32 then
+            torch.testing.assert_close(
+                parameters[name], expected, rtol=1e-4, atol=1e-5, check_dtype=False
+            )
+
+
+class Tower(nn.Module):
+    """Two layers of 64 columns; with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.other(self.one(x))
+        return output
+
+
+def bytes_of_a_step(to: Format) -> tuple[int, int]:
+    """Bytes at home, and sent in a forward and a backward."""
+    torch.manual_seed(0)
+    mesh = make_mesh("cpu")
+    model = Tower().requires_grad_(False)
+    rotate_all(model, mesh=mesh)
+    assert quantize_frozen(model, to, mesh=mesh) == ["one", "other"]
+    before = ring_of(mesh).bytes_sent
+    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    storages = {local_of(each).untyped_storage()._cdata: each for each in model.parameters()}
+    at_home = sum(local_of(each).untyped_storage().nbytes() for each in storages.values())
+    return at_home, ring_of(mesh).bytes_sent - before
+
+
+@pytest.mark.parametrize(("to", "row"), [("int8", 64 + 4 + 4), ("nf4", 32 + 4 + 4)])
+def test_rows_rest_and_travel_in_that_many_bytes(ranks: StartRanks, to: Format, row: int) -> None:
+    for at_home, sent in ranks(2).run(bytes_of_a_step, to):
+        assert at_home == 2 * 32 * row
+        assert sent == 2 * 2 * 32 * row  # of both layers, in forward and in backward
+
+
+def refusals() -> list[str]:
+    """What is said about weights that train or have no values, about the head, about files."""
+    mesh, said = make_mesh("cpu"), []
+    unknown: Any = "int3"
+
+    def model(device: str = "cpu") -> Tower:
+        with torch.device(device):
+            built = Tower()
+        rotate_all(built, mesh=mesh)
+        return built
+
+    frozen = model()
+    frozen.requires_grad_(False)
+    quantize_frozen(frozen, "int8", mesh=mesh, keep=["one"])
+    for attempt in (
+        partial(quantize_frozen, model(), "int8", mesh=mesh),
+        partial(quantize_frozen, model("meta").requires_grad_(False), "nf4", mesh=mesh),
+        partial(quantize_frozen, model(), unknown, mesh=mesh),
+        partial(quantize_frozen, frozen, "int8", mesh=mesh, keep=["one"]),
+        partial(pretrained.save_pretrained, frozen, "nowhere"),
+        partial(linear_cross_entropy, frozen.other, torch.ones(2, 64), torch.ones(2).long()),
+    ):
+        try:
+            attempt()
+        except RotationError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_quantized_is_refused(ranks: StartRanks) -> None:
+    for said in ranks(2).run(refusals):
+        trains, empty, unknown, again, saved, head = said
+        assert "one.weight trains, and only frozen weights can be int8" in trains
+        assert "one.weight is not finite; load or make weights" in empty
+        assert "'int3' is no format of weights; known are int8, nf4" in unknown
+        assert "no linear layer of" in again
+        assert "other has quantized weights, which no file" in saved
+        assert "the head has quantized weights" in head

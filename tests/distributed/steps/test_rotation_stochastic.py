@@ -1,0 +1,97 @@
+"""Parameters in bfloat16 without float32 copies: rounding is exact in the mean, and seeded."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.optimizers.stochastic import rounded, stochastically_rounded
+from gyre_trainer.rotate import rotate_all
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import distance, whole_parameters
+
+ALL_NOISE = torch.arange(2**16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("value", [1.0, 1.0001, -3.14159, 1e-20, -7e30, 1e-40, 0.0, -0.3])
+def test_the_mean_over_all_noise_is_the_value(value: float) -> None:
+    values = torch.full((2**16,), value)
+    found = rounded(values, ALL_NOISE)
+    assert found.dtype == torch.bfloat16
+    assert found.double().mean() == values[0].double()
+    assert len(set(found.tolist())) == (1 if values[0].bfloat16() == values[0] else 2)
+
+
+def test_what_is_not_finite_stays() -> None:
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    noise = torch.full((3,), 2**16 - 1, dtype=torch.int32)
+    assert rounded(special, noise).tolist()[:2] == [torch.inf, -torch.inf]
+    assert rounded(special, noise)[2].isnan()
+
+
+def test_small_updates_are_taken_as_often_as_they_are_large() -> None:
+    steps, rate = 64, 2.0**-12  # a sixteenth of the distance from 1 to the neighbour below
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = stochastically_rounded(SGD)([weight], lr=rate, rounding_seed=4)
+    nearest = weight.detach().clone()
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        nearest -= rate * weight.grad
+    assert (nearest == 1).all()
+    spread = (steps * (2.0**-8 * rate) / 4096) ** 0.5  # of the mean
+    assert float(weight.detach().float().mean()) == pytest.approx(1 - steps * rate, abs=5 * spread)
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), MLP(12, 20, bias=True)).bfloat16()
+
+
+def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 8, generator=generator).to(next(model.parameters()).dtype)
+    if hasattr(model, "grad_averaging"):
+        inputs = inputs.chunk(dist.get_world_size())[dist.get_rank()]
+    for _ in steps:
+        (model(inputs) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_the_ring() -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
+    """Parameters after one run, and after one that resumes in the middle; the states' dtypes."""
+    found = []
+    for stops in (False, True):
+        model = model_of()
+        rotate_all(model, mesh=make_mesh("cpu"))
+        made = stochastically_rounded(AdamW)
+        optimizer: Any = made(model.parameters(), lr=1e-3, rounding_seed=7)
+        trained(model, optimizer, range(10))
+        if stops:
+            states, optimizer = optimizer.state_dict(), made(model.parameters(), rounding_seed=8)
+            optimizer.load_state_dict(states)
+        trained(model, optimizer, range(10))
+        found.append(whole_parameters(model))
+    dtypes = {state["exp_avg"].dtype for state in optimizer.state.values()}
+    return found[0], found[1], dtypes
+
+
+def test_it_follows_float32_and_resumes_with_the_same_bits(ranks: StartRanks) -> None:
+    exact, nearest = model_of().float(), model_of()
+    for model in (exact, nearest):
+        trained(model, AdamW(model.parameters(), lr=1e-3), range(20))
+    goal = whole_parameters(exact)
+    off = distance({n: p.float() for n, p in whole_parameters(nearest).items()}, goal)
+    first, *others = ranks(2).run(on_the_ring)
+    for found, resumed, dtypes in (first, *others):
+        assert dtypes == {torch.float32}
+        for name, values in found.items():
+            assert torch.equal(values, resumed[name])
+            assert torch.equal(values, first[0][name])
+        assert distance({n: p.float() for n, p in found.items()}, goal) < off

@@ -1,0 +1,139 @@
+"""Filters over values that only the shards have, and over lengths that transforms make."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from gyre_client import Loader
+from gyre_client.command.cli import main
+from gyre_client.errors import ConfigError
+
+from tests.batches import take
+from tests.conftest import StartDaemon, to_toml
+
+N = 60
+LANGUAGES = ["en", "de", "", "é"]
+TEXTS = ["wörd " * (each % 9) for each in range(N)]
+ROWS: list[dict[str, Any]] = [
+    {"id": each, "score": each / 7, "lang": LANGUAGES[each % 4], "text": TEXTS[each]}
+    for each in range(N)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("parquet", "arrow", "jsonl", "csv"):
+        (tmp_path / name).mkdir()
+    for shard in range(2):
+        rows = ROWS[shard * N // 2 : (shard + 1) * N // 2]
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, tmp_path / "parquet" / f"{shard}.parquet", row_group_size=7)
+        feather.write_feather(
+            table, str(tmp_path / "arrow" / f"{shard}.arrow"), compression="uncompressed"
+        )
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "jsonl" / f"{shard}.jsonl").write_text(lines)
+        cells = "".join(f"{row['id']},{row['lang']}\n" for row in rows)
+        (tmp_path / "csv" / f"{shard}.csv").write_text("id,lang\n" + cells)
+    return tmp_path
+
+
+def ids(address: str, name: str, **keys: Any) -> list[int]:
+    """The ids of all samples of an epoch, in rising order."""
+    with Loader(name, batch_size=1, address=address, **keys) as loader:
+        return sorted(int(batch["id"][0]) for batch in take(loader, loader.num_samples))
+
+
+def test_columns_are_compared_and_read_once(
+    gyred: StartDaemon, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'score >= 2 and lang in ["en", "é"] and length(text) > 6'
+    expected = [
+        row["id"]
+        for row in ROWS
+        if row["score"] >= 2 and row["lang"] in ("en", "é") and len(row["text"].encode()) > 6
+    ]
+    columns = {"columns": ["id", "score", "lang", "text"]}
+    config: dict[str, Any] = {
+        "datasets": {
+            "parquet": {"uri": str(folder / "parquet"), "filter": text},
+            "arrow": {"uri": str(folder / "arrow"), "filter": text, "rename": {"score": "mark"}},
+            "jsonl": {"uri": str(folder / "jsonl"), "filter": text, **columns},
+            "csv": {
+                "uri": str(folder / "csv"),
+                "filter": 'lang == "de" or id < 3',
+                "types": {"id": "int64"},
+            },
+        }
+    }
+    config["datasets"]["arrow"]["filter"] = text.replace("score", "mark")
+    config["mixtures"] = {"both": {"weights": {"parquet": 1, "arrow": 1}, "block": 4}}
+    daemon = gyred(config)
+    for name in ("parquet", "arrow", "jsonl"):
+        assert ids(daemon.address, name) == expected, name
+    assert ids(daemon.address, "csv") == [each for each in range(N) if each % 4 == 1 or each < 3]
+    assert set(ids(daemon.address, "both")) == set(expected)
+    with Loader("parquet", batch_size=4, seed=3, address=daemon.address) as loader:
+        next(loader)
+        state = loader.state_dict()
+        following = next(loader)["id"].tolist()
+    assert main(["describe", "parquet", "--address", daemon.address, "--num", "1"]) == 0
+    assert f"{N - len(expected)} out" in capsys.readouterr().out
+    (folder / "cursor").write_bytes(state["cursor"])
+    rewind = ["rewind", str(folder / "cursor"), "--dataset", "parquet", "--step", "1", "--json"]
+    assert main([*rewind, "--address", daemon.address]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    half = N // 2
+    assert [
+        row["samples"][0]["row"] + half * int(step["shards"][row["samples"][0]["shard"]][0])
+        for row in step["rows"]
+    ] == following
+
+    def num_read() -> int:
+        return sum(each["event"] == "column read" for each in daemon.events())
+
+    read = num_read()
+    assert read == 2 * 2 * 4  # two columns of two shards of four datasets
+    daemon.stop()
+    daemon.restart()
+    with Loader("parquet", batch_size=4, seed=3, address=daemon.address) as loader:
+        loader.load_state_dict(state)
+        assert next(loader)["id"].tolist() == following
+    assert num_read() == read  # the columns were in their sidecars
+    wrong = {
+        'lang == "fr"': "is no class of `lang`; its classes are: , de, en, é",
+        "text > 3": "`text` is text; compare it with text in quotes",
+        "score > 1000": "leaves none of 60 samples",
+        "append": "`append` is filtered by its index alone",
+    }
+    for number, (filter_, message) in enumerate(wrong.items()):
+        its: dict[str, Any] = {"uri": str(folder / "parquet"), "filter": filter_}
+        if filter_ == "append":
+            its |= {"filter": "score > 2", "append": True}
+        tables = {**config["datasets"], f"wrong{number}": its}
+        daemon.reconfigure(to_toml({"listen": [daemon.address], **config, "datasets": tables}))
+        with pytest.raises(ConfigError, match=message):
+            Loader(f"wrong{number}", batch_size=1, address=daemon.address)
+
+
+def test_lengths_that_transforms_make_are_compared(gyred: StartDaemon, folder: Path) -> None:
+    tokenize = {"name": "tokenize", "field": "text", "tokenizer": "bytes", "end": 256}
+    dataset = {
+        "uri": str(folder / "parquet"),
+        "transforms": [tokenize],
+        "filter": "10 < length(tokens) <= 40 and id != 4",
+    }
+    daemon = gyred({"datasets": {"made": dataset}})
+    expected = [each for each in range(N) if 10 < len(TEXTS[each].encode()) + 1 <= 40 and each != 4]
+    assert ids(daemon.address, "made") == expected
+    assert ids(daemon.address, "made", transform=[]) == expected  # also as they are stored
+    measured = [each for each in daemon.events() if each["event"] == "shard measured"]
+    assert len(measured) == 2  # once, and not again for what is left
+    pack = {"field": "tokens", "length": 64}
+    with Loader("made", batch_size=2, address=daemon.address, pack=pack) as loader:
+        found = [batch["tokens"] for batch in loader]
+    assert sum(int((each == 256).sum()) for each in found) == len(expected)
