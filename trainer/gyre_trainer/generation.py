@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from gyre_trainer.rotation.per_slice import PerSlice
+from gyre_trainer.rotation.call import PerSlice
 
 
 def _in_all(name: str) -> Callable[..., None]:

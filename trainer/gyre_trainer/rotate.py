@@ -40,7 +40,7 @@ from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
-from gyre_trainer.rotation.per_slice import begun_in, without
+from gyre_trainer.rotation.call import begun_in, without
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule

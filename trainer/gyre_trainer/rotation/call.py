@@ -1,5 +1,6 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass
@@ -11,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
 from gyre_trainer.rotation.output_reduction import RunningSum
-from gyre_trainer.rotation.per_slice import PerSlice
 from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
@@ -54,6 +54,32 @@ def _is_constant(value: Any) -> bool:
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A floating-point tensor in ``dtype``; any other, or with None, as it is."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+class PerSlice(ABC):
+    """An object that a rotated module may be called with although it changes: one for each slice.
+
+    Only calls without gradients take it: a backward would have to know what it was before.
+    """
+
+    @abstractmethod
+    def of_slice(self, index: int) -> Any:
+        """What the slice is called with; the same object at every call."""
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether a slice has changed what is its own."""
+
+
+def begun_in(arguments: Any) -> bool:
+    """Whether an object in the arguments of a call has begun."""
+    return any(isinstance(leaf, PerSlice) and leaf.begun for leaf in tree_flatten(arguments)[0])
+
+
+def without(arguments: Any) -> Any:
+    """The arguments with None in place of such objects."""
+    return tree_map(lambda leaf: None if isinstance(leaf, PerSlice) else leaf, arguments)
 
 
 class _Missing:
