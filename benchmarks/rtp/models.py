@@ -1,11 +1,13 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
+        [--bundle-numel 262144]
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, and the
 live bytes of rank 0 at the peak of another step. FSDP2 wraps each attention, MLP or other part of a
 layer that has matrices, and embedding and head where they are not tied. Rotation finds blocks. The
-last row is Llama with LoRA on all linear layers, with the bytes that a rank sends.
+last row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
+parameters travel in bundles.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from gyre_trainer.accounting.baselines import data_parallel
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -49,8 +52,6 @@ _SIZES: dict[str, dict[str, int]] = {
     | {"vocab_size": _VOCABULARY},
 }
 _NUM_WARM_UP_STEPS = 2
-# Not measured: a try with Mixtral did not end, and which contender stood still is not known.
-_EXPERTS = "Mixtral", "Qwen3Moe", "GptOss"
 Figures = tuple[list[float], int, int]  # CPU seconds of each round, peak bytes, bytes sent
 
 
@@ -64,15 +65,17 @@ def _built(family: str) -> Any:
     return model
 
 
-def _rotated(family: str) -> Any:
+def _rotated(family: str, bundle_numel: int) -> Any:
     model = _built(family)
+    policy = RotationPolicy(bundle_numel=bundle_numel)
     # adapters stay outside of the layers that rotate, so those rotate one by one
-    rotate_all(model, mesh=make_mesh("cpu"), find_blocks=family != LORA)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy, find_blocks=family != LORA)
     return model
 
 
 def _fully_sharded(family: str) -> Any:
     model = _built(family)
+    _call_every_expert(model)
     for layer in list(_layers(model)):
         for part in _parts(layer):
             if any(parameter.ndim > 1 for parameter in part.parameters()):
@@ -83,6 +86,25 @@ def _fully_sharded(family: str) -> Any:
             fully_shard(end)
     fully_shard(model)
     return model
+
+
+def _call_every_expert(model: nn.Module) -> None:
+    """Let each list of experts be called with no tokens once more.
+
+    FSDP2 reduces the gradients of those parameters of a unit that have one. Where tokens of one
+    rank miss an expert that another rank's tokens choose, gloo ends the process: "Received data
+    size doesn't match expected size".
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+            module.register_forward_hook(_with_every_expert)
+
+
+def _with_every_expert(module: Any, args: Any, output: Any) -> Any:
+    no_tokens = args[0].flatten(0, -2)[:0]
+    nothing = torch.stack([expert(no_tokens).sum() for expert in module.experts]).sum()
+    hidden, *rest = output
+    return hidden + nothing, *rest
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -104,17 +126,16 @@ def _with_ddp(family: str) -> Any:
 def _with_counted_ddp(family: str) -> Any:
     """DDP whose buckets are seen: those of torch's C++ are not."""
     model = _built(family)
+    _call_every_expert(model)
     data_parallel(
         nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh("cpu")
     )
     return model
 
 
-CONTENDERS: dict[str, Callable[[str], Any]] = {
-    "rotation": _rotated,
-    "FSDP2": _fully_sharded,
-    "DDP": _with_ddp,
-}
+def _contenders(bundle_numel: int) -> dict[str, Callable[[str], Any]]:
+    rotated = partial(_rotated, bundle_numel=bundle_numel)
+    return {"rotation": rotated, "FSDP2": _fully_sharded, "DDP": _with_ddp}
 
 
 class _Training:
@@ -135,25 +156,26 @@ class _Training:
         return time.process_time() - before
 
 
-def print_rows(families: list[str], num_rounds: int) -> None:
+def print_rows(families: list[str], num_rounds: int, bundle_numel: int) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
     for family in families:
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _measured(family, num_rounds))
+        dist.all_gather_object(found, _measured(family, num_rounds, bundle_numel))
         if dist.get_rank() == 0:
             print(_row(family, found), flush=True)
 
 
-def _measured(family: str, num_rounds: int) -> dict[str, Figures]:
+def _measured(family: str, num_rounds: int, bundle_numel: int) -> dict[str, Figures]:
+    contenders = _contenders(bundle_numel)
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
-    trainings = {label: _Training(build(family), rows) for label, build in CONTENDERS.items()}
+    trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
     seconds: dict[str, list[float]] = {label: [] for label in trainings}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for label, training in trainings.items():
             seconds[label].append(training.step())
     del trainings
-    costs = {label: _counted(build, family, rows) for label, build in CONTENDERS.items()}
+    costs = {label: _counted(build, family, rows) for label, build in contenders.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
@@ -175,9 +197,9 @@ def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
         label: [
             statistics.mean(each) for each in zip(*(rank[label][0] for rank in ranks), strict=True)
         ]
-        for label in CONTENDERS
+        for label in ranks[0]
     }
-    _, peaks, sent = zip(*(ranks[0][label] for label in CONTENDERS), strict=True)
+    _, peaks, sent = zip(*(ranks[0][label] for label in ranks[0]), strict=True)
     own, *others = cpu.values()
     ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
     cells = [
@@ -195,15 +217,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [*(family for family in FAMILIES if family not in _EXPERTS), LORA]
+    every = [*FAMILIES, LORA]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bundle-numel", type=int, default=0)
     parser.add_argument("--families", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
     print("| | CPU, ms | to FSDP2 | to DDP | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
-    run_on_ranks(options.ranks, print_rows, options.families, options.rounds)
+    run_on_ranks(options.ranks, print_rows, options.families, options.rounds, options.bundle_numel)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,28 @@ def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:
     )
 
 
+@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("rwkv", False)])
+def test_packed_documents_do_not_see_each_other_where_the_family_can_do_that(
+    family: str, apart: bool
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    shape = SHAPE if apart else {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(5)
+    model = library.from_config(AutoConfig.for_model(family, **shape))
+    loss: Any = loss_of(model)
+    tokens, targets = rows(0)[:1, :-1], rows(0)[:1, 1:]
+    positions = torch.arange(4).repeat(2)[None]
+    assert loss.keeps_apart == apart
+    packed = loss(tokens, targets, None, positions)
+    parts = [loss(tokens[:, each], targets[:, each]) for each in (slice(0, 4), slice(4, 8))]
+    alone = float(sum(parts).detach()) / 2 if apart else float(loss(tokens, targets).detach())
+    assert float(packed.detach()) == pytest.approx(alone, rel=1e-5)
+    if apart:
+        assert float(loss(tokens, targets).detach()) != pytest.approx(alone, rel=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "granite"])  # granite scales its logits
 def test_a_pretrained_model_trains_as_in_one_process_and_goes_back(
     family: str, tmp_path: Path, ranks: StartRanks

@@ -9,6 +9,7 @@ from benchmarks.rtp import gpu
 from benchmarks.rtp.contenders import Contender, How
 from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.gpu import cross_entropy_table, slices_table
+from benchmarks.rtp.host_cost import rows
 from benchmarks.rtp.live import fake_step
 from benchmarks.rtp.ranks import run_on_ranks
 from benchmarks.rtp.resident import resident_peak_of_step
@@ -43,7 +44,7 @@ def test_the_rotated_head_stands_beside_chunks_and_all_logits() -> None:
     assert float(rows[1][2]) == 1
 
 
-@pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE])
+@pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE, How.BUNDLED])
 @pytest.mark.parametrize(
     "workload", [TOY, SMALL.with_layers(2).with_tokens(32)], ids=["AdamW", "SGD, no vocabulary"]
 )
@@ -96,3 +97,15 @@ def test_ratios_compare_the_slowest_rank_and_the_cpu_time_of_all() -> None:
         "500",
         "500",
     ]
+
+
+def test_bundles_stand_beside_slices_and_fsdp2() -> None:
+    found = [cells(row) for row in rows(2, 1)]
+    assert [row[:2] for row in found] == [
+        ["2", "FSDP2 per sub-block"],
+        ["2", "Gyre"],
+        ["2", "Gyre, its hops left out"],
+        ["2", "Gyre, in bundles"],
+    ]
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
+    assert [row[4] for row in found] == ["", "32", "32", "16"]

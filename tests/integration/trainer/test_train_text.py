@@ -16,6 +16,7 @@ out = "{out}"
 steps = 4
 log_every = 1
 device = "cpu"
+threads = 1
 [data]
 dataset = "{shards}"
 format = "webdataset"

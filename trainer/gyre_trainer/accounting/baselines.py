@@ -113,7 +113,11 @@ class FullySharded(GPT):
         del self.head
 
     def loss(
-        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         """As the loss of a GPT, for targets of equal weight."""
         assert weights_BT is None

@@ -38,11 +38,15 @@ class Examples:
         targets: int64 [B, T].
         counts: bool [B, T], the targets that have a loss; None for all. Either all ranks have it or
             none.
+        positions: int64 [B, T], the place of each input in its document, where several documents
+            are packed into a row; None where a row is one document. Either all ranks have it or
+            none.
     """
 
     inputs: Tensor
     targets: Tensor
     counts: Tensor | None
+    positions: Tensor | None = None
 
     def num_targets(self) -> int:
         """The number of targets that have a loss."""
@@ -50,16 +54,17 @@ class Examples:
 
     def split(self, num_parts: int) -> "list[Examples]":
         """The same rows in ``num_parts`` equal parts."""
-        counts = [None] * num_parts if self.counts is None else self.counts.chunk(num_parts)
-        parts = zip(
-            self.inputs.chunk(num_parts), self.targets.chunk(num_parts), counts, strict=True
-        )
-        return [Examples(*part) for part in parts]
+        tensors = self.inputs, self.targets, self.counts, self.positions
+        columns = [
+            [None] * num_parts if each is None else each.chunk(num_parts) for each in tensors
+        ]
+        return [Examples(*part) for part in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> "Examples":
         """The same examples on a device."""
         counts = None if self.counts is None else self.counts.to(device)
-        return Examples(self.inputs.to(device), self.targets.to(device), counts)
+        positions = None if self.positions is None else self.positions.to(device)
+        return Examples(self.inputs.to(device), self.targets.to(device), counts, positions)
 
 
 class Collator:
@@ -84,7 +89,7 @@ class Collator:
             )
         offsets = batch.get(f"{self._data.field}.offsets")
         examples = (
-            self._windows(values, batch.get("loss_mask"))
+            self._windows(values, batch.get("loss_mask"), batch.get("position"))
             if offsets is None
             else self._documents(values, offsets, batch["sample_id"], step)
         )
@@ -93,7 +98,9 @@ class Collator:
         self._require_known_tokens(examples)
         return examples
 
-    def _windows(self, tokens: Tensor, is_target: Tensor | None) -> Examples:
+    def _windows(
+        self, tokens: Tensor, is_target: Tensor | None, positions: Tensor | None
+    ) -> Examples:
         length = self._data.sequence_length + 1
         if tokens.ndim != 2 or tokens.shape[1] != length:
             shape = " by ".join(map(str, tokens.shape[1:])) or "a scalar"
@@ -103,7 +110,12 @@ class Collator:
             )
         # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
         rows = tokens.long()
-        return Examples(rows[:, :-1], rows[:, 1:], None if is_target is None else is_target[:, 1:])
+        return Examples(
+            rows[:, :-1],
+            rows[:, 1:],
+            None if is_target is None else is_target[:, 1:],
+            None if positions is None else positions[:, :-1].long(),
+        )
 
     def _documents(
         self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int
@@ -157,4 +169,5 @@ def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
         examples.inputs,
         examples.targets,
         rows if examples.counts is None else rows & examples.counts,
+        examples.positions,
     )

@@ -61,7 +61,10 @@ class Stepper:
         device = next(self.model.parameters()).device
         here, num_targets = examples.to(device), examples.num_targets()
         return (
-            self.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
+            self.loss(
+                here.inputs, here.targets, here.counts if num_targets else None, here.positions
+            )
+            * num_targets
         )
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:

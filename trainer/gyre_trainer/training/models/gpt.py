@@ -130,7 +130,11 @@ class GPT(nn.Module):
         return normed_BTD
 
     def loss(
-        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens.
 
@@ -142,6 +146,8 @@ class GPT(nn.Module):
             weights_BT: the weight of each target in the mean, such as a mask of 0 and 1; None for
                 equal weights. Where the sums of the weights differ among ranks, the average of the
                 ranks' gradients is not the gradient of the mean over the whole batch.
+            positions_BT: of each token in its document, which this model does not look at: tokens
+                see those of earlier documents of their row.
         """
         x_BTD = self._features(tokens_BT)
         if weights_BT is None:

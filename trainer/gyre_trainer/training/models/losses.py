@@ -5,8 +5,10 @@ Dims: B batch, T time, D features, V vocabulary.
 """
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,16 +17,23 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotate import linear_cross_entropy
+from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.models.gpt import GPT
+
+_log = logging.getLogger(__name__)
 
 
 class Loss(Protocol):
     """The mean cross-entropy of a model on this rank's tokens."""
 
     def __call__(
-        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """As `GPT.loss`."""
+        """As `GPT.loss`; whether tokens see other documents of their row is up to the model."""
         ...
 
 
@@ -90,31 +99,67 @@ class LibraryLoss:
         self._takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
 
     def __call__(
-        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """As `GPT.loss`."""
+        """As `GPT.loss`; packed documents do not see each other where the model can do that."""
+        if positions_BT is not None and not self.keeps_apart:
+            positions_BT = None
         if self._is_fused:
             self.head.targets_BT, self.head.weights_BT = targets_BT, weights_BT
             with self._in_place():
-                output = self._call(tokens_BT)
+                output = self._call(tokens_BT, positions_BT)
             loss, self.head.loss = self.head.loss, None
             if loss is not None and output.logits is loss:
                 return loss
             self._is_fused = False
-        logits_BTV: Tensor = self._call(tokens_BT).logits
+        logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
         losses_BT = F.cross_entropy(
             logits_BTV.flatten(0, -2).float(), targets_BT.flatten(), reduction="none"
         ).view_as(targets_BT)
         return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
 
-    def _call(self, tokens_BT: Tensor) -> Any:
+    def _call(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Any:
         """The model's output for tokens that are all there.
 
         A mask says so. Without one, transformers looks for packed sequences, and gives attention a
         mask of [T, T] instead of `is_causal`; then every slice of attention keeps a float copy.
         """
-        mask = {"attention_mask": torch.ones_like(tokens_BT)} if self._takes_mask else {}
-        return self._model(input_ids=tokens_BT, use_cache=False, **mask)
+        more: dict[str, Tensor] = {}
+        if positions_BT is not None:
+            more["position_ids"] = positions_BT
+        elif self._takes_mask:
+            more["attention_mask"] = torch.ones_like(tokens_BT)
+        return self._model(input_ids=tokens_BT, use_cache=False, **more)
+
+    @cached_property
+    @torch.no_grad()
+    def keeps_apart(self) -> bool:
+        """Whether positions that begin again keep documents apart, by a try. Collective.
+
+        The log says where they do not.
+        """
+        apart = "position_ids" in inspect.signature(self._model.forward).parameters
+        if apart:
+            was_training, device = self._model.training, next(self._model.parameters()).device
+            positions_BT = torch.arange(4, device=device).repeat(2)[None]
+            first, other = (
+                torch.tensor([[*before, 0, 1, 0, 1]], device=device)
+                for before in ((0, 0, 0, 0), (1, 1, 1, 1))
+            )
+            self._model.eval()
+            one, two = (self._call(each, positions_BT).logits[:, 4:] for each in (first, other))
+            self._model.train(was_training)
+            apart = torch.allclose(one, two, rtol=1e-3, atol=1e-4 * float(one.abs().max()))
+        if not apart:
+            _log.warning(
+                "%s does not keep packed documents apart: tokens see those of earlier documents",
+                own_class(self._model).__name__,
+            )
+        return apart
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
