@@ -165,6 +165,7 @@ def _run(config: TrainConfig, options: argparse.Namespace) -> None:
     # Torch's distributed packages take two seconds.
     from gyre_trainer.training.train import train  # noqa: PLC0415
 
+    _require_beginning(options)  # under torchrun nobody has
     train(
         config,
         _checkpoint(config, options),

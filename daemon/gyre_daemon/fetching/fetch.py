@@ -9,7 +9,7 @@ fields that must be checked or converted are visited one by one.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -24,6 +24,7 @@ from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, write_packed
 from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
+from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads
@@ -122,6 +123,8 @@ class Fetcher:
     def _finish_column(
         self, samples: Samples, column: int, scratch: Scratch, field: StoredField
     ) -> None:
+        if self._are_sound(samples, column, field):
+            return
         memory, ends = scratch.memory.data, scratch.ends.tolist()
         lacking, sizes = samples.lacking(column), samples.reserved[:, column].tolist()
         pairs = zip(samples.offsets(column), field.of_each(samples), strict=True)
@@ -134,13 +137,27 @@ class Fetcher:
             except ValueError as error:
                 raise self.corrupt(samples, sample, column, str(error)) from error
 
+    def _are_sound(self, samples: Samples, column: int, field: StoredField) -> bool:
+        """Whether a check of all samples at once finds nothing; False if there is none."""
+        (_, codec), *others = field.forms
+        if codec.check_all is None or others or samples.lacking(column) is not None:
+            return False
+        begins = samples.target[:, column] - samples.slot.address
+        ends = begins + samples.reserved[:, column]
+        try:
+            for first, stop in _runs(begins, ends):
+                begin, end = int(begins[first]), int(ends[stop - 1])
+                codec.check_all(samples.slot.memory[begin:end], begins[first:stop] - begin)
+        except ValueError:
+            return False  # one by one, so that the error names the sample
+        return True
+
     def _check_ids(self, samples: Samples, column: int) -> None:
         """Check token ids against the vocabulary, adjacent samples of a batch at once."""
         spec, memory = self._specs[column], samples.slot.memory
         offsets, sizes = np.array(samples.offsets(column)), samples.reserved[:, column]
         ends = offsets + sizes
-        runs = [0, *(np.flatnonzero(offsets[1:] != ends[:-1]) + 1).tolist(), len(offsets)]
-        for first, stop in itertools.pairwise(runs):
+        for first, stop in _runs(offsets, ends):
             begin, end = int(offsets[first]), int(ends[stop - 1])
             unknown = first_unknown_id(spec, memory[begin:end])
             if unknown is not None:
@@ -174,6 +191,12 @@ class Fetcher:
         return self.corrupt(
             samples, sample, column, f"its {num_bytes} bytes cannot be read as {spec.codec}"
         )
+
+
+def _runs(begins: Int64Array, ends: Int64Array) -> Iterator[tuple[int, int]]:
+    """The samples `[first, stop)` of which each lies right behind the one before."""
+    borders = [0, *(np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist(), len(begins)]
+    return itertools.pairwise(borders)
 
 
 class _GroupReads:

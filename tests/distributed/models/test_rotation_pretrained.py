@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +16,12 @@ import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.generation import SlicedCache
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
 from gyre_trainer.training.models.sampling import SampleConfig, Sampler
 from gyre_trainer.training.rank_context import RankContext
@@ -60,26 +63,31 @@ def rotated(source: Path) -> tuple[nn.Module, int]:
         model = made()
     mlp = MLPRule(ups=("gate_proj", "up_proj"), down="down_proj")  # also cuts columns
     rotate_all(model, mesh=make_mesh("cpu"), rules={"*.mlp": mlp})
-    num_read = 0
-    preadv = os.preadv
-
-    def counted(fd: int, buffers: Any, offset: int) -> int:
-        nonlocal num_read
-        num_now = preadv(fd, buffers, offset)
-        num_read += num_now
-        return num_now
-
-    with patch.object(os, "preadv", counted):
+    with counted("preadv") as num_read:
         pretrained.load(model, source)
-    return model, num_read
+    return model, sum(num_read)
 
 
-def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, int]:
-    """Whole parameters, bytes read, and bytes of this rank's own shards; saves to ``target``."""
+@contextmanager
+def counted(call: str) -> Iterator[list[int]]:
+    """A context with the bytes of each call of `os.preadv` or `os.pwrite`."""
+    function, num_bytes = getattr(os, call), list[int]()
+
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        num_bytes.append(function(fd, buffers, offset))
+        return num_bytes[-1]
+
+    with patch.object(os, call, counting):
+        yield num_bytes
+
+
+def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, int, int]:
+    """Whole parameters; bytes read, written, and of this rank's own shards; saves to ``target``."""
     model, num_read = rotated(source)
-    pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
+    with counted("pwrite") as num_written:
+        pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
     own = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    return whole_parameters(model), num_read, own
+    return whole_parameters(model), num_read, sum(num_written), own
 
 
 def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
@@ -91,8 +99,12 @@ def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
     by_two, by_three = tmp_path / "two", tmp_path / "three"
     found = ranks(2).run(passed_through, saved, by_two)
     found += ranks(3).run(passed_through, by_two, by_three)
-    for parameters, num_read, own in found:
-        assert num_read == own
+    num_bytes = sum(parameter.nbytes for parameter in expected.values())
+    for of_job in (found[:2], found[2:]):
+        assert sum(num_written for _, _, num_written, _ in of_job) == num_bytes
+    for parameters, num_read, num_written, own in found:
+        assert num_read == own >= num_written
+        assert own < 0.6 * num_bytes, "no rank holds the model"
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     names = sorted(path.name for path in by_two.iterdir())
@@ -138,14 +150,14 @@ def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, sa
 
 
 SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
-GPT = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
+SMALL = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
 
 
 def continued(source: Path) -> list[list[str]]:
     """What a rank samples of a Llama whose attention rotates as a whole, and of a GPT."""
     told = []
     context = RankContext(dist.get_rank(), dist.get_world_size(), CPU, make_mesh("cpu"))
-    for model in (LibraryConfig(pretrained=str(source)), GPT):
+    for model in (LibraryConfig(pretrained=str(source)), SMALL):
         config = TrainConfig(RunConfig("nowhere", 1), DataConfig("none", 6, 5), model)
         trained = build_model(config, context).eval()
         for temperature in (0.0, 2.0):
@@ -153,7 +165,23 @@ def continued(source: Path) -> list[list[str]]:
             sampler = Sampler(replace(SAMPLES, temperature=temperature), model)
             told.append(sampler.texts(trained))
             assert torch.equal(torch.get_rng_state(), before), "training goes on with its own"
+        if not isinstance(trained, GPT):
+            told.append(beams(trained, SlicedCache(trained.config)))
     return told
+
+
+def beams(model: Any, cache: Any) -> list[str]:
+    """The best of several texts, between which the rows of a cache change places."""
+    tokens = model.generate(
+        torch.tensor([[3, 9], [7, 1]]),
+        num_beams=3,
+        max_new_tokens=6,
+        do_sample=False,
+        use_cache=True,
+        past_key_values=cache,
+        pad_token_id=0,
+    )
+    return [str(text) for text in tokens.tolist()]
 
 
 def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
@@ -166,8 +194,9 @@ def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
         Sampler(replace(SAMPLES, temperature=temperature), LibraryConfig(str(saved))).texts(plain)
         for temperature in (0.0, 2.0)
     ]
+    expected.append(beams(plain, None))
     by_two, again = ranks(2).run(continued, saved)
-    assert by_two[:2] == expected
+    assert by_two[:3] == expected
     assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
     assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
 

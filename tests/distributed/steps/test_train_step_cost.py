@@ -1,5 +1,6 @@
 """A dry run predicts the bytes that real ranks measure, exactly."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -113,12 +114,14 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
         here = rows(settings)
         cost = measure_step(model, settings, Examples(here, here, None))
         found[family] = cost.timeline.peak_bytes, cost.sent_bytes
+        del model, cost
+        gc.collect()  # the next one must have a ring of its own, without these buffers
     return found
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_dry_run_of_any_family_is_within_a_twentieth(num_ranks: int, ranks: StartRanks) -> None:
+def test_a_dry_run_counts_the_bytes_of_any_family(num_ranks: int, ranks: StartRanks) -> None:
     sizes = LLAMA | {"use_cache": False, "pad_token_id": 0}
     own: dict[str, dict[str, Any]] = {
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
@@ -129,13 +132,9 @@ def test_a_dry_run_of_any_family_is_within_a_twentieth(num_ranks: int, ranks: St
         for family in ("qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", *own)
     }
     real = ranks(num_ranks).run(measured_by_family, families)[0]
-    off = {}
     for family, settings in families.items():
         dry = dry_run(settings, Strategy.GYRE, num_ranks)
-        peak_bytes, sent_bytes = real[family]
-        off[family] = dry.timeline.peak_bytes / peak_bytes - 1, dry.sent_bytes / sent_bytes - 1
-    print(off)
-    assert {family: each for family, each in off.items() if max(map(abs, each)) > 0.05} == {}
+        assert (dry.timeline.peak_bytes, dry.sent_bytes) == real[family], family
 
 
 class Loss(nn.Module):

@@ -178,4 +178,4 @@ def test_a_model_of_transformers_that_cannot_be(model: dict[str, object], said: 
 
 def test_the_examples_are_configurations() -> None:
     examples = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
-    assert [loaded(path).run.device for path in examples] == ["cpu"] * 2
+    assert [loaded(path).run.device for path in examples] == ["cpu"] * 3

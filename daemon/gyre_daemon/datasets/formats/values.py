@@ -1,11 +1,14 @@
 """Checks of text, JSON and numbers, both when a shard is scanned and when a sample is served."""
 
 import codecs
+import itertools
 import json
 import math
 import re
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 MAX_NUMBER_CHARS = 64
 # Text is decoded in pieces, so that other threads get their turns and no copy of it is made.
@@ -66,6 +69,35 @@ def check_json(data: bytes | memoryview) -> None:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
+
+
+def check_texts(data: memoryview, begins: npt.NDArray[np.int64]) -> None:
+    """Check that texts which lie back to back are UTF-8, as one text where all are.
+
+    Args:
+        data: of all of them.
+        begins: int64 [n], where each begins.
+
+    Raises:
+        ValueError: some text is not.
+    """
+    check_text(data)
+    firsts = np.frombuffer(data, np.uint8)[begins[begins < len(data)]]
+    if (firsts & 0xC0 == 0x80).any():
+        raise ValueError("a text begins within a letter")
+
+
+def check_documents(data: memoryview, begins: npt.NDArray[np.int64]) -> None:
+    """The same as `check_texts`, of JSON documents; see `check_json`."""
+    check_texts(data, begins)
+    skip, bounds = _SKIPPING.decode, [*begins.tolist(), len(data)]
+    for begin, end in itertools.pairwise(bounds):
+        document = data[begin:end]
+        if end - begin <= _MAX_JSON_BYTES:
+            try:
+                skip(document)
+            except (msgspec.DecodeError, RecursionError):
+                check_json(document)
 
 
 def parse_integer(text: bytes) -> int:
