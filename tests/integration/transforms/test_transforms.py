@@ -264,6 +264,23 @@ def test_jobs_of_one_order_and_chain_share_what_was_transformed(
     assert num <= 12 * (len(reference) + window + 4)  # twice as many, if each had its own
 
 
+def test_a_job_whose_transforms_are_slow_leaves_others_their_share(daemon: Daemon) -> None:
+    """Each portion of the other one waits for a worker, and not for all portions before it."""
+    slow = [{"name": "trouble", "slow_s": 0.05}, *CHAIN]
+    with loader(daemon, seed=9, prefetch_batches=1) as other:
+        take(other, 1)
+        with loader(daemon, slow, seed=8, prefetch_batches=64, job="slow") as busy:
+            take(busy, 1)
+
+            def num_made() -> int:
+                (its,) = (each for each in status(daemon).sessions if each.reader.job == "slow")
+                return its.next_step + its.num_ready
+
+            before = num_made()
+            take(other, 3)
+            assert num_made() - before < 32  # of 64, which were asked for first
+
+
 def test_a_definition_declares_transforms_and_a_job_may_do_without(
     daemon: Daemon, reference: Batches
 ) -> None:
