@@ -12,7 +12,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
-from gyre_trainer.rotation.per_slice import PerSlice
+from gyre_trainer.rotation.call import PerSlice
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

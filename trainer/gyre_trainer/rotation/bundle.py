@@ -35,9 +35,8 @@ from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.call import cast
+from gyre_trainer.rotation.call import PerSlice, cast
 from gyre_trainer.rotation.deferred_grads import DeferredGrads
-from gyre_trainer.rotation.per_slice import PerSlice
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
 from gyre_trainer.shards.gradient_ring import GradientRing
