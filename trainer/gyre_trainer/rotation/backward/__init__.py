@@ -1,0 +1,1 @@
+"""What forward leaves for backward: tensors, random states, and gradients that wait."""
