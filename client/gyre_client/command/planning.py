@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from gyre_common.printable import printable
@@ -38,6 +39,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the samples of steps (--step)").add_argument
     about = "share out each step by linear=A and quadratic=B times lengths; repeatable"
     add("--balance", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
+    about = "make batches of similar lengths by field=NAME and window_batches=W; repeatable"
+    add("--bucket", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
     about = "how the job's dataset has grown, as `gyre status` shows it, such as 0:50000,3:80000"
     add("--stages", type=stages, metavar="EPOCH:SAMPLES,...", help=about)
     add("--rank", type=int, default=0, help="whose samples, counted from 0 (0)")
@@ -80,24 +83,35 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         raise InvalidRequest(f"--step {first}:{stop} is no range of 1 to {MAX_STEPS} steps")
     request = pb.PlanStepRequest(
         dataset=dataset_of(args),
-        order=_order(args, args.world_size, args.order, dict(args.balance) or None),
+        order=_order(args, args.world_size, args.order, dict(args.balance), dict(args.bucket)),
         rank=whole("rank", args.rank, 0, args.world_size - 1),
         world_size=args.world_size,
         stages=args.stages,
     )
     values: list[dict[str, Any]] = []
-    texts = []
+    texts, padding = [], []
     for request.step in range(first, first + 1 if stop is None else stop):
         step = connection.plan_step(request)
         balanced = ""
         if step.HasField("spread"):
             balanced = f"; the most expensive rank exceeds the mean by {step.spread:.2%}"
+        if step.HasField("padding"):
+            padding.append((step.padding, step.padding_without))
+            balanced += (
+                f"; padded to the longest, {step.padding:.1%} of the global batch is padding, and "
+                f"{step.padding_without:.1%} without buckets"
+            )
         texts.append(
             f"step {request.step} begins at position {step.first_position}, in epoch "
             f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples{balanced}\n"
             f"{' '.join(_marked(step))}"
         )
         values.append(plain(step) if stop is None else {"step": request.step, **plain(step)})
+    if stop is not None and padding:
+        now, before = (fmean(shares) for shares in zip(*padding, strict=True))
+        texts.append(
+            f"in the mean {now:.1%} of a step is padding, and {before:.1%} without buckets"
+        )
     return CommandOutput(values[0] if stop is None else values, "\n".join(texts))
 
 
@@ -145,9 +159,19 @@ def _order(
     world_size: int,
     mode: str,
     balance: Mapping[str, object] | None = None,
+    bucket: Mapping[str, object] | None = None,
 ) -> pb.OrderSpec:
     blocks = (args.io_block, args.window)
-    return order(args.batch_size, world_size, args.seed, args.tail, mode, *blocks, balance)
+    return order(
+        args.batch_size,
+        world_size,
+        args.seed,
+        args.tail,
+        mode,
+        *blocks,
+        balance=balance or None,
+        bucket=bucket or None,
+    )
 
 
 def _name(estimate: pb.CostEstimate) -> str:

@@ -109,6 +109,7 @@ class Loader(DescribedDataset):
         options: Mapping[str, object] | None = None,
         pack: Mapping[str, object] | None = None,
         balance: Mapping[str, object] | None = None,
+        bucket: Mapping[str, object] | None = None,
         transform: Sequence[Mapping[str, object]] | None = None,
         skip_steps: Sequence[tuple[int, int]] | None = None,
         **unknown: object,
@@ -168,6 +169,9 @@ class Loader(DescribedDataset):
             balance: Shares out each global batch so that the parts of all ranks cost about the
                 same, where a document of L tokens costs linear * L + quadratic * L^2:
                 {"linear": 24576, "quadratic": 1}; see docs/text.md.
+            bucket: Makes batches of samples of similar lengths, from windows of as many batches:
+                {"field": "tokens", "window_batches": 64}. Needs tail="drop" or "pad", and an order
+                without blocks; see docs/text.md.
             transform: What the daemon does to samples, in this order: dicts with a `name` and
                 options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
                 docs/transforms.md. If None, what the dataset's definition says; `[]` for nothing.
@@ -195,7 +199,15 @@ class Loader(DescribedDataset):
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options, pack),
             order=order_spec(
-                batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks, balance
+                batch_size,
+                world_size,
+                seed,
+                tail,
+                order,
+                io_block_bytes,
+                window_blocks,
+                balance,
+                bucket,
             ),
             reader=reader(job, rank, world_size),
             # 0: the daemon reads ahead beyond the end of an iteration

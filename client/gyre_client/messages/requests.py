@@ -43,6 +43,7 @@ def order(
     io_block_bytes: int = 0,
     window_blocks: int = 0,
     balance: Mapping[str, object] | None = None,
+    bucket: Mapping[str, object] | None = None,
 ) -> pb.OrderSpec:
     """Returns the order in which samples make batches; `batch_size` is global, over all ranks.
 
@@ -73,6 +74,8 @@ def order(
         )
     if balance is not None:
         spec.balance.CopyFrom(_balance(balance))
+    if bucket is not None:
+        spec.bucket.CopyFrom(_bucket(bucket))
     return spec
 
 
@@ -118,6 +121,21 @@ def _balance(values: Mapping[str, object]) -> pb.Balance:
             setattr(message, key, float(value))
         else:
             raise InvalidRequest(f"balance[{key!r}] is {shown(value)}; it must be a number")
+    return message
+
+
+def _bucket(values: Mapping[str, object]) -> pb.Bucket:
+    """Returns how batches of similar samples are made; the daemon checks the numbers."""
+    message = pb.Bucket()
+    for key, value in mapping("bucket", values).items():
+        if key not in ("field", "window_batches"):
+            raise InvalidRequest(f"bucket has no key {key!r}; it has field and window_batches")
+        if key == "field":
+            message.field = text("bucket['field']", value)
+        else:
+            message.window_batches = whole("bucket['window_batches']", value, 2, MAX_UINT32)
+    if not message.field:
+        raise InvalidRequest("bucket names no field; give the one whose lengths count")
     return message
 
 

@@ -1,4 +1,4 @@
-"""What the samples of a dataset cost a trainer, from lengths that its index knows."""
+"""What the lengths of samples decide about their order: which are read together, and by whom."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,12 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule, Float64Array
+from gyre_daemon.order.buckets import LengthsOf
+from gyre_daemon.order.planner import Order
 from gyre_daemon.order.shuffle.permutation import Int64Array
+
+_DIFFER = {"balance": "cost differently", "bucket": "can be sorted"}
+_AT_ONCE = 1 << 16  # samples that are looked up together, for the sake of memory
 
 
 def balance_of(dataset: Dataset, rule: CostRule) -> Balance:
@@ -17,7 +22,26 @@ def balance_of(dataset: Dataset, rule: CostRule) -> Balance:
     Raises:
         InvalidRequest: the rule names no ragged field of the dataset.
     """
-    return Balance(_packed(dataset, rule) if dataset.packed else _ragged(dataset, rule))
+    if dataset.packed:
+        return Balance(_packed(dataset, rule))
+    lengths_of = _ragged_lengths(dataset, rule.field, "balance")
+    return Balance(lambda sample_ids: rule.cost(lengths_of(sample_ids)))
+
+
+def bucket_lengths(dataset: Dataset, order: Order) -> LengthsOf | None:
+    """The lengths by which an order makes its batches; None if it has no buckets.
+
+    Raises:
+        InvalidRequest: the samples of the dataset have one length, or no such field.
+    """
+    if order.bucket is None or dataset.mixture:  # which the planner refuses
+        return None
+    if dataset.packed:
+        raise InvalidRequest(
+            "`bucket` does not go with `pack`: packed sequences all have one length; leave one of "
+            "the two out"
+        )
+    return _ragged_lengths(dataset, order.bucket.field, "bucket")
 
 
 def _packed(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64Array]:
@@ -32,20 +56,34 @@ def _packed(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64A
     return costs.take
 
 
-def _ragged(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64Array]:
+def _ragged_lengths(dataset: Dataset, field: str, argument: str) -> LengthsOf:
+    """Looks the lengths of samples up, in elements of a field.
+
+    Args:
+        dataset: whose samples.
+        field: its name.
+        argument: which of the loader's names it, for the error.
+
+    Raises:
+        InvalidRequest: it is no ragged field of the dataset.
+    """
     index = dataset.sized
     stored = stored_fields(index.fields if dataset.transforms else dataset.fields)
     ragged = [spec.name for spec in stored if spec.ragged]
-    if rule.field not in ragged:
+    if field not in ragged:
         there = f"there are {', '.join(ragged)}" if ragged else "this dataset has none"
         raise InvalidRequest(
-            f"`balance` names the field {rule.field!r:.100}; only fields whose samples differ in "
-            f"length cost differently, and {there}"
+            f"`{argument}` names the field {field!r:.100}; only fields whose samples differ in "
+            f"length {_DIFFER[argument]}, and {there}"
         )
-    column = [spec.name for spec in stored].index(rule.field)
+    column = [spec.name for spec in stored].index(field)
     num_bytes = max(stored[column].element_bytes, 1)
 
-    def costs_of(sample_ids: Int64Array) -> Float64Array:
-        return rule.cost(index.locate(sample_ids).tensor_bytes[:, column] // num_bytes)
+    def lengths_of(sample_ids: Int64Array) -> Int64Array:
+        parts = [
+            index.locate(sample_ids[begin : begin + _AT_ONCE]).tensor_bytes[:, column]
+            for begin in range(0, len(sample_ids), _AT_ONCE)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *parts]) // num_bytes
 
-    return costs_of
+    return lengths_of

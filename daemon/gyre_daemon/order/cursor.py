@@ -3,17 +3,19 @@
 It is tiny, versioned, equal on every rank and opaque to clients. One that does not fit is refused.
 
 Of a dataset that may grow, it also has the stages of the job and the shards that the last of them
-needs, of a mixture the sources and the phases, and the steps that its job leaves out, in format
-versions of their own. All others are as they were before there was any of these.
+needs, of a mixture the sources and the phases, the steps that its job leaves out, and the buckets
+of its batches, in format versions of their own. All others are as they were before there was any of
+these.
 """
 
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
+from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
 from gyre_daemon.order.planner import MAX_START_POSITION, Order
 from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
@@ -24,6 +26,7 @@ _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
 NUM_BEFORE = _HEAD.size
 _FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION, _SKIPPING_VERSION = 1, 2, 3, 4
+_BUCKETED_VERSION = 5
 MAX_CURSOR_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
 _DIGITS_TO_COME = 100  # of positions and counts, which grow
@@ -80,6 +83,8 @@ class Cursor:
     @property
     def _version(self) -> int:
         """The lowest format version that has what it knows."""
+        if self.order.bucket:
+            return _BUCKETED_VERSION
         if self.order.skipped:
             return _SKIPPING_VERSION
         if self.mixture:
@@ -132,17 +137,18 @@ def decode_cursor(data: bytes) -> Cursor:
         version, values = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise _rejected("the cursor cannot be read") from error
-    if version not in range(_FORMAT_VERSION, _SKIPPING_VERSION + 1):
+    if version not in range(_FORMAT_VERSION, _BUCKETED_VERSION + 1):
         raise CursorRejected(
             f"the cursor has format version {version}, but this daemon reads versions "
-            f"{_FORMAT_VERSION} to {_SKIPPING_VERSION}; upgrade the daemon"
+            f"{_FORMAT_VERSION} to {_BUCKETED_VERSION}; upgrade the daemon"
         )
     try:
         stages = tuple(Stage(*each) for each in values.get("stages", ()))
         mixture = decoded(values["mixture"]) if values.get("mixture") else None
         order = values["order"]
         skipped = tuple((first, stop) for first, stop in order.get("skipped", ()))
-        order = Order(**{**order, "skipped": skipped})
+        bucket = BucketRule(**order["bucket"]) if order.get("bucket") else None
+        order = Order(**{**order, "skipped": skipped, "bucket": bucket})
         own = {"order": order, "stages": stages, "mixture": mixture}
         cursor = Cursor(**{**values, **own})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -190,6 +196,7 @@ def check_cursor(
             cursor.order.start_position,
             order.start_position,
         ),
+        ("the buckets", _in_words(cursor.order.bucket), _in_words(order.bucket)),
     ]
     if cursor.fingerprint != fingerprint:
         changed = what_changed(str(cursor.fingerprint))
@@ -268,11 +275,14 @@ def check_transforms(cursor: Cursor, transforms: str) -> None:
     Raises:
         CursorRejected: something else is done to them.
     """
+    others = "go on with the others: load_state_dict(state, changed_transforms=True)"
+    if cursor.order.bucket:
+        others = "begin a new run: its batches follow from the lengths that transforms make"
     if cursor.transforms != transforms:
         raise CursorRejected(
             "the cursor belongs to samples that were transformed otherwise (their transforms are "
             f"{cursor.transforms or 'none'} there and {transforms or 'none'} here); restore the "
-            "transforms, or go on with the others: load_state_dict(state, changed_transforms=True)",
+            f"transforms, or {others}",
             {"differs": "the transforms"},
         )
 
@@ -284,6 +294,10 @@ def joined_at(data: bytes) -> int:
         CursorRejected: see `decode_cursor`.
     """
     return decode_cursor(data).order.start_position
+
+
+def _in_words(bucket: BucketRule | None) -> str:
+    return f"{bucket.window_batches} batches by `{bucket.field}`" if bucket else "none"
 
 
 def _without_defaults(order: Order) -> dict[str, object]:
@@ -307,6 +321,8 @@ def _is_possible(cursor: Cursor) -> bool:
     ):
         return False
     if not 0 <= start <= MAX_START_POSITION or not are_skipped(order.skipped):
+        return False
+    if order.bucket and [*map(type, astuple(order.bucket))] != [str, int]:
         return False
     if order.skipped and order.skipped[-1][1] * size > MAX_START_POSITION:
         return False

@@ -12,17 +12,20 @@ Where a dataset grows, L and N are those of the epoch: see `stages`.
 A job that joins a running one begins at a position `(E, q0)` of that one, and each of its epochs
 goes round from there: its epoch e is the running job's epoch E + e from place q0 to the end, and
 then from the beginning to q0.
+
+With `bucket`, the order of an epoch is sorted by length within windows: see `buckets`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
+from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.next_uses import NextUses
@@ -42,6 +45,8 @@ MAX_START_POSITION = 1 << 62
 # What one more epoch costs in a plan, as so many positions: its order must be made. In the order
 # `block` this is 0.5 ms, and a position takes some 50 ns.
 _EPOCH_IN_POSITIONS = 10_000
+# What it costs to sort one position of a window by length.
+_SORTED_IN_POSITIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Order:
         start_position: where this job begins, as a position of a running job of the same order that
             began at 0; 0 for a job that joins none.
         skipped: steps that the job leaves out; see [Note: Steps and batches] in `skipping`.
+        bucket: makes batches of samples of similar lengths; None for samples as they come.
     """
 
     mode: OrderMode
@@ -69,6 +75,7 @@ class Order:
     window_blocks: int = 0
     start_position: int = 0
     skipped: SkippedSteps = ()
+    bucket: BucketRule | None = None
 
     def step_of(self, batch: int) -> int:
         """The step that a job's batch with this number is."""
@@ -111,6 +118,7 @@ class BatchPlanner:
         corrupt: Int64Array = NO_SAMPLES,
         stages: Sequence[Stage] = (),
         balance: Balance | None = None,
+        lengths_of: LengthsOf | None = None,
     ) -> None:
         """Check that the order fits the dataset.
 
@@ -121,11 +129,16 @@ class BatchPlanner:
             corrupt: int64 [C], ids of the samples that others replace, in rising order.
             stages: the job's, none with more than N samples; empty where all epochs have N.
             balance: shares out each global batch; None for the parts in the order of positions.
+            lengths_of: the lengths of samples; only an order with buckets needs them.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the
-                dataset, `drop` would leave no step, or the stages do not fit the dataset.
+                dataset, `drop` would leave no step, or stages or buckets do not fit.
         """
+        if order.bucket:
+            order.bucket.check(order.mode, order.tail, order.global_batch_size)
+            if lengths_of is None:
+                raise InvalidRequest("lengths are not looked at here; ask without `bucket`")
         stages = stages or (Stage(0, num_samples),)
         self.stages = stages_of(order, stages)
         if stages[-1].num_samples > num_samples:
@@ -137,6 +150,7 @@ class BatchPlanner:
         self.epoch_length = self.stages.length(0)
         self._blocks = blocks
         self._balance = balance
+        self._lengths_of = lengths_of
         self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
         self._substitutes = [self._substitutes_of(corrupt, stage.num_samples) for stage in stages]
         self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
@@ -265,18 +279,35 @@ class BatchPlanner:
             if substitutes := self._substitutes[number]:
                 count += num_epochs * substitutes.num_in_epoch(length)
         last = self._substitutes[self.stages.number(epoch)]
-        return count + (last.num_before(epoch, place) if last else 0)
+        return count + (self._num_before(last, epoch, place) if last else 0)
+
+    def _num_before(self, substitutes: Substitutes, epoch: int, place: int) -> int:
+        """See `Substitutes.num_before`, whose places are those before a window was sorted."""
+        count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
+        if isinstance(order, BucketedOrder):
+            start = self._start_place
+            for sign, at in ((1, (start + place) % self.stages.length(epoch)), (-1, start)):
+                read, unsorted = (len(substitutes.where(ids)) for ids in order.begun(at))
+                count += sign * (read - unsorted)
+        return count
 
     def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
-        """Where in an epoch of this job samples are read, without those that the tail drops."""
-        length = self.stages.length(epoch)
-        places = self._epochs.of(epoch).inverse(sample_ids)
+        """Where in an epoch of this job samples are read, without those that the tail drops.
+
+        With buckets, that is before windows are sorted: else all of them would have to be.
+        """
+        length, order = self.stages.length(epoch), self._epochs.of(epoch)
+        inner = order.inner if isinstance(order, BucketedOrder) else order
+        places = inner.inverse(sample_ids)
         return (places[places < length] - self._start_place) % length
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
         num_positions = num_steps * (size if self._balance else size // world_size)
+        if bucket := self.order.bucket:  # a window is sorted as a whole
+            num_windows = num_steps // bucket.window_batches + 2
+            num_positions += _SORTED_IN_POSITIONS * num_windows * bucket.window_batches * size
         num_epochs = min(num_steps * size // self.epoch_length, num_positions)
         return num_positions + num_epochs * _EPOCH_IN_POSITIONS
 
@@ -353,39 +384,17 @@ class BatchPlanner:
 
     def _make_epoch_order(self, epoch: int) -> EpochOrder:
         order, running = self.order, self._start_epoch + epoch
-        if order.mode == "sequential":
-            return Sequential()
-        if order.mode == "full":
-            return Permutation(epoch_key(order.seed, running), self.stages.num_samples(epoch))
-        table = self._tables[self.stages.number(epoch)]
-        assert table is not None
-        return BlockOrder(order.seed, running, table, order.window_blocks)
-
-
-class BlockIndex(Protocol):
-    """What an order needs to know about a dataset."""
-
-    @property
-    def num_samples(self) -> int:
-        """N."""
-
-    def blocks(self, io_block_bytes: int) -> BlockTable:
-        """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
-
-
-def check_ranks(order: Order, rank: int, world_size: int) -> None:
-    """Refuse ranks that do not divide the global batch.
-
-    Raises:
-        InvalidRequest: the rank does not exist, or the parts would differ.
-    """
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise InvalidRequest(f"rank {rank} of world size {world_size} does not exist")
-    if order.global_batch_size % world_size:
-        raise InvalidRequest(
-            f"the global batch size {order.global_batch_size} is not divisible by the world size "
-            f"{world_size}; every rank reads an equal part"
-        )
+        if order.mode == "block":
+            table = self._tables[self.stages.number(epoch)]
+            assert table is not None
+            return BlockOrder(order.seed, running, table, order.window_blocks)
+        num_samples, plain = self.stages.num_samples(epoch), order.mode == "sequential"
+        key = epoch_key(order.seed, running)
+        inner: EpochOrder = Sequential() if plain else Permutation(key, num_samples)
+        if order.bucket is None or self._lengths_of is None:
+            return inner
+        shape = order.bucket.window_batches, order.global_batch_size
+        return BucketedOrder(inner, num_samples, shape, self._lengths_of, (order.seed, running))
 
 
 def stages_of(order: Order, stages: Sequence[Stage]) -> Stages:

@@ -290,6 +290,7 @@ def from_order(order: Order) -> pb.OrderSpec:
         global_batch_size=order.global_batch_size,
         io_block_bytes=order.io_block_bytes,
         window_blocks=order.window_blocks,
+        bucket=pb.Bucket(**asdict(order.bucket)) if order.bucket else None,
     )
 
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -12,14 +13,14 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
-from gyre_daemon.datasets.balancing import balance_of
+from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.order.planner import check_ranks
-from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.buckets import padding
+from gyre_daemon.order.planning import check_ranks, planner_for
 from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
@@ -160,7 +161,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         name, config = self._opener.resolve(request.dataset, caller)
         rule = requests.to_balance(request.order)
         # what transforms make may decide the order, and what they refuse is replaced
-        if config.pack or rule or config.on_corrupt == "replace":
+        if config.pack or rule or order.bucket or config.on_corrupt == "replace":
             dataset = await self._opener.open_dataset(name, config, None)
         else:
             dataset = await self._catalog.open(name, config)
@@ -177,18 +178,28 @@ class LoaderService(pb_grpc.LoaderServicer):
         stages = requests.to_stages(request.stages)
         balance = balance_of(dataset, rule) if rule else None
 
-        def plan() -> tuple[BatchPlan, float | None]:
-            planner = planner_for(order, dataset.ordered, dataset.corrupt, stages, balance)
+        def plan() -> tuple[BatchPlan, float | None, list[float]]:
+            lengths_of = bucket_lengths(dataset, order)
+            rest = stages, balance, (), lengths_of
+            planner = planner_for(order, dataset.ordered, dataset.corrupt, *rest)
+            padded = []
+            if lengths_of:
+                alone = replace(order, bucket=None)
+                without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
+                batches = [each.batch(request.step).sample_ids for each in (planner, without)]
+                padded = [padding(lengths_of(sample_ids)) for sample_ids in batches]
             batch = planner.batch(request.step, request.rank, world_size)
-            return batch, planner.spread(request.step, world_size)
+            return batch, planner.spread(request.step, world_size), padded
 
-        batch, spread = await asyncio.to_thread(plan)
+        batch, spread, padded = await asyncio.to_thread(plan)
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),
             first_position=request.step * order.global_batch_size,
             epoch=batch.epoch,
             spread=spread,
+            padding=padded[0] if padded else None,
+            padding_without=padded[1] if padded else None,
         )
 
     @answers_errors

@@ -8,6 +8,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.balancing import bucket_lengths
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.located import Source, located
@@ -78,7 +79,9 @@ def _located(
 ) -> pb.LocateStepResponse:
     order = cursor.order
     phases = cursor.mixture.phases if cursor.mixture else ()
-    planner = planner_for(order, dataset.ordered, dataset.corrupt, cursor.stages, phases=phases)
+    lengths_of = bucket_lengths(dataset, order)
+    ordered, corrupt = dataset.ordered, dataset.corrupt
+    planner = planner_for(order, ordered, corrupt, cursor.stages, None, phases, lengths_of)
     by_step = request.WhichOneof("at") == "step"
     batch = order.batch_of(request.step) if by_step else request.batch
     answer = pb.LocateStepResponse(batch=batch, step=order.step_of(batch))

@@ -12,6 +12,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
+from gyre_daemon.order.buckets import DEFAULT_WINDOW_BATCHES, BucketRule
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.block_order import (
@@ -73,7 +74,15 @@ def to_order(message: pb.OrderSpec) -> Order:
         raise InvalidRequest(
             f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`"
         )
-    return Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
+    order = Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
+    return (
+        replace(order, bucket=_to_bucket(message.bucket)) if message.HasField("bucket") else order
+    )
+
+
+def _to_bucket(message: pb.Bucket) -> BucketRule:
+    """How batches of similar samples are made."""
+    return BucketRule(message.field, message.window_batches or DEFAULT_WINDOW_BATCHES)
 
 
 def to_balance(message: pb.OrderSpec) -> CostRule | None:

@@ -11,7 +11,8 @@ from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_by
 from gyre_daemon.memory.share import Share, divide
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.cursor import Cursor
-from gyre_daemon.order.planner import Order, check_ranks
+from gyre_daemon.order.planner import Order
+from gyre_daemon.order.planning import check_ranks
 
 MAX_EPOCHS = 1 << 32
 MAX_POSITION = 1 << 62

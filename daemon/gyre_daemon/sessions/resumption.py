@@ -50,7 +50,7 @@ class Resumption:
             transforms: tells what is done to the samples from anything else.
             grow: whether epochs that have not begun get the shards that were added since.
             changed_transforms: whether the cursor may belong to samples that were transformed
-                otherwise.
+                otherwise; never where their lengths decide the order.
 
         Raises:
             CursorRejected: the client's cursor is of other data, another order or other transforms.
@@ -67,7 +67,7 @@ class Resumption:
         first = None if cursor.fingerprint == its.fingerprint else await self._first_shards(cursor)
         wanted = first.fingerprint if first else its.fingerprint
         check_cursor(cursor, its.name, wanted, order, its.what_changed)
-        if not changed_transforms:
+        if not changed_transforms or order.bucket:
             check_transforms(cursor, transforms)
         cursor = replace(cursor, transforms=transforms)
         num_samples = first.num_samples if first else its.num_samples

@@ -8,7 +8,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.datasets.balancing import balance_of
+from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
@@ -274,7 +274,9 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
     dataset, stages = request.dataset, request.cursor.stages
     balance = balance_of(dataset, request.balance) if request.balance else None
     phases = request.cursor.mixture.phases if request.cursor.mixture else ()
-    planner = planner_for(request.order, dataset.ordered, dataset.corrupt, stages, balance, phases)
+    order, lengths_of = request.order, bucket_lengths(dataset, request.order)
+    ordered, corrupt = dataset.ordered, dataset.corrupt
+    planner = planner_for(order, ordered, corrupt, stages, balance, phases, lengths_of)
     limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
     share = request.wanted_share(limit_bytes)
     resources.budget.check(share.reserved_bytes, f"a session on `{dataset.name}`")

@@ -947,6 +947,7 @@ class OrderSpec(_message.Message):
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     BALANCE_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
     mode: Global___OrderMode.ValueType
     tail: Global___Tail.ValueType
     seed: _builtins.int
@@ -962,6 +963,10 @@ class OrderSpec(_message.Message):
     def balance(self) -> Global___Balance:
         """Shares out each global batch so that the parts of all ranks cost about the same; absent: in the order of positions."""
 
+    @_builtins.property
+    def bucket(self) -> Global___Bucket:
+        """Makes batches of samples of similar lengths; absent: of samples as they come. Needs the tail `drop` or `pad`."""
+
     def __init__(
         self,
         *,
@@ -972,14 +977,41 @@ class OrderSpec(_message.Message):
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
         balance: Global___Balance | None = ...,
+        bucket: Global___Bucket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance", "bucket", b"bucket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance", "global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance", "bucket", b"bucket", "global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderSpec: _TypeAlias = OrderSpec  # noqa: Y015
+
+@_typing.final
+class Bucket(_message.Message):
+    """The samples of successive batches, sorted by length and cut into batches anew, which come in a random order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    WINDOW_BATCHES_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """a ragged field, whose lengths count"""
+    window_batches: _builtins.int
+    """how many global batches are sorted together; 0: 64"""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        window_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "window_batches", b"window_batches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bucket: _TypeAlias = Bucket  # noqa: Y015
 
 @_typing.final
 class Balance(_message.Message):
@@ -1446,11 +1478,16 @@ class PlanStepResponse(_message.Message):
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     SPREAD_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    PADDING_WITHOUT_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     epoch: _builtins.int
     """of the first position"""
     spread: _builtins.float
     """where ranks are balanced: by how much the most expensive one exceeds the mean"""
+    padding: _builtins.float
+    """With buckets: the share of padding if the global batch is padded to its longest sample; and so without buckets."""
+    padding_without: _builtins.float
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1465,13 +1502,24 @@ class PlanStepResponse(_message.Message):
         first_position: _builtins.int = ...,
         epoch: _builtins.int = ...,
         spread: _builtins.float | None = ...,
+        padding: _builtins.float | None = ...,
+        padding_without: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_spread", b"_spread", "spread", b"spread"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_spread", b"_spread", "padding", b"padding", "padding_without", b"padding_without", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "sample_ids", b"sample_ids", "spread", b"spread"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "padding", b"padding", "padding_without", b"padding_without", "sample_ids", b"sample_ids", "spread", b"spread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__padding: _TypeAlias = _typing.Literal["padding"]  # noqa: Y015
+    _WhichOneofArgType__padding: _TypeAlias = _typing.Literal["_padding", b"_padding"]  # noqa: Y015
+    _WhichOneofReturnType__padding_without: _TypeAlias = _typing.Literal["padding_without"]  # noqa: Y015
+    _WhichOneofArgType__padding_without: _TypeAlias = _typing.Literal["_padding_without", b"_padding_without"]  # noqa: Y015
     _WhichOneofReturnType__spread: _TypeAlias = _typing.Literal["spread"]  # noqa: Y015
     _WhichOneofArgType__spread: _TypeAlias = _typing.Literal["_spread", b"_spread"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__padding) -> _WhichOneofReturnType__padding | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__padding_without) -> _WhichOneofReturnType__padding_without | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spread) -> _WhichOneofReturnType__spread | None: ...
 
 Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015

@@ -14,6 +14,7 @@ from gyre_client.batches.batch import (
     read_layouts,
 )
 from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.loader.padding import padded
 from gyre_client.loader.text import objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -178,6 +179,32 @@ def ragged(*samples: bytes) -> dict[str, torch.Tensor]:
         "x.offsets": torch.tensor([0, *np.cumsum([len(sample) for sample in samples])]),
         "y": torch.zeros(2),
     }
+
+
+def test_ragged_samples_are_padded_to_the_longest() -> None:
+    found, mask = padded(ragged(b"one", b"", b"three"), "x", value=7)
+    assert found.dtype == torch.uint8
+    assert [bytes(row) for row in found.tolist()] == [b"one\7\7", b"\7" * 5, b"three"]
+    assert mask.sum(1).tolist() == [3, 0, 5]
+    assert (found[mask] == ragged(b"one", b"", b"three")["x"]).all()
+    assert (
+        padded(ragged(b"", b""), "x")[0].shape == padded(ragged(b"", b""), "x")[1].shape == (2, 0)
+    )
+    points = {"p": torch.ones(3, 2).bfloat16(), "p.offsets": torch.tensor([0, 1, 3])}
+    padded_points, mask = padded(points, "p", value=0.5)
+    assert padded_points.tolist() == [[[1, 1], [0.5, 0.5]], [[1, 1], [1, 1]]]
+    assert mask.tolist() == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("value", [-1, 256, 0.5, "0", float("nan"), float("inf")])
+def test_padding_that_the_dtype_does_not_hold_is_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be a number of torch\.uint8"):
+        padded(ragged(b"one"), "x", value)
+
+
+def test_a_field_of_one_length_is_not_padded() -> None:
+    with pytest.raises(InvalidRequest, match="'y' is not a field whose samples differ in length"):
+        padded(ragged(b"one"), "y")
 
 
 def test_ragged_bytes_as_texts_and_objects() -> None:

@@ -7,6 +7,7 @@ has; where samples differ in size, each block is a run.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -78,6 +79,17 @@ class BlockTable:
                 f"no shard of the dataset ends with its first {num_samples} samples"
             )
         return BlockTable(self.regular_size, self.first_block[: run + 1], self.first[: run + 1])
+
+
+class BlockIndex(Protocol):
+    """What an order needs to know about a dataset."""
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
 
 
 class BlockTables:

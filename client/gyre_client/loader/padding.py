@@ -1,0 +1,59 @@
+"""Pads the samples of a ragged field to the longest of them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gyre_client.errors import InvalidRequest
+from gyre_client.messages.arguments import mapping, shown, text
+
+
+def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Tensor, Tensor]:
+    """Returns a field's samples as one tensor, each padded behind its end.
+
+        for batch in loader:
+            tokens, mask = padded(batch, "tokens", value=pad_id)
+
+    Args:
+        batch: A batch from a `Loader`, on any device.
+        name: A field whose samples differ in length: the batch has the tensors `name`,
+            [elements of all samples, ...], and `name.offsets`, int64 [samples + 1].
+        value: What fills the samples up; a number that the field's dtype holds.
+
+    Returns:
+        [samples, longest, ...], of the field's dtype and on its device, and bool [samples,
+        longest], true for elements of samples and false for padding.
+
+    Raises:
+        InvalidRequest: The batch has no such field, its samples all have one length, or `value` is
+            no number that the dtype holds.
+    """
+    offsets_name = f"{text('name', name)}.offsets"
+    tensors = mapping("batch", batch)
+    data, offsets = tensors.get(name), tensors.get(offsets_name)
+    if not isinstance(data, Tensor) or not isinstance(offsets, Tensor):
+        raise InvalidRequest(
+            f"{name!r} is not a field whose samples differ in length; the batch has "
+            f"{', '.join(tensors)}"
+        )
+    if not _holds(data.dtype, value):
+        raise InvalidRequest(f"value is {shown(value)}; it must be a number of {data.dtype}")
+    lengths = offsets.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    found = data.new_full((len(lengths), longest, *data.shape[1:]), value)
+    found[mask] = data
+    return found, mask
+
+
+def _holds(dtype: torch.dtype, value: object) -> bool:
+    """Whether a tensor of a dtype can be filled with a value; fractions may be rounded."""
+    if not isinstance(value, int | float):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point:
+        return True
+    limits = torch.iinfo(dtype)
+    return value == value // 1 and limits.min <= value <= limits.max

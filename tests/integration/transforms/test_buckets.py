@@ -1,0 +1,137 @@
+"""Batches of similar lengths through a real daemon, on ranks that come and go."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from gyre_client import Loader, padded
+from gyre_client.command.cli import main
+from gyre_client.errors import CursorRejected, InvalidRequest
+
+from tests.batches import Batch, ids
+from tests.conftest import Daemon, StartDaemon
+from tests.packing import documents
+
+DOCUMENTS = documents(150, seed=2)
+BUCKET = {"field": "tokens", "window_batches": 6}
+TRUNCATE = {"name": "truncate", "field": "tokens", "length": 60}
+
+
+@pytest.fixture
+def served(gyred: StartDaemon, tmp_path: Path) -> Daemon:
+    """A daemon with documents of token ids, and a mixture of them."""
+    rows = [each.tolist() for each in DOCUMENTS]
+    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32())), "id": range(len(rows))})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=40)
+    tables = {
+        "datasets": {"docs": {"uri": str(tmp_path)}},
+        "mixtures": {"mix": {"epochs": {"docs": 1}}},
+    }
+    return gyred({"num_transform_workers": 1, **tables})
+
+
+def loader(daemon: Daemon, rank: int = 0, world_size: int = 1, **keys: Any) -> Loader:
+    keys = {"tail": "drop", "bucket": BUCKET, **keys}
+    ranks = {"rank": rank, "world_size": world_size}
+    return Loader(
+        keys.pop("dataset", "docs"), batch_size=8, seed=5, address=daemon.address, **ranks, **keys
+    )
+
+
+def test_two_ranks_then_one_read_the_batches_of_one(
+    served: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loader(served) as alone:
+        whole = list(islice(alone.stream(), 30))
+        assert len(alone) == 18
+    assert len(set(ids(whole[:18]))) == 18 * 8
+    check_documents(whole)
+    ranks = [loader(served, rank, 2) for rank in range(2)]
+    streams = [each.stream() for each in ranks]
+    found = []
+    for step in range(10):
+        if step == 7:
+            served.kill()
+            served.restart()
+        found.append([number for stream in streams for number in ids([next(stream)])])
+    states = [each.state_dict() for each in ranks]
+    assert states[0] == states[1]
+    for each in ranks:
+        each.close()
+    with loader(served) as last:
+        last.load_state_dict(states[0])
+        found += [ids([batch]) for batch in islice(last.stream(), 20)]
+    assert found == [ids([batch]) for batch in whole]
+    with pytest.raises(CursorRejected, match="buckets is 6 batches by `tokens` there and none"):
+        resumed(loader(served, bucket=None), states[0])
+
+    flags = ["--address", served.address, "--batch-size", "8", "--seed", "5", "--tail", "drop"]
+    keys = [f"--bucket={key}={value}" for key, value in BUCKET.items()]
+    assert main(["plan", "docs", *flags, "--step", "0:18", *keys]) == 0
+    shown = capsys.readouterr().out
+    with loader(served, bucket=None) as plain:
+        before = [share(batch) for batch in plain]
+    after = [share(batch) for batch in whole[:18]]
+    assert sum(after) < 0.6 * sum(before)
+    assert (
+        f"in the mean {sum(after) / 18:.1%} of a step is padding, and {sum(before) / 18:.1%} "
+        "without buckets"
+    ) in shown
+    assert " ".join(map(str, ids(whole[3:4]))) in shown
+
+
+def test_lengths_that_transforms_make_decide(served: Daemon) -> None:
+    with loader(served, transform=[TRUNCATE], tail="pad") as truncated:
+        batches = list(truncated)
+        state = truncated.state_dict()
+    assert sorted(set(ids(batches))) == list(range(150))
+    lengths = [batch["tokens.offsets"].diff() for batch in batches[:6]]
+    assert max(int(each.max()) for each in lengths) == 60
+    spans = sorted((int(each.min()), int(each.max())) for each in lengths)
+    ends = [end for span in spans for end in span]
+    assert ends == sorted(ends)
+    with pytest.raises(CursorRejected, match="begin a new run: its batches follow"):
+        resumed(loader(served, tail="pad"), state, changed_transforms=True)
+
+
+def test_what_has_no_buckets_is_refused(served: Daemon) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "use the tail `drop` or `pad`": {"tail": "wrap"},
+        "order `full` or `sequential`": {"order": "block"},
+        "only fields whose samples differ in length can be sorted": {"bucket": {"field": "id"}},
+        "names no field": {"bucket": {"window_batches": 8}},
+        "has no key 'window'": {"bucket": {**BUCKET, "window": 8}},
+        "it must be 2 to": {"bucket": {**BUCKET, "window_batches": 1}},
+        "window_batches = 262144": {"bucket": {**BUCKET, "window_batches": 1 << 18}},
+        "does not go with `pack`": {"pack": {"field": "tokens", "length": 999}},
+        "`bucket` does not go with a mixture": {"dataset": "mix"},
+    }
+    for message, keys in wrong.items():
+        with pytest.raises(InvalidRequest, match=message):
+            next(loader(served, **keys))
+
+
+def resumed(it: Loader, state: dict[str, Any], **keys: Any) -> None:
+    with it:
+        it.load_state_dict(state, **keys)
+        next(it)
+
+
+def check_documents(batches: list[Batch]) -> None:
+    """Checks what batches say of their documents, as it comes and padded."""
+    for batch in batches:
+        tokens, mask = padded(batch, "tokens", value=-1)
+        for sample, row, counts in zip(batch["sample_id"].tolist(), tokens, mask, strict=True):
+            document = torch.from_numpy(DOCUMENTS[sample])
+            assert torch.equal(row[counts], document)
+            assert (row[len(document) :] == -1).all()
+
+
+def share(batch: Batch) -> float:
+    """The share of a batch that is padding."""
+    _, mask = padded(batch, "tokens")
+    return 1 - float(mask.double().mean())
