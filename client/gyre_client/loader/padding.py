@@ -1,6 +1,7 @@
 """Pads the samples of a ragged field to the longest of them."""
 
 from collections.abc import Mapping
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def _holds(dtype: torch.dtype, value: object) -> bool:
         return False
     if dtype == torch.bool:
         return value in (0, 1)
-    if dtype.is_floating_point:
-        return True
+    if dtype.is_floating_point or dtype.is_complex:
+        is_number = isinstance(value, int) or isfinite(value)
+        return abs(value) <= torch.finfo(dtype).max if is_number else True
     limits = torch.iinfo(dtype)
     return value == value // 1 and limits.min <= value <= limits.max

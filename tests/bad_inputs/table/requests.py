@@ -61,6 +61,19 @@ OPENINGS: list[tuple[str, pb.OpenSessionRequest, tuple[str, str], str]] = [
     ("mode 9", order(mode=9), INVALID, "does not know order mode 9"),
     ("mode 2^31-1", order(mode=2**31 - 1), INVALID, "does not know order mode 2147483647"),
     ("blocks without block", order(io_block_bytes=4096), INVALID, "has neither blocks"),
+    ("buckets of `wrap`", order(bucket=pb.Bucket(field="x")), INVALID, "the tail `drop` or `pad`"),
+    (
+        "buckets of no field",
+        order(bucket=pb.Bucket(), tail=pb.TAIL_DROP),
+        INVALID,
+        "names the field ''; only fields whose samples differ",
+    ),
+    (
+        "buckets of 2^64-1 batches",
+        order(bucket=pb.Bucket(window_batches=2**64 - 1), tail=pb.TAIL_PAD),
+        INVALID,
+        "window_batches = |names the field",
+    ),
     ("window without block", order(window_blocks=4), INVALID, "has neither blocks"),
     (
         "block of 1 byte",

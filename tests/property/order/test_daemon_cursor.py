@@ -171,9 +171,9 @@ def test_bad_cursors(data: bytes) -> None:
 def test_a_newer_version_says_so() -> None:
     with pytest.raises(
         CursorRejected,
-        match=r"format version 5, but this daemon reads versions 1 to 4; upgrade the daemon",
+        match=r"format version 6, but this daemon reads versions 1 to 5; upgrade the daemon",
     ):
-        decode_cursor(sealed(b'[5, "whatever"]'))
+        decode_cursor(sealed(b'[6, "whatever"]'))
 
 
 def test_a_cursor_of_before_datasets_could_grow_is_read_and_written_as_it_was() -> None:

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,22 @@ def test_invalid_blocks_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         order(8, 1, 0, "wrap", mode, io_block_bytes, window_blocks)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "complaint"),
+    [
+        ([], r"bucket is \[\]"),
+        ({}, "bucket names no field"),
+        ({"field": 3}, r"bucket\['field'\] is 3"),
+        ({"field": "x", "window": 8}, "bucket has no key 'window'; it has field and window_batches"),
+        ({"field": "x", "window_batches": 1}, r"bucket\['window_batches'\] is 1"),
+        ({"field": "x", "window_batches": "8"}, r"bucket\['window_batches'\] is '8'"),
+    ],
+)
+def test_invalid_buckets_are_refused(bucket: Any, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        order(8, 1, 0, "drop", bucket=bucket)
 
 
 @pytest.mark.parametrize(

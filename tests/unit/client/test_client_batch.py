@@ -200,6 +200,10 @@ def test_ragged_samples_are_padded_to_the_longest() -> None:
 def test_padding_that_the_dtype_does_not_hold_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match=r"must be a number of torch\.uint8"):
         padded(ragged(b"one"), "x", value)
+    halves = {"x": torch.ones(3).half(), "x.offsets": torch.tensor([0, 3])}
+    for beyond in (10**5000, -65505.0):
+        with pytest.raises(InvalidRequest, match=r"must be a number of torch\.float16"):
+            padded(halves, "x", beyond)
 
 
 def test_a_field_of_one_length_is_not_padded() -> None:
