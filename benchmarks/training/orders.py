@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.quality import ShuffleMeter
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered

@@ -27,7 +27,7 @@ from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.made import keep_records
-from gyre_daemon.fetching.measuring import Measurer
+from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget

@@ -8,7 +8,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule, Float64Array
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 def balance_of(dataset: Dataset, rule: CostRule) -> Balance:

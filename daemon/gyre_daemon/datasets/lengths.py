@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Samples that are looked at, evenly spaced: a larger dataset would keep a core for seconds, and its
 # histogram would look the same.

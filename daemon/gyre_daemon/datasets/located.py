@@ -8,7 +8,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.index import Filtered
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _FAR = 1 << 62  # beyond any shard
 

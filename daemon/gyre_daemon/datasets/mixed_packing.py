@@ -13,9 +13,9 @@ import numpy as np
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.mixture import MixedSource, Mixture
+from gyre_daemon.order.mixing.mixture import MixedSource, Mixture
 from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.substitutes import NO_SAMPLES
 
 

@@ -18,14 +18,14 @@ from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.mixed_packing import MixedSequences, pack_sources
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.mixture import Mixture
+from gyre_daemon.order.mixing.mixture import Mixture
 from gyre_daemon.order.packing import (
     PACKING_VERSION,
     PackRule,
     Sequences,
     pack_documents,
 )
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # What a packed dataset adds to the field that is packed.
 POSITION, LOSS_MASK = "position", "loss_mask"

@@ -7,7 +7,7 @@ from gyre_daemon.datasets.formats import Extents
 from gyre_daemon.fetching.layout import GroupLayout
 from gyre_daemon.fetching.packed import PackedRows
 from gyre_daemon.memory.arena import Slot
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.storage.base import NextUse, WritableArena
 

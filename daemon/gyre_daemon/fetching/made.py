@@ -16,7 +16,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage

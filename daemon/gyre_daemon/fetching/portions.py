@@ -19,7 +19,7 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.batch_group import Ahead, Fetch
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays

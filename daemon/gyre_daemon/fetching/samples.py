@@ -11,7 +11,7 @@ from gyre_daemon.datasets.codecs import CODECS, Codec
 from gyre_daemon.datasets.formats import Extents, FieldSpec
 from gyre_daemon.fetching.batch_group import Place
 from gyre_daemon.fetching.layout import GroupLayout
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.order.mixture_state import MixtureState, decoded
-from gyre_daemon.order.permutation import ALGORITHM_VERSION
+from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
 from gyre_daemon.order.planner import MAX_START_POSITION, Order
+from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words
 from gyre_daemon.order.stages import Stage, is_growth
 

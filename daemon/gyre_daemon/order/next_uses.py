@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gyre_daemon.order.block_order import BlockOrder
-from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.block_order import BlockOrder
+from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.stages import Stages
 
 NEVER = (1 << 63) - 1  # a position that no job reaches

@@ -23,12 +23,12 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.block_order import BlockOrder
-from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
+from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.next_uses import NextUses
-from gyre_daemon.order.permutation import Int64Array, Permutation, epoch_key
-from gyre_daemon.order.quotas import Phase
+from gyre_daemon.order.shuffle.block_order import BlockOrder
+from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.shuffle.permutation import Int64Array, Permutation, epoch_key
 from gyre_daemon.order.skipping import SkippedSteps, batch_of, step_of, steps_of
 from gyre_daemon.order.stages import Stage, Stages, epoch_length
 from gyre_daemon.order.steps import BatchPlan, GroupPlan, Placed

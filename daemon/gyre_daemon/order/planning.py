@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.mixture import Mixture, MixturePlanner, source_order
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.mixing.mixture import Mixture, MixturePlanner, source_order
+from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.planner import BatchPlanner, BlockIndex, Order
-from gyre_daemon.order.quotas import Phase
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.order.substitutes import NO_SAMPLES
 

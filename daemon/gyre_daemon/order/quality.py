@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planner import BatchPlanner
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 
 # How much is looked at. These bound the time to a few milliseconds for an estimate, and to less

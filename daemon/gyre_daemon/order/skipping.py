@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Ranges that a job may leave out; a cursor has room for about as many.
 MAX_SKIPPED = 100

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.permutation import MAX_SAMPLES, Int64Array
+from gyre_daemon.order.shuffle.permutation import MAX_SAMPLES, Int64Array
 
 # Stages that a cursor has room for, in the 4 KiB that clients keep of one.
 MAX_STAGES = 100

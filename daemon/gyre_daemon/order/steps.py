@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 @dataclass(frozen=True, slots=True)

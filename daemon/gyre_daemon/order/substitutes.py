@@ -13,7 +13,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
 
 # Substitutes and places of some epochs are kept: a batch may span the epoch that ends and the next.
 _MAX_KEPT = 3

@@ -17,7 +17,7 @@ from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
-from gyre_daemon.fetching.measuring import Measuring
+from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately

@@ -17,7 +17,7 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
-from gyre_daemon.fetching.measuring import Measurer
+from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.order.planner import check_ranks
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.steps import BatchPlan

@@ -14,8 +14,8 @@ from gyre_daemon.datasets.located import Source, located
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
 from gyre_daemon.order.cursor import Cursor, decode_cursor
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.planning import planner_for
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.service import convert
 from gyre_daemon.service.opening import SessionOpener

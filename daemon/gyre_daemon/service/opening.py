@@ -14,11 +14,17 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.fetching.columns import ColumnReader
-from gyre_daemon.fetching.late_filters import LateFilters
 from gyre_daemon.fetching.made_sources import MadeSources
-from gyre_daemon.fetching.measuring import Measured, Measurer, Measuring, is_measured, with_measured
-from gyre_daemon.fetching.verifying import EngineVerifier
+from gyre_daemon.fetching.measuring.columns import ColumnReader
+from gyre_daemon.fetching.measuring.late_filters import LateFilters
+from gyre_daemon.fetching.measuring.lengths import (
+    Measured,
+    Measurer,
+    Measuring,
+    is_measured,
+    with_measured,
+)
+from gyre_daemon.fetching.measuring.verifying import EngineVerifier
 from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests

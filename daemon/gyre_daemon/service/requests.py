@@ -12,13 +12,13 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.block_order import (
+from gyre_daemon.order.cursor import decode_cursor
+from gyre_daemon.order.planner import Order, OrderMode, Tail
+from gyre_daemon.order.shuffle.block_order import (
     default_io_block_bytes,
     default_window_blocks,
     window_of_chunks,
 )
-from gyre_daemon.order.cursor import decode_cursor
-from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.order.skipping import MAX_SKIPPED, SkippedSteps, are_skipped
 from gyre_daemon.order.stages import Stage, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gyre_daemon.errors import ConfigError, CursorRejected, InvalidRequest, Overloaded
 from gyre_daemon.order.cursor import Cursor
-from gyre_daemon.order.quotas import Phase, are_phases
+from gyre_daemon.order.mixing.quotas import Phase, are_phases
 from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _FILE = "weights.jsonl"

@@ -24,8 +24,8 @@ from gyre_daemon.datasets.formats import (
 )
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_equal_samples
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.messages import Step

@@ -6,7 +6,7 @@ Each is a bijection of its range with an inverse, and none leans to any value.
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.scatter import SCATTER_KEY_BYTES, Scatter
+from gyre_daemon.order.shuffle.scatter import SCATTER_KEY_BYTES, Scatter
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats

@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.permutation import Permutation, _FeistelNetwork, _TabledRounds, epoch_key
+from gyre_daemon.order.shuffle.permutation import (
+    Permutation,
+    _FeistelNetwork,
+    _TabledRounds,
+    epoch_key,
+)
 from scipy import stats
 
 Orders = npt.NDArray[np.int64]  # [K, N]: the ids of K epochs at places 0 to N - 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.cost import CostQuery, Estimate, StoragePrices, estimate_costs
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex
-from gyre_daemon.order.blocks import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.order.planner import Order
+from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.storage.shard import Shard
 
 from tests.shard_formats import shard_format

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
-from gyre_daemon.order.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
 from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode
 from gyre_daemon.order.quality import ShuffleMeter, ShuffleQuality, expected_quality
+from gyre_daemon.order.shuffle.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.order.shuffle.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
 from gyre_daemon.order.steps import GroupPlan
 
 N, G = 200_000, 256

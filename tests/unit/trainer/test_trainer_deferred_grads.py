@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads, DeferWeightGrads
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.shards import gradient_ring
 from gyre_trainer.shards.gradient_ring import SliceGrad

@@ -22,8 +22,8 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import rows
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks, new_key
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
 _MASKS: ContextVar[DropoutMasks | None] = ContextVar("draw", default=None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout, slice_masks
-from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import mix_in
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks, new_key
 from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre_trainer.rotation.recomputation import recomputed
+from gyre_trainer.rotation.backward.recomputation import recomputed
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.local_shards import local_of

@@ -35,8 +35,8 @@ from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.call import PerSlice, cast
-from gyre_trainer.rotation.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
 from gyre_trainer.shards.gradient_ring import GradientRing
@@ -45,9 +45,7 @@ from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.shards.remote_slices import RemoteSlices
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
-# A bundle of 2^18 elements (1 MiB in float32) takes about three times that for a moment while it is
-# gathered. With four times as many, a step of tiny modules took as long: what is left is the
-# modules' own time.
+# A bundle of 2^18 elements is 1 MiB in float32, which a rank holds whole while it computes with it.
 _MAX_BUNDLE_NUMEL = 2**18
 
 

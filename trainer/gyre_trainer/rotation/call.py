@@ -16,9 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.backward.recomputation import (
+    Recomputation,
+    autocast_of_now,
+    recomputable,
+)
 from gyre_trainer.rotation.output_reduction import RunningSum
-from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
 from gyre_trainer.shards.local_shards import local_of

@@ -37,12 +37,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.randomness import Randomness
+from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
-from gyre_trainer.rotation.randomness import Randomness
 from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.saved_tensors import SavedTensors
 from gyre_trainer.shards.gradient_ring import GradientRing
 from gyre_trainer.shards.layout import Layout
 

@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.bundle import Bundle, bundled
-from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import Rule

@@ -43,7 +43,7 @@ class RotationPolicy:
             module is kept. It sends no more bytes.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
-            `gyre_trainer.rotation.dropout_masks`.
+            `gyre_trainer.rotation.backward.dropout_masks`.
         residual_dtype: the dtype of activations between rotated modules: of what these return, and
             of replicated parameters in use (norms) and the arguments of their modules. None for
             `compute_dtype`; without either, a module returns the dtype that it is called with.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
 

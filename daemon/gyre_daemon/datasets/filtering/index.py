@@ -12,8 +12,8 @@ from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex, SomeChunks
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_at
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _AT_ONCE = 1 << 16  # samples that are looked at together
 

@@ -17,7 +17,7 @@ from gyre_daemon.datasets.filtering.index import Filtered, numbered
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, indexed_fields, stored_fields
 from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _AT_ONCE = 1 << 16  # samples that are looked at together
 

@@ -80,7 +80,7 @@ from gyre_daemon.datasets.formats.field_spec import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.storage.shard import Shard
 
 __all__ = [

@@ -32,7 +32,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.indexes.stored import json_of
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 # The most that a decoded chunk may have. It lies in memory as a whole, once in the process that

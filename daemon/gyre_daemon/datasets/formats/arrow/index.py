@@ -16,8 +16,8 @@ from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, Extents, F
 from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _BOOL = np.dtype(np.bool_)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import SampleIndex, stored_fields
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
 # for its own again and again.

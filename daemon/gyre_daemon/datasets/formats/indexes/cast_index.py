@@ -11,8 +11,8 @@ import numpy as np
 from gyre_daemon.datasets.formats.base import Extents, FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex, SomeChunks
-from gyre_daemon.order.blocks import BlockTable
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 def with_casts(index: SampleIndex, fields: Sequence[FieldSpec]) -> SampleIndex:

@@ -28,8 +28,8 @@ from gyre_daemon.datasets.formats.chunks import (
 from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.blocks import BlockTable, blocks_that_begin_at
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_that_begin_at
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Extents, FieldSpec
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_equal_samples
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 class StridedIndex:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Extents, FieldSpec, indexed_fields, stored_fields
 from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 class SampleTable:

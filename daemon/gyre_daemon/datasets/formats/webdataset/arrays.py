@@ -15,7 +15,7 @@ from gyre_daemon.datasets.formats.base import SHAPE_SUFFIX, FieldSpec
 from gyre_daemon.datasets.formats.webdataset.fields import FieldLocations, TarField, TarShard
 from gyre_daemon.datasets.formats.webdataset.scan import corrupt
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _INT64 = np.dtype("<i8")
 

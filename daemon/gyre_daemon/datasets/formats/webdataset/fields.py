@@ -15,7 +15,7 @@ from gyre_daemon.datasets.formats.base import Arrays, CodecName
 from gyre_daemon.datasets.formats.names import TAKEN, is_servable
 from gyre_daemon.datasets.formats.webdataset.scan import codec_of, corrupt, num_samples
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _NAMES_ARE_TAKEN = f"{TAKEN}; name the other `fields` to serve, or rename it: `NAME=EXTENSION`"

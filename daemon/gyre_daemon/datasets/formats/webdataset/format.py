@@ -32,7 +32,7 @@ from gyre_daemon.datasets.formats.webdataset.fields import (
 )
 from gyre_daemon.datasets.formats.webdataset.scan import SCAN_VERSION, num_samples, scan_tar
 from gyre_daemon.datasets.formats.webdataset.stored import check_scan
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _INT64, _UINT8, _BOOL = np.dtype("<i8"), np.dtype(np.uint8), np.dtype(np.bool_)

@@ -12,7 +12,7 @@ import numpy as np
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.formats.npy import MAX_ARRAY_BYTES, MAX_DIMS, is_number_type
 from gyre_daemon.datasets.formats.webdataset.scan import MAX_EXTENSIONS, MAX_META_BYTES, codec_of
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _BLOCK_BYTES = 512
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]

@@ -10,7 +10,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import Asked, apply_late, asked_of
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.fetching.columns import ColumnReader
+from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
 

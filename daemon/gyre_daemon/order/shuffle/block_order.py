@@ -28,9 +28,9 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.order.blocks import BlockTable
-from gyre_daemon.order.permutation import KEY_BYTES, Int64Array, Permutation, epoch_key
-from gyre_daemon.order.scatter import SCATTER_KEY_BYTES, Scatter
+from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation, epoch_key
+from gyre_daemon.order.shuffle.scatter import SCATTER_KEY_BYTES, Scatter
 
 # Part of the algorithm: every other value is another order (see `ALGORITHM_VERSION`).
 _NUM_INTERLEAVED = 4

@@ -21,8 +21,8 @@ from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.portions import Staging
-from gyre_daemon.order.blocks import BlockTable
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.blocks import BlockTable
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow

@@ -26,7 +26,7 @@ from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Each takes 16 bytes a position; a plan of many steps needs some eight of 1,024 positions.
 _MAX_KEPT = 32

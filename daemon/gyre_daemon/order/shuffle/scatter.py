@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gyre_daemon.order.permutation import Int64Array, RoundKey, Word, decrypt, encrypt
+from gyre_daemon.order.shuffle.permutation import Int64Array, RoundKey, Word, decrypt, encrypt
 
 SCATTER_KEY_BYTES = 8
 # The largest size of a range. Up to it, a rotation favours no value by more than a part in 2**32.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # Sessions and caches ask for a few block sizes again and again. A table takes up to 16 bytes per
 # block, so keeping many costs memory; with fewer, a busy node would make the same tables again.

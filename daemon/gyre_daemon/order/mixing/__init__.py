@@ -1,0 +1,1 @@
+"""Mixtures: which source a position reads, and which of its samples. Pure."""

@@ -1,0 +1,1 @@
+"""Shuffles: keyed permutations, and the order `block`. Pure."""
