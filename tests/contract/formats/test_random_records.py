@@ -163,7 +163,7 @@ def test_any_records_are_those_of_tensorflows_reader(records: list[list[bytes]])
 
 def records_of(path: str) -> list[bytes]:
     """What the reader that TensorBoard has of TensorFlow's records says."""
-    reader, found = PyRecordReader_New(path), []
+    reader, found = PyRecordReader_New(path), list[bytes]()
     while True:
         try:
             reader.GetNext()
