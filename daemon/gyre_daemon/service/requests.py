@@ -56,7 +56,7 @@ def to_order(message: pb.OrderSpec) -> Order:
     choose the same.
 
     Raises:
-        InvalidRequest: an unknown mode or tail, or a number out of range.
+        InvalidRequest: an unknown mode or tail, a number out of range, or as `BucketRule.check`.
     """
     if message.mode not in _MODES:
         raise InvalidRequest(
@@ -75,14 +75,12 @@ def to_order(message: pb.OrderSpec) -> Order:
             f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`"
         )
     order = Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
-    return (
-        replace(order, bucket=_to_bucket(message.bucket)) if message.HasField("bucket") else order
-    )
-
-
-def _to_bucket(message: pb.Bucket) -> BucketRule:
-    """How batches of similar samples are made."""
-    return BucketRule(message.field, message.window_batches or DEFAULT_WINDOW_BATCHES)
+    if not message.HasField("bucket"):
+        return order
+    bucket = message.bucket
+    rule = BucketRule(bucket.field, bucket.window_batches or DEFAULT_WINDOW_BATCHES)
+    rule.check(order.mode, order.tail, order.global_batch_size)
+    return replace(order, bucket=rule)
 
 
 def to_balance(message: pb.OrderSpec) -> CostRule | None:

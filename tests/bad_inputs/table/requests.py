@@ -72,7 +72,7 @@ OPENINGS: list[tuple[str, pb.OpenSessionRequest, tuple[str, str], str]] = [
         "buckets of 2^64-1 batches",
         order(bucket=pb.Bucket(window_batches=2**64 - 1), tail=pb.TAIL_PAD),
         INVALID,
-        "window_batches = |names the field",
+        "window_batches = 18446744073709551615",
     ),
     ("window without block", order(window_blocks=4), INVALID, "has neither blocks"),
     (

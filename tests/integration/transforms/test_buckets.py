@@ -36,7 +36,7 @@ def served(gyred: StartDaemon, tmp_path: Path) -> Daemon:
 
 def loader(daemon: Daemon, rank: int = 0, world_size: int = 1, **keys: Any) -> Loader:
     keys = {"tail": "drop", "bucket": BUCKET, **keys}
-    ranks = {"rank": rank, "world_size": world_size}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
     return Loader(
         keys.pop("dataset", "docs"), batch_size=8, seed=5, address=daemon.address, **ranks, **keys
     )

@@ -58,7 +58,10 @@ def test_invalid_blocks_are_refused(
         ([], r"bucket is \[\]"),
         ({}, "bucket names no field"),
         ({"field": 3}, r"bucket\['field'\] is 3"),
-        ({"field": "x", "window": 8}, "bucket has no key 'window'; it has field and window_batches"),
+        (
+            {"field": "x", "window": 8},
+            "bucket has no key 'window'; it has field and window_batches",
+        ),
         ({"field": "x", "window_batches": 1}, r"bucket\['window_batches'\] is 1"),
         ({"field": "x", "window_batches": "8"}, r"bucket\['window_batches'\] is '8'"),
     ],
