@@ -22,7 +22,7 @@ LengthsOf = Callable[[Int64Array], Int64Array]  # of samples, both int64 [n]
 
 DEFAULT_WINDOW_BATCHES = 64
 _MAX_WINDOW_BATCHES = 1 << 16
-# Samples of a window: a tenth of a second of a thread, and 8 bytes of memory for each that is kept.
+# Samples of a window: a tenth of a second of a thread, and 16 bytes of memory for each.
 _MAX_WINDOW_SAMPLES = 1 << 20
 # Windows that are kept: what is read ahead lies in one, what was read in another.
 _MAX_KEPT = 4
@@ -101,32 +101,37 @@ class BucketedOrder:
         self._num_whole = num_samples // self._size * self._size
         self._lengths_of = lengths_of
         self._key = key
-        self._kept: dict[int, Int64Array] = {}
+        self._kept: dict[int, tuple[Int64Array, Int64Array]] = {}
 
     def __call__(self, places: Int64Array) -> Int64Array:
         """See `EpochOrder`."""
-        moved = places.copy()
-        for window, which in self._by_window(places):
-            begin = window * self._window
-            moved[which] = begin + self._sorted(window)[places[which] - begin]
-        return self.inner(moved)
+        return self.inner(self._mapped(places, 0))
 
     def inverse(self, sample_ids: Int64Array) -> Int64Array:
         """See `EpochOrder.inverse`; sorts every window that has one of the samples."""
-        places = self.inner.inverse(sample_ids).copy()
-        for window, which in self._by_window(places):
-            begin, found = window * self._window, self._sorted(window)
-            places_of = np.empty_like(found)
-            places_of[found] = np.arange(len(found))
-            places[which] = begin + places_of[places[which] - begin]
-        return places
+        return self._mapped(self.inner.inverse(sample_ids), 1)
 
-    def begun(self, place: int) -> tuple[Int64Array, Int64Array]:
-        """The samples before a place in its window: those of this order, and of the inner one."""
+    def more_before(self, place: int, inner_places: Int64Array) -> int:
+        """How many more of some samples stand before a place here than in the inner order.
+
+        Args:
+            place: in `[0, N]`.
+            inner_places: int64 [n], where the inner order has these samples.
+        """
         if place >= self._num_whole:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        places = np.arange(place // self._window * self._window, place)
-        return self(places), self.inner(places)
+            return 0
+        begin = place // self._window * self._window
+        end = min(begin + self._window, self._num_whole)
+        its = inner_places[(inner_places >= begin) & (inner_places < end)]
+        return int((self._mapped(its, 1) < place).sum() - (its < place).sum())
+
+    def _mapped(self, places: Int64Array, direction: int) -> Int64Array:
+        """From own places to those of the inner order (0), or from there (1); both int64 [n]."""
+        found = places.copy()
+        for window, which in self._by_window(places):
+            begin = window * self._window
+            found[which] = begin + self._sorted(window)[direction][places[which] - begin]
+        return found
 
     def _by_window(self, places: Int64Array) -> list[tuple[int, Int64Array]]:
         """Each window that has some of the places, and which of them."""
@@ -134,11 +139,14 @@ class BucketedOrder:
         windows = places[sorted_ones] // self._window
         return [(window, sorted_ones[windows == window]) for window in np.unique(windows).tolist()]
 
-    def _sorted(self, window: int) -> Int64Array:
-        """Int64 [n], at which place of a window the inner order has each of its samples."""
+    def _sorted(self, window: int) -> tuple[Int64Array, Int64Array]:
+        """At which place of a window the inner order has each of its samples; and the inverse."""
         found = self._kept.get(window)
         if found is None:
-            found = self._sort(window)
+            there = self._sort(window)
+            back = np.empty_like(there)
+            back[there] = np.arange(len(there))
+            found = there, back
             others = list(self._kept.items())[-(_MAX_KEPT - 1) :]
             self._kept = {**dict(others), window: found}  # one assignment: threads may do the same
         return found

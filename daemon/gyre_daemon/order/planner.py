@@ -285,10 +285,10 @@ class BatchPlanner:
         """See `Substitutes.num_before`, whose places are those before a window was sorted."""
         count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
         if isinstance(order, BucketedOrder):
-            start = self._start_place
-            for sign, at in ((1, (start + place) % self.stages.length(epoch)), (-1, start)):
-                read, unsorted = (len(substitutes.where(ids)) for ids in order.begun(at))
-                count += sign * (read - unsorted)
+            start, length = self._start_place, self.stages.length(epoch)
+            corrupt = (substitutes.places(epoch) + start) % length
+            count += order.more_before((start + place) % length, corrupt)
+            count -= order.more_before(start, corrupt)
         return count
 
     def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:

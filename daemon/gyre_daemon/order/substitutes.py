@@ -73,6 +73,10 @@ class Substitutes:
         """
         return int(np.searchsorted(self._places.of(epoch), place))
 
+    def places(self, epoch: int) -> Int64Array:
+        """The places of corrupt samples in an epoch, as `places_of` says them, in rising order."""
+        return self._places.of(epoch)
+
     def _draw(self, epoch: int) -> Int64Array:
         """Int64 [C], the substitute of each corrupt sample in an epoch."""
         drawn = Permutation(_key(self._seed, epoch), self._num_good)(np.arange(len(self._corrupt)))
