@@ -3,10 +3,23 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from tests.conftest import to_toml
 from tests.preloaded.interpreter import Forked, Interpreter
+
+DEADLINE_S = 240.0
+# A GPT as small as one can be.
+TINY_GPT = {
+    "vocab_size": 65,
+    "num_layers": 1,
+    "dim": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "hidden_dim": 32,
+}
 
 # What the launcher imports before it forks its ranks, and what the first rank imports to record.
 IMPORTS = (
@@ -20,6 +33,25 @@ _PROGRAM = (
     "import os, runpy, sys, tempfile; os.setsid(); tempfile.tempdir = None; del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
+
+
+def tiny_run(folder: Path, **tables: Mapping[str, Any]) -> str:
+    """The configuration of two steps on FOLDER/tokens.bin, for FOLDER/run.
+
+    Args:
+        folder: Of the data and the run.
+        tables: Keys of `run` and `data` to add or to replace, and other tables as they are.
+    """
+    run = {"out": str(folder / "run"), "steps": 2, "device": "cpu", "threads": 1}
+    data = {
+        "dataset": str(folder / "tokens.bin"),
+        "format": "tokens",
+        "options": {"dtype": "uint16", "sequence_length": 9},
+        "batch_size": 4,
+        "sequence_length": 8,
+    }
+    changed = {"run": {**run, **tables.get("run", {})}, "data": {**data, **tables.get("data", {})}}
+    return to_toml({"model": TINY_GPT, **tables, **changed})
 
 
 class Job:
@@ -82,6 +114,12 @@ class Jobs:
             forked = self._interpreter.start(command, file, environment)
         self._jobs.append(Job(forked, path))
         return self._jobs[-1]
+
+    def ran(self, *arguments: str) -> tuple[int, str]:
+        """Run a job to its end; return its exit status, and what it wrote to standard error."""
+        job = self.start(*arguments)
+        errors = job.errors(DEADLINE_S)
+        return job.wait(DEADLINE_S), errors
 
     def end(self, timeout_s: float) -> None:
         """Kill what still runs."""

@@ -1,12 +1,16 @@
 """Every format, and the example in the documentation of the seam, under the contract."""
 
 import io
+import re
+import sys
 import textwrap
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import webdataset
 from gyre_daemon.datasets.formats import FORMATS, Format, base
+from gyre_daemon.errors import ConfigError
 
 from tests.contract.formats import (
     test_arrayrecord,
@@ -15,7 +19,8 @@ from tests.contract.formats import (
     test_more_formats,
     test_single_files,
 )
-from tests.contract.formats.format_contract import FormatContract, Sample
+from tests.contract.formats.format_contract import FormatContract, Sample, inspect
+from tests.shard_formats import shard_format
 
 
 class TestTokens(FormatContract):
@@ -124,6 +129,32 @@ class TestExample(FormatContract):
 
     def test_unknown_options_are_refused(self) -> None:
         """The example has no options."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "library", "extra"),
+    [
+        ("parquet", {}, "pyarrow", "parquet"),
+        ("arrow", {}, "pyarrow", "arrow"),
+        ("arrayrecord", {}, "array_record", "arrayrecord"),
+        ("tfrecord", {}, "google_crc32c", "tfrecord"),
+        ("jsonl", {}, "zstandard", "zstd"),
+        ("jsonl", {"columns": ["*"]}, "zstandard", "zstd"),
+        ("mds", {}, "zstandard", "zstd"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_by_its_extra(
+    name: str,
+    options: dict[str, Any],
+    library: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no shard is called corrupt."""
+    shard = test_chunked_formats.compressed(b"{}\n")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=re.escape(f'pip install "gyre-ml[{extra}]"')):
+        inspect(shard_format(name, **options), [shard])
 
 
 def test_every_format_is_under_the_contract() -> None:

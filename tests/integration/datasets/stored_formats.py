@@ -22,6 +22,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from benchmarks.loader.mosaic import streaming
+from tests.token_files import llm_c, megatron_idx
 
 NUM_SAMPLES = 101
 Sample = dict[str, Any]
@@ -159,16 +160,69 @@ def store_webdataset(folder: Path) -> Stored:
     return Stored({"format": "webdataset"}, samples)
 
 
+def ids_of(some: Sequence[tuple[int, str, float]]) -> np.ndarray:
+    return np.array([number * 7 + place for number, _, _ in some for place in range(11)])
+
+
+def windows_of(stored: np.ndarray) -> list[Sample]:
+    """Of ten ids; they do not overlap."""
+    begins = range(0, len(stored) - 9, 10)
+    return [{"tokens": stored[begin : begin + 10].astype(np.int64)} for begin in begins]
+
+
 def store_tokens(folder: Path) -> Stored:
-    """As nanoGPT writes them; windows of ten ids that do not overlap."""
+    """As nanoGPT writes and reads them."""
     samples: list[Sample] = []
     for path, some in parts(folder, "bin"):
-        ids = np.array([number * 7 + place for number, _, _ in some for place in range(11)])
-        ids.astype(np.uint16).tofile(path)
-        stored = np.memmap(path, np.uint16, "r")
-        windows = range(0, len(stored) - 9, 10)
-        samples += [{"tokens": stored[begin : begin + 10].astype(np.int64)} for begin in windows]
+        ids_of(some).astype(np.uint16).tofile(path)
+        samples += windows_of(np.memmap(path, np.uint16, "r"))
     return Stored({"format": "tokens", "dtype": "uint16", "sequence_length": 10}, samples)
+
+
+def store_llm_c(folder: Path) -> Stored:
+    """As `_load_data_shard` of modded-nanogpt reads them, and llm.c by the same header."""
+    samples: list[Sample] = []
+    for path, some in parts(folder, "bin"):
+        path.write_bytes(llm_c(ids_of(some).astype("<u2")))
+        magic, version, num_tokens = np.fromfile(path, "<i4", 256)[:3].tolist()
+        assert (magic, version) == (20240520, 1)
+        samples += windows_of(np.fromfile(path, "<u2", num_tokens, offset=256 * 4))
+    return Stored({"format": "tokens", "sequence_length": 10}, samples)
+
+
+def store_megatron(folder: Path) -> Stored:
+    return Stored(
+        {"format": "tokens", "sequence_length": 10},
+        [window for documents in megatron(folder) for window in windows_of(np.hstack(documents))],
+    )
+
+
+def store_megatron_documents(folder: Path) -> Stored:
+    documents = [document for its in megatron(folder) for document in its]
+    samples: list[Sample] = [{"tokens": as_text(each)} for each in documents]
+    return Stored({"format": "tokens", "samples": "documents"}, samples)
+
+
+def megatron(folder: Path) -> Iterator[list[np.ndarray]]:
+    """The documents of each file, as `IndexedDataset` of Megatron-LM reads them.
+
+    A row is a sequence, and two sequences are a document.
+    """
+    for path, some in parts(folder, "bin"):
+        rows = [ids_of([row])[: 1 + row[0] % 11].astype("<i4") for row in some]
+        np.hstack(rows).tofile(path)
+        bounds = [*range(0, len(rows), 2), len(rows)]
+        index = megatron_idx([len(row) for row in rows], 4, 4, bounds)
+        path.with_suffix(".idx").write_bytes(index)
+        places, count = 34 + 4 * len(rows), len(rows)
+        lengths = np.frombuffer(index, "<i4", count, 34)
+        pointers = np.frombuffer(index, "<i8", count, places)
+        documents = np.frombuffer(index, "<i8", offset=places + 8 * count).tolist()
+        found = [
+            np.fromfile(path, "<i4", length, offset=pointer)
+            for length, pointer in zip(lengths.tolist(), pointers.tolist(), strict=True)
+        ]
+        yield [np.hstack(found[a:b]) for a, b in itertools.pairwise(documents)]
 
 
 def store_compressed_jsonl(folder: Path) -> Stored:
@@ -317,7 +371,10 @@ FORMATS: list[Callable[[Path], Stored]] = [
     store_files,
     store_json_columns,
     store_jsonl,
+    store_llm_c,
     store_mds,
+    store_megatron,
+    store_megatron_documents,
     store_npy,
     store_parquet,
     store_text,

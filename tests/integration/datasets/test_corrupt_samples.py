@@ -29,6 +29,8 @@ BROKEN_HEADER = 5 * 512  # of the second sample, whose predecessor has a member 
 BAD_LINES, BAD_RECORDS, BAD_MEMBERS = [3, 31, 59], [7, 8], [0, 10, 33]
 BAD_GROUPS, BAD_BATCHES = [*range(20, 30), *range(40, 50)], [*range(10, 20)]
 
+LINES = ['{"n": 1, "t": "wörd"}', "", '{"n": 3, "t": "x"}']
+
 
 class Node(NamedTuple):
     daemon: Daemon
@@ -154,6 +156,10 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
         datasets[f"{name}_few"] = {**uri, "on_corrupt": "replace", "max_corrupt": 0.02}
     (folder / "clean").mkdir()
     (folder / "clean/a.jsonl").write_text('{"a": 1}\n\n[2]\n')
+    (folder / "line").mkdir()
+    (folder / "line/a.jsonl").write_text("\n".join([*LINES, '{"n": 2, "t": "wo', *LINES]))
+    datasets["line"] = {"uri": str(folder / "line")}
+    datasets["keys"] = {"uri": str(folder / "line"), "columns": ["*"]}
     datasets["clean"] = {"uri": str(folder / "clean")}
     datasets["broken"] = {"uri": str(folder / "broken"), "format": "webdataset"}
     datasets["rows"] = {"uri": str(folder / "rows")}
@@ -292,6 +298,7 @@ def test_lint_names_what_is_corrupt(node: Node, capsys: pytest.CaptureFixture[st
     code, found, named = lint(node, "lines_fail", capsys)
     assert (code, found["num_samples"]) == (1, NUM_SAMPLES)
     assert named == [("corrupt", f"{number // 20}.jsonl", number) for number in BAD_LINES]
+    ids_of(node, "lines")  # which writes the report
     offsets = [each["offset"] for each in records(node, "lines")]
     assert [each["offset"] for each in found["findings"]] == offsets
     assert [number for *_, number in lint(node, "records_fail", capsys)[2]] == BAD_RECORDS
@@ -302,6 +309,20 @@ def test_lint_names_what_is_corrupt(node: Node, capsys: pytest.CaptureFixture[st
         {"num_shards": 1, "num_samples": 2, "num_bytes": 11, "num_findings": 0, "findings": []},
         [],
     )
+
+
+@pytest.mark.parametrize("name", ["line", "keys"])
+def test_lint_shows_the_byte_at_which_a_damaged_line_begins(
+    node: Node, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Of whole documents, and of their keys, where lines are parsed in chunks."""
+    offset = len("\n".join([*LINES, ""]).encode())
+    assert main(["lint", name, "--address", node.daemon.address]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"found +1\n", text)
+    assert re.search(rf"KIND +SHARD +OFFSET +SAMPLE\ncorrupt +a.jsonl +{offset} ", text), text
+    code, found, _ = lint(node, name, capsys)
+    assert (code, [each["offset"] for each in found["findings"]]) == (1, [offset])
 
 
 def test_lint_goes_on_where_shards_cannot_be_read(

@@ -1,5 +1,6 @@
 """Parquet through a real daemon: from every storage, in every order, and when decoders fail."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader, texts
+from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample
 
 from tests.conftest import Daemon, StartDaemon
@@ -93,8 +95,9 @@ def test_rows_are_those_of_pyarrow_from_every_storage(
 
 
 def test_the_order_block_decodes_each_chunk_once_while_the_cache_holds_a_window(
-    gyred: StartDaemon, tmp_path: Path
+    gyred: StartDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As `gyre plan --cost` says, with what `full` costs in its place."""
     rows = store(tmp_path / "set")
     data = sum(16 + len(row["text"].encode()) + len(row["image"]["bytes"]) for row in rows)
     daemon = gyred(
@@ -108,6 +111,11 @@ def test_the_order_block_decodes_each_chunk_once_while_the_cache_holds_a_window(
     cache = status(daemon).cache
     assert (cache.num_blocks_fetched, cache.num_past) == (NUM_CHUNKS, 0)
     assert cache.num_evicted > 0, "the cache cannot hold all"
+    plan = ["plan", "set", "--cost", "--batch-size", "16", "--window", "3", "--json"]
+    assert main([*plan, "--address", daemon.address]) == 0
+    estimates = json.loads(capsys.readouterr().out)["estimates"]
+    decodes = {each["order"]: each["num_chunks_decoded"] for each in estimates}
+    assert decodes["block"] == NUM_CHUNKS < 3 * NUM_CHUNKS < decodes["full"]
 
 
 def test_a_job_resumes_exactly_on_other_ranks(gyred: StartDaemon, tmp_path: Path) -> None:

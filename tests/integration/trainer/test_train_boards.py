@@ -4,60 +4,16 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.records.boards import BoardsConfig, require_installed
 
-from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import IMPORTS, Jobs
+from tests.train_jobs import DEADLINE_S, TINY_GPT, Jobs, tiny_run
 
-DEADLINE_S = 240.0
-CONFIG = """
-[run]
-out = "{folder}/run"
-steps = 2
-log_every = 1
-device = "cpu"
-threads = 1
-[data]
-dataset = "{folder}/tokens.bin"
-format = "tokens"
-options = {{ dtype = "uint16", sequence_length = 9 }}
-batch_size = 4
-sequence_length = 8
-[model]
-vocab_size = 257
-num_layers = 1
-dim = 16
-num_heads = 2
-num_kv_heads = 2
-hidden_dim = 32
-[eval]
-dataset = "{folder}/tokens.bin"
-every = 2
-batches = 1
-[sample]
-prompts = ["ab"]
-max_new_tokens = 2
-[boards]
-wandb_project = "some project"
-"""
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    (np.arange(400) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    interpreter = Interpreter(IMPORTS)
-    jobs = Jobs(interpreter, tmp_path)
-    yield jobs
-    jobs.end(DEADLINE_S)
-    interpreter.close()
 
 
 def logged(path: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -87,11 +43,20 @@ def logged(path: Path) -> tuple[str, list[dict[str, Any]]]:
     return run_id, lines
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, jobs: Jobs) -> None:
-    (tmp_path / "train.toml").write_text(CONFIG.format(folder=tmp_path))
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, tiny_jobs: Jobs) -> None:
+    (tmp_path / "train.toml").write_text(
+        tiny_run(
+            tmp_path,
+            run={"log_every": 1},
+            model={**TINY_GPT, "vocab_size": 257},
+            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 2, "batches": 1},
+            sample={"prompts": ["ab"], "max_new_tokens": 2},
+            boards={"wandb_project": "some project"},
+        )
+    )
     found = []
     for flags in (["--nproc=2"], ["--resume", "--set=run.steps=3"]):
-        job = jobs.start(
+        job = tiny_jobs.start(
             "run",
             str(tmp_path / "train.toml"),
             *flags,

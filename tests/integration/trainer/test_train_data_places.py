@@ -2,47 +2,21 @@
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from gyre_trainer.training.records.history import committed
 
-from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import IMPORTS, Jobs
-
-DEADLINE_S = 240.0
-CONFIG = """
-[run]
-out = "{out}"
-steps = {steps}
-log_every = 1
-device = "cpu"
-threads = 1
-[data]
-dataset = "{data}"
-format = "tokens"
-options = {{ dtype = "uint16", sequence_length = 9, append = true }}
-batch_size = 4
-sequence_length = 8
-[model]
-vocab_size = 65
-num_layers = 1
-dim = 16
-num_heads = 2
-num_kv_heads = 2
-hidden_dim = 32
-"""
+from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    interpreter = Interpreter(IMPORTS)
-    jobs = Jobs(interpreter, tmp_path)
-    yield jobs
-    jobs.end(DEADLINE_S)
-    interpreter.close()
+def configuration(folder: Path, data: Path, steps: int) -> str:
+    options = {"dtype": "uint16", "sequence_length": 9, "append": True}
+    return tiny_run(
+        folder,
+        run={"steps": steps, "log_every": 1},
+        data={"dataset": str(data), "options": options},
+    )
 
 
 def write(shard: Path, num_samples: int) -> None:
@@ -50,12 +24,14 @@ def write(shard: Path, num_samples: int) -> None:
     (np.arange(num_samples * 9) % 64).astype(np.uint16).tofile(shard)
 
 
-def test_the_history_of_a_dataset_that_grows_says_the_epochs(tmp_path: Path, jobs: Jobs) -> None:
+def test_the_history_of_a_dataset_that_grows_says_the_epochs(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
     write(tmp_path / "data/0.bin", 8)
     config = tmp_path / "train.toml"
     for steps, flags in ((3, []), (9, ["--resume"])):
-        config.write_text(CONFIG.format(out=tmp_path / "run", data=tmp_path / "data", steps=steps))
-        job = jobs.start("run", str(config), *flags)
+        config.write_text(configuration(tmp_path, tmp_path / "data", steps))
+        job = tiny_jobs.start("run", str(config), *flags)
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 0, errors
         write(tmp_path / "data/1.bin", 8)
@@ -64,7 +40,9 @@ def test_the_history_of_a_dataset_that_grows_says_the_epochs(tmp_path: Path, job
     assert '"epochs": 3.25' in (tmp_path / "run/report.json").read_text()
 
 
-def test_a_rank_with_other_data_is_named_before_the_first_step(tmp_path: Path, jobs: Jobs) -> None:
+def test_a_rank_with_other_data_is_named_before_the_first_step(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,7 +51,7 @@ def test_a_rank_with_other_data_is_named_before_the_first_step(tmp_path: Path, j
         write(tmp_path / f"data-{rank}/0.bin", num_samples)
         config = tmp_path / f"{rank}.toml"
         data = tmp_path / f"data-{rank}"
-        config.write_text(CONFIG.format(out=tmp_path / "run", data=data, steps=2))
+        config.write_text(configuration(tmp_path, data, 2))
         place = {
             "RANK": rank,
             "WORLD_SIZE": 2,
@@ -84,7 +62,7 @@ def test_a_rank_with_other_data_is_named_before_the_first_step(tmp_path: Path, j
             "GLOO_SOCKET_IFNAME": "lo",
         }
         variables = {name: str(value) for name, value in place.items()}
-        started.append(jobs.start("run", str(config), environment={**os.environ, **variables}))
+        started.append(tiny_jobs.start("run", str(config), environment={**os.environ, **variables}))
     for job in started:
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 2, errors

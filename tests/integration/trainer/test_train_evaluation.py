@@ -1,62 +1,35 @@
 """Evaluations of `gyre-train run`, and the texts after them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import pytest
 from gyre_trainer.training.records.history import Evaluation, Sample, committed, notes
 
-from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import IMPORTS, Jobs
+from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 
-DEADLINE_S = 240.0
-CONFIG = """
-[run]
-out = "{folder}/run"
-steps = 2
-device = "cpu"
-threads = 1
-[data]
-dataset = "{folder}/tokens.bin"
-format = "tokens"
-options = {{ dtype = "uint16", sequence_length = 9 }}
-batch_size = 4
-sequence_length = 8
-[model.config]
-model_type = "gpt2"
-vocab_size = 257
-n_embd = 16
-n_head = 2
-n_layer = 1
-n_positions = 32
-resid_pdrop = 0.5
-[optimizer]
-lr = 1e-30
-min_lr = 0
-[eval]
-dataset = "{folder}/tokens.bin"
-every = 1
-batches = 1
-[sample]
-prompts = ["a b", "c"]
-max_new_tokens = 3
-"""
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 1,
+    "n_positions": 32,
+    "resid_pdrop": 0.5,
+}
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    (np.arange(400) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    interpreter = Interpreter(IMPORTS)
-    jobs = Jobs(interpreter, tmp_path)
-    yield jobs
-    jobs.end(DEADLINE_S)
-    interpreter.close()
-
-
-def test_evaluations_are_without_dropout_and_followed_by_texts(tmp_path: Path, jobs: Jobs) -> None:
-    (tmp_path / "train.toml").write_text(CONFIG.format(folder=tmp_path))
-    job = jobs.start("run", str(tmp_path / "train.toml"), "--nproc=2")
+def test_evaluations_are_without_dropout_and_followed_by_texts(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
+    (tmp_path / "train.toml").write_text(
+        tiny_run(
+            tmp_path,
+            model={"config": GPT2},
+            optimizer={"lr": 1e-30, "min_lr": 0},
+            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 1, "batches": 1},
+            sample={"prompts": ["a b", "c"], "max_new_tokens": 3},
+        )
+    )
+    job = tiny_jobs.start("run", str(tmp_path / "train.toml"), "--nproc=2")
     errors = job.errors(DEADLINE_S)
     assert job.wait(DEADLINE_S) == 0, errors
     history = tmp_path / "run/history.jsonl"
@@ -70,5 +43,5 @@ def test_evaluations_are_without_dropout_and_followed_by_texts(tmp_path: Path, j
     ]
     assert samples[0].text == samples[2].text
     assert "step 2: c | " in errors
-    job = jobs.start("run", str(tmp_path / "train.toml"), "--set=eval.every=0")
+    job = tiny_jobs.start("run", str(tmp_path / "train.toml"), "--set=eval.every=0")
     assert "`eval.every` is 0" in job.errors(DEADLINE_S)

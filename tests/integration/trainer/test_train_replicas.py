@@ -1,54 +1,12 @@
 """`run.replicas`: rings beside each other, resumed on other numbers of rings and ranks."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from gyre_trainer.training.records.history import committed
 
-from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import IMPORTS, Jobs
-
-DEADLINE_S = 240.0
-CONFIG = """
-[run]
-out = "{out}"
-steps = 4
-log_every = 1
-device = "cpu"
-threads = 1
-[data]
-dataset = "{folder}/tokens.bin"
-format = "tokens"
-options = {{ dtype = "uint16", sequence_length = 9 }}
-batch_size = 12
-sequence_length = 8
-[model]
-vocab_size = 65
-num_layers = 1
-dim = 16
-num_heads = 2
-num_kv_heads = 2
-hidden_dim = 32
-[optimizer]
-lr = 0.01
-clip_norm = 0.5
-[checkpoint]
-every = 2
-"""
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    tokens = np.random.default_rng(1).integers(0, 64, 900, dtype=np.uint16)
-    tokens.tofile(tmp_path / "tokens.bin")
-    interpreter = Interpreter(IMPORTS)
-    jobs = Jobs(interpreter, tmp_path)
-    yield jobs
-    jobs.end(DEADLINE_S)
-    interpreter.close()
+from tests.train_jobs import Jobs, tiny_run
 
 
 def files(checkpoint: Path) -> dict[str, tuple[int, int]]:
@@ -57,13 +15,21 @@ def files(checkpoint: Path) -> dict[str, tuple[int, int]]:
     return {name: tuple(each) for name, each in table.items() if name != ".metadata"}
 
 
-def test_two_rings_of_two_train_as_one_ring_and_resume_on_any(tmp_path: Path, jobs: Jobs) -> None:
+def test_two_rings_of_two_train_as_one_ring_and_resume_on_any(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
     def run(out: str, *flags: str) -> tuple[int, str]:
         config = tmp_path / f"{out}.toml"
-        config.write_text(CONFIG.format(folder=tmp_path, out=tmp_path / out))
-        job = jobs.start("run", str(config), *flags)
-        errors = job.errors(DEADLINE_S)
-        return job.wait(DEADLINE_S), errors
+        config.write_text(
+            tiny_run(
+                tmp_path,
+                run={"out": str(tmp_path / out), "steps": 4, "log_every": 1},
+                data={"batch_size": 12},
+                optimizer={"lr": 0.01, "clip_norm": 0.5},
+                checkpoint={"every": 2},
+            )
+        )
+        return tiny_jobs.ran("run", str(config), *flags)
 
     rings = ["--nproc=4", "--set=run.replicas=2"]
     status, errors = run("whole", *rings)

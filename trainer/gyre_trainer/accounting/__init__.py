@@ -2,5 +2,5 @@
 
 In: a configuration and a number of ranks. Out: tables and figures, for rotation beside FSDP2 and
 DDP, from a step on fake tensors. The baselines live here because `gyre-train plan` compares with
-them. Only `gyre_trainer.cli` imports this package.
+them. Only `gyre_trainer.commands` imports this package.
 """

@@ -2,5 +2,5 @@
 
 In: a configuration, a loader's batches, a checkpoint to resume from. Out: a trained model,
 checkpoints, and what `records` writes; as a launcher, the exit status of all ranks.
-`gyre_trainer.accounting` and `gyre_trainer.cli` may import this package.
+`gyre_trainer.accounting` and `gyre_trainer.commands` may import this package.
 """

@@ -135,6 +135,8 @@ class TextFormat:
                 if not is_compressed:
                     return self._scan(shard, opened)
                 return self._frames.scan(opened, partial(_check_first, shard, self._check_line))
+        except ConfigError:
+            raise
         except ValueError as error:
             facts = {"shard": shard, "reason": str(error)}
             raise CorruptSample(f"shard {shard}: {error}", facts) from error

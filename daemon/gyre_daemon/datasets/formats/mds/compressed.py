@@ -41,6 +41,8 @@ def scan_any(shard: str, file: BinaryIO) -> Arrays:
                 if len(data) > MAX_FRAME_BYTES:
                     limit = MAX_FRAME_BYTES >> 30
                     raise ValueError(f"it has more than {limit} GiB; write smaller shards")
+        except ConfigError:
+            raise
         except ValueError as error:
             facts = {"shard": shard, "reason": str(error)}
             raise CorruptSample(f"shard {shard}: {error}", facts) from error

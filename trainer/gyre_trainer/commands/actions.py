@@ -1,0 +1,155 @@
+"""What each command of `gyre-train` does, from parsed arguments.
+
+Modules that take long to import are imported by the command that needs them.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.config import TrainConfig, load, of_model
+from gyre_trainer.training.records.boards import require_installed
+from gyre_trainer.training.run_folder import require_writable
+
+if TYPE_CHECKING:
+    from gyre_trainer.training.export import Export
+
+LATEST = "latest"
+
+
+def prepare_run(config: TrainConfig, options: argparse.Namespace) -> None:
+    """Check, before any rank starts, what a run writes, reads and needs."""
+    require_writable(Path(config.run.out), "run.out")
+    require_installed(config.boards)
+    _require_beginning(options)
+    _checkpoint(config, options)
+
+
+def _require_beginning(options: argparse.Namespace) -> None:
+    """Check that a run that begins with given weights begins."""
+    if options.init_from is None:
+        return
+    if options.resume is not None:
+        raise ConfigError(
+            "--init-from begins a run at step 0 with the weights of a folder, and --resume "
+            "continues one with all that its checkpoint has; leave one of them out"
+        )
+    if not options.init_from.is_dir():
+        raise ConfigError(
+            f"--init-from {options.init_from} is no folder; name one that `gyre-train export` or "
+            "transformers wrote"
+        )
+
+
+def prepare_trace(_config: TrainConfig, options: argparse.Namespace) -> None:
+    """Check, before any rank starts, that traces can be written."""
+    require_writable(options.out, "--out")
+
+
+def run(config: TrainConfig, options: argparse.Namespace) -> None:
+    """Train, as one rank."""
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training.train import train  # noqa: PLC0415
+
+    _require_beginning(options)  # under torchrun nobody has
+    train(
+        config,
+        _checkpoint(config, options),
+        init_from=options.init_from,
+        may_restart=options.resume_if_any,
+    )
+
+
+def trace(config: TrainConfig, options: argparse.Namespace) -> None:
+    """Profile a few steps, as one rank."""
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training import trace as traced  # noqa: PLC0415
+
+    traced.trace(config, options.out, options.steps)
+
+
+def export(config: TrainConfig, options: argparse.Namespace) -> None:
+    """Write this rank's part of a checkpoint's model."""
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training import export as exported  # noqa: PLC0415
+
+    exported.export(config, _given_export(options))
+
+
+def read_export(options: argparse.Namespace) -> TrainConfig:
+    """The configuration of the run whose model is exported."""
+    return _given_export(options).config(int(os.environ.get("WORLD_SIZE", options.nproc)))
+
+
+def _given_export(options: argparse.Namespace) -> "Export":
+    # Torch's distributed packages take two seconds.
+    import torch  # noqa: PLC0415
+
+    from gyre_trainer.training.export import Export  # noqa: PLC0415
+
+    return Export(options.run, options.out, getattr(torch, options.dtype))
+
+
+def plan(config: TrainConfig, options: argparse.Namespace) -> str:
+    """What each module becomes, and what a step costs, as tables."""
+    # FSDP2 and fake tensors take a second to import.
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
+
+    given = plan_tables.GivenRates(options.operations_per_s, options.bytes_per_s)
+    return plan_tables.text(
+        config, options.ranks, given, options.memory * 2**30 if options.memory else None
+    )
+
+
+def memory(config: TrainConfig, options: argparse.Namespace) -> str:
+    """Draw the live bytes of a step; return the peaks as a table."""
+    # FSDP2 and fake tensors take a second to import.
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
+
+    # Only this command draws.
+    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415
+
+    require_writable(options.out.parent, "--out")
+    costs = plan_tables.step_costs(config, options.ranks)
+    try:
+        draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+    except OSError as error:
+        raise ConfigError(f"--out is {options.out}: {error.strerror}") from error
+    return plan_tables.peaks(costs)
+
+
+def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
+    """The checkpoint directory to resume from; None to begin."""
+    if options.resume is None and not options.resume_if_any:
+        return None
+    if options.resume == "":
+        raise ConfigError("--resume is empty; name a checkpoint directory, or write --resume alone")
+    # This imports torch.distributed.checkpoint, which takes a second.
+    from gyre_trainer.training.checkpoints import manifest, run_checkpoints  # noqa: PLC0415
+
+    folder = Path(config.run.out) / "checkpoints"
+    if options.resume_if_any:
+        path = run_checkpoints.latest(folder) if run_checkpoints.exists(folder) else None
+    elif options.resume == LATEST:
+        path = run_checkpoints.latest(folder)
+    else:
+        path = Path(options.resume)
+    if path:
+        manifest.read(path, config.model)
+    return path
+
+
+def read_plan(options: argparse.Namespace) -> TrainConfig:
+    """The configuration, or that of a run of the given model."""
+    flags = {"--model": options.model, "--sequence": options.sequence, "--batch": options.batch}
+    if options.config is not None:
+        given = [flag for flag, value in flags.items() if value is not None]
+        if given:
+            raise ConfigError(f"{given[0]} says what CONFIG.toml says; leave one of them out")
+        return load(options.config, options.set)
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing:
+        raise ConfigError(f"plan needs CONFIG.toml, or a model: {', '.join(missing)} missing")
+    return of_model(options.model, options.sequence, options.batch, options.set)

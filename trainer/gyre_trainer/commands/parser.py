@@ -1,0 +1,182 @@
+"""The command line of `gyre-train`: its commands, their arguments, and which action each takes."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import shtab
+
+from gyre_trainer import __version__
+from gyre_trainer.commands import actions
+from gyre_trainer.commands.argument_types import positive, rate
+from gyre_trainer.training.config import load
+from gyre_trainer.training.run_folder import require_writable
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; what is wrong ends the process with status 2, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset."
+    )
+    parser.add_argument("--version", action="version", version=f"gyre-train {__version__}")
+    shtab.add_argument_to(parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="run a training configuration to its end"))
+    _add_trace(
+        commands.add_parser(
+            "trace", help="profile a few steps on random tokens; every rotation step is named"
+        )
+    )
+    _add_export(
+        commands.add_parser(
+            "export", help="write a checkpoint's model in the layout of transformers"
+        )
+    )
+    shows = commands.add_parser(
+        "plan", help="show what each module becomes, and what a step costs a rank"
+    )
+    _add_plan(shows)
+    shows = commands.add_parser(
+        "memory", help="draw the live bytes of one step, beside FSDP2 and DDP"
+    )
+    _add_shows(shows)
+    shows.add_argument(
+        "--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png"
+    )
+    shows.set_defaults(show=actions.memory)
+    return parser.parse_args(arguments)
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    _add_config(run)
+    _add_nproc(run)
+    resumes = run.add_mutually_exclusive_group()
+    resumes.add_argument(
+        "--resume",
+        nargs="?",
+        const=actions.LATEST,
+        metavar="CHECKPOINT",
+        help="continue from a checkpoint directory, or from the run's latest",
+    )
+    resumes.add_argument(
+        "--resume-if-any",
+        action="store_true",
+        help="continue from the run's latest checkpoint, or start if there is none yet; "
+        "for a service that restarts",
+    )
+    run.add_argument(
+        "--init-from",
+        type=Path,
+        metavar="DIR",
+        help="begin at step 0 with the weights of a folder that `gyre-train export` or "
+        "transformers wrote",
+    )
+    run.set_defaults(
+        be_rank=actions.run, imports="gyre_trainer.training.train", prepare=actions.prepare_run
+    )
+
+
+def _add_trace(traces: argparse.ArgumentParser) -> None:
+    _add_config(traces)
+    _add_nproc(traces)
+    traces.add_argument(
+        "--out",
+        type=Path,
+        default=Path("trace"),
+        metavar="FOLDER",
+        help="where rank-*.json are written (default trace)",
+    )
+    traces.add_argument("--steps", type=positive, default=3, help="steps to record (default 3)")
+    traces.set_defaults(
+        be_rank=actions.trace, imports="gyre_trainer.training.trace", prepare=actions.prepare_trace
+    )
+
+
+def _add_export(exports: argparse.ArgumentParser) -> None:
+    exports.add_argument(
+        "run", type=Path, metavar="RUN", help="a run directory, or a checkpoint's directory"
+    )
+    exports.add_argument("out", type=Path, metavar="DIR", help="the folder that is written")
+    exports.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights in the files (default float32, as they were trained)",
+    )
+    _add_nproc(exports)
+    exports.set_defaults(
+        be_rank=actions.export,
+        imports="gyre_trainer.training.export",
+        read=actions.read_export,
+        prepare=lambda _, options: require_writable(options.out, "DIR"),
+    )
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
+    _add_set(plan)
+    _add_ranks(plan)
+    of_model = plan.add_argument_group("a model of transformers instead of CONFIG.toml")
+    of_model.add_argument(
+        "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
+    )
+    of_model.add_argument("--sequence", type=positive, help="tokens of a sample")
+    of_model.add_argument("--batch", type=positive, help="samples of all ranks in a step")
+    rates = plan.add_argument_group("the ranks")
+    rates.add_argument(
+        "--operations-per-s",
+        type=rate,
+        metavar="RATE",
+        help="floating-point operations of a rank (default: measured here)",
+    )
+    rates.add_argument(
+        "--bytes-per-s",
+        type=rate,
+        metavar="RATE",
+        help="bytes that a rank sends (default: a copy in this machine's memory)",
+    )
+    rates.add_argument(
+        "--memory", type=rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
+    )
+    plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
+
+
+def _add_shows(shows: argparse.ArgumentParser) -> None:
+    """Options of the commands without ranks, which compute on fake tensors."""
+    _add_config(shows)
+    _add_ranks(shows)
+    shows.set_defaults(be_rank=None)
+
+
+def _add_ranks(shows: argparse.ArgumentParser) -> None:
+    shows.add_argument(
+        "--ranks",
+        type=positive,
+        default=4,
+        help="number of ranks of the job; this machine needs none of them (default 4)",
+    )
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", type=Path, metavar="CONFIG.toml")
+    command.set_defaults(read=lambda options: load(options.config, options.set))
+    _add_set(command)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one value of the configuration",
+    )
+
+
+def _add_nproc(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--nproc",
+        type=positive,
+        default=1,
+        help="ranks to start on this machine (default 1; not under torchrun)",
+    )
