@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers import cross_entropy
+from gyre_trainer.layers.head import cross_entropy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -26,10 +26,11 @@ from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
-from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.found_blocks import find_rule
+from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.norm import recompute_norms
@@ -369,6 +370,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
     bundle_small(module)
+    defer_logits(module)
     if target.policy.recompute:
         recompute_norms(module)
     if target.policy.dropout == "equal":

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
-from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.rotation.rotation import RotationPolicy
 from torch import Tensor, nn
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.layers import cross_entropy
-from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.head import cross_entropy
+from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

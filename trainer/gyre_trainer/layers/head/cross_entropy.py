@@ -27,7 +27,7 @@ from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
-from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule, parameter_at
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.local_shards import local_of
 
@@ -107,13 +107,21 @@ def _statistics(
             "name it in the `keep` of quantize_frozen"
         )
     if isinstance(linear, RotatedModule):
-        statistics: Tensor = run(linear.rotation_by(rule), (x_TD, targets_T, counted_T), {})
+        inputs = x_TD, targets_T, counted_T, *_whole_bias(linear)
+        statistics: Tensor = run(linear.rotation_by(rule), inputs, {})
         return statistics
     dtype = linear.outer_dtype if isinstance(linear, ReplicatedModule) else None
     x_TD, weight_VD = cast(x_TD, dtype), cast(local_of(linear.weight), dtype)
     bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
     classes = _Classes(0, linear.out_features, linear.out_features)
     return _of_slice(x_TD, weight_VD, bias, targets_T, counted_T, classes, with_sum)
+
+
+def _whole_bias(linear: RotatedModule) -> list[Tensor]:
+    """The bias, if there is one that every rank has whole: that of a layer tied to an embedding."""
+    module, names = linear.rotation.module, {cut.name for cut in linear.rotation.layout.cuts}
+    bias = parameter_at(module, "bias")
+    return [] if bias is None or "bias" in names else [local_of(bias)]
 
 
 @dataclass(frozen=True)
@@ -137,9 +145,11 @@ class StatisticsRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
         """Statistics [S, T] of the slice's own classes."""
-        x_TD, targets_T, counted_T = args
+        x_TD, targets_T, counted_T, *whole_bias = args
         classes = _Classes(*current.bounds["weight"], self.num_classes)
         weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
+        if whole_bias:
+            bias_V = whole_bias[0][classes.start : classes.stop]
         return _of_slice(
             x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred
         )
