@@ -59,7 +59,8 @@ class Loader(DescribedDataset):
       dataset has; unsigned token ids become `token_dtype`.
     * A field whose samples differ in length is two tensors: `NAME`, all samples one after the
       other, and `NAME.offsets`, int64 [B + 1]. Sample i is `NAME[offsets[i]:offsets[i + 1]]`.
-      `gyre_client.texts` and `gyre_client.objects` turn such bytes into strings and JSON values.
+      `gyre_client.texts` and `gyre_client.objects` turn such bytes into strings and JSON values;
+      `gyre_client.padded` makes one tensor of samples, padded to the longest, and a mask.
     * `sample_id`, int64 [B], has the numbers of the samples in their dataset.
     * `mask`, bool [B], exists with `tail="pad"`: false for samples that only fill the batch up.
 
@@ -196,18 +197,11 @@ class Loader(DescribedDataset):
         widened([], token_dtype)
         self._declared = None if transform is None else transform_list(transform)
         to_device = parse_device(device)
+        blocks = io_block_bytes, window_blocks
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options, pack),
             order=order_spec(
-                batch_size,
-                world_size,
-                seed,
-                tail,
-                order,
-                io_block_bytes,
-                window_blocks,
-                balance,
-                bucket,
+                batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
             reader=reader(job, rank, world_size),
             # 0: the daemon reads ahead beyond the end of an iteration

@@ -27,8 +27,8 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
         longest], true for elements of samples and false for padding.
 
     Raises:
-        InvalidRequest: The batch has no such field, its samples all have one length, or `value` is
-            no number that the dtype holds.
+        InvalidRequest: The batch has no such field, its samples all have one length or differ in
+            several dims, or `value` is no number that the dtype holds.
     """
     offsets_name = f"{text('name', name)}.offsets"
     tensors = mapping("batch", batch)
@@ -37,6 +37,11 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
         raise InvalidRequest(
             f"{name!r} is not a field whose samples differ in length; the batch has "
             f"{', '.join(tensors)}"
+        )
+    if f"{name}.shape" in tensors:
+        raise InvalidRequest(
+            f"the samples of {name!r} differ in several dims, and only the first can be padded; "
+            f"{name}.shape has their shapes"
         )
     if not _holds(data.dtype, value):
         raise InvalidRequest(f"value is {shown(value)}; it must be a number of {data.dtype}")

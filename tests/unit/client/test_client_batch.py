@@ -206,6 +206,12 @@ def test_padding_that_the_dtype_does_not_hold_is_refused(value: float) -> None:
             padded(halves, "x", beyond)
 
 
+def test_samples_that_differ_in_several_dims_are_not_padded() -> None:
+    shapes = {"x.shape": torch.tensor([[1, 3]])}
+    with pytest.raises(InvalidRequest, match=r"'x' differ in several dims.* x\.shape has"):
+        padded({**ragged(b"one"), **shapes}, "x")
+
+
 def test_a_field_of_one_length_is_not_padded() -> None:
     with pytest.raises(InvalidRequest, match="'y' is not a field whose samples differ in length"):
         padded(ragged(b"one"), "y")
