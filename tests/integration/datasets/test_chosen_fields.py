@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "score": SCORES,
             "pair": pa.array([[number, 1] for number in NUMBERS], pa.list_(pa.int16(), 2)),
             "digits": [str(number) for number in NUMBERS],
-            "list": [[1, 2]] * 5,
+            "raw": [b"12"] * 5,
         }
     )
     pq.write_table(table, folder / "parquet/a.parquet")
@@ -80,7 +80,7 @@ def test_arrays_and_digits_are_cast_too(folder: Path) -> None:
         ({"cast": {"score": "float16"}}, CorruptSample, "does not fit into float16"),
         ({"cast": {"number": "int7"}}, ConfigError, "must be one of int8, int16"),
         ({"cast": {"other": "int8"}}, ConfigError, "no such field"),
-        ({"cast": {"list": "int8"}}, ConfigError, "only numbers, arrays of one shape"),
+        ({"cast": {"raw": "int8"}}, ConfigError, "only numbers, arrays, lists of numbers, and"),
         ({"rename": {"x": "y"}}, ConfigError, "no such field; there are number"),
         ({"rename": {"number": "score"}}, ConfigError, "it is taken"),
         ({"rename": {"number": "sample_id"}}, ConfigError, "it is taken"),
