@@ -103,7 +103,7 @@ def compared(
         plan = rotate_all(
             model,
             mesh=mesh,
-            rules=RULES.get(family),
+            rules=None if find_blocks else RULES.get(family),
             find_blocks=find_blocks,
             policy=RotationPolicy(recompute=recompute),
         )

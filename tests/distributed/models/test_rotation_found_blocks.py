@@ -11,6 +11,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.layers.moe import ExpertsRule
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 
@@ -165,9 +166,48 @@ class Packed(nn.Module):
         return output
 
 
+class Stacked(nn.Module):
+    """Experts whose numbers and scores are passed in an order of their own; six columns wide."""
+
+    def __init__(self, *, residual: bool = False) -> None:
+        super().__init__()
+        self.residual = residual
+        self.up, self.down = (nn.Parameter(torch.randn(5, *s)) for s in ((DIM, 8), (8, DIM)))
+        self.down_shift = nn.Parameter(torch.randn(5, DIM))
+
+    def forward(self, x: Tensor, by: Tensor, to: Tensor) -> Tensor:
+        output = x.clone() if self.residual else torch.zeros_like(x)
+        for expert, (up, down, shift) in enumerate(
+            zip(self.up, self.down, self.down_shift, strict=True)
+        ):
+            y = (x @ up).relu() @ down + shift
+            output = output + y * ((to == expert) * by).sum(-1, keepdim=True)
+        return output
+
+
+STACKED = ExpertsRule(
+    ("up", "down", "down_shift"), "to", last=("down", "down_shift"), arguments=("x", "by", "to")
+)
+
+
+def test_experts_of_gpt_oss_are_found_at_full_width_on_meta() -> None:
+    import transformers  # seconds, for these tests alone
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    with torch.device("meta"):  # 32 experts, 2880 wide inside and outside
+        config = transformers.GptOssConfig(num_local_experts=32)
+        experts = GptOssExperts(config)  # type: ignore[no-untyped-call]
+    rule = find_rule(experts, 8)
+    assert isinstance(rule, ExpertsRule)
+    assert (rule.chosen, rule.scores) == ("router_indices", "routing_weights")
+    assert rule.last == ("down_proj", "down_proj_bias")
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
+        (Stacked, STACKED),
+        (lambda: Stacked(residual=True), None),
         (Gated, MLPRule(ups=("a", "b"), down="c")),
         (lambda: Gated(hidden=11), MLPRule(ups=("a", "b"), down="c")),
         (lambda: Heads(reads_weights=True), AttentionRule(2, inputs=("q", "k", "v"), output="o")),

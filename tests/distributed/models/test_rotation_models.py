@@ -24,6 +24,13 @@ def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
     require_exact(ranks(num_ranks).run(compared, list(FAMILIES)))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_stacked_experts_are_found_and_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
+    found = ranks(num_ranks).run(partial(compared, find_blocks=True), ["GptOss"])
+    require_exact(found)
+    assert all(each["GptOss"][0] > 0.96 for each in found)
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("recompute", [False, True])

@@ -1,4 +1,4 @@
-"""Finds attention and MLPs in a model by their structure, and tries each finding before it is used.
+"""Finds attention, MLPs and experts by their structure, and tries each finding before it is used.
 
 A module with two or three linear layers may be an MLP, and one with four, or with two of which the
 first makes queries, keys and values, an attention: the shapes of the layers say which could be the
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found_experts import find_experts_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotation.rule import Rule, swapped
 from gyre_trainer.shards.layout import Layout
@@ -39,7 +40,8 @@ def find_rule(module: nn.Module, num_slices: int) -> Rule | None:
     training and in evaluation. Random numbers are drawn later as if none had been drawn here.
     """
     rules = [*_mlp_rules(module), *_attention_rules(module)] if _has_plain_layers(module) else []
-    return next((rule for rule in rules if _fits(module, rule, num_slices)), None)
+    found = next((rule for rule in rules if _fits(module, rule, num_slices)), None)
+    return found or find_experts_rule(module, num_slices)
 
 
 def _has_plain_layers(module: nn.Module) -> bool:

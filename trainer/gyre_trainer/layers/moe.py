@@ -117,12 +117,15 @@ class ExpertsRule(Rule):
         scores: the argument with a weight for every expert in its last dim, of which a slice takes
             its own; None where the weights are of the chosen experts.
         last: names of the parameters that the output is linear in; () for the last of ``weights``.
+        arguments: names of the forward's arguments in their order, so that ``chosen`` and
+            ``scores`` may be names of arguments that are passed by position; () without that.
     """
 
     weights: tuple[str, ...] = ("gate", "up", "down")
     chosen: int | str = 1
     scores: int | str | None = None
     last: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -148,7 +151,19 @@ class ExpertsRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the slice's experts for the tokens that chose them."""
-        start, stop = current.bounds[self.weights[0]]
+        own, named = self.arguments_of(*current.bounds[self.weights[0]], args, kwargs)
+        return current.forward(*own, **named)
+
+    def arguments_of(
+        self, start: int, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments for the experts of [start, stop), by position and by name.
+
+        Raises:
+            RotationError: the module is called without an argument that the rule names.
+        """
+        if self.arguments:
+            args, kwargs = (), dict(zip(self.arguments, args, strict=False)) | kwargs
         arguments: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         for name, argument in (("chosen", self.chosen), ("scores", self.scores)):
             if argument is not None and argument not in arguments:
@@ -161,4 +176,4 @@ class ExpertsRule(Rule):
             arguments[self.scores] = arguments[self.scores].narrow(-1, start, stop - start)
         arguments[self.chosen] = torch.where(is_here, chosen - start, stop - start)
         own = [arguments.pop(position) for position in range(len(args))]
-        return current.forward(*own, **{str(name): value for name, value in arguments.items()})
+        return own, {str(name): value for name, value in arguments.items()}
