@@ -279,9 +279,9 @@ def measure(contender: Contender, folder: Path, seed: int) -> tuple[float, float
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of all that it started and that still run."""
+    """CPU time of this process and of all that it started, those that have ended too."""
     me = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in (me, *me.children(recursive=True)))
+    return sum(sum(each.cpu_times()[:4]) for each in (me, *me.children(recursive=True)))
 
 
 def check_texts(folder: Path) -> None:
