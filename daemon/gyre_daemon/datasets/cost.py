@@ -224,7 +224,7 @@ def _recommend(
     with_cache = ""
     if not query.cache_bytes and query.num_epochs > 1:
         with_cache = (
-            f"; where there are {cached.memory_bytes / 1e9:,.1f} GB for a cache, `full` asks for "
+            f"; where there are {in_units(cached.memory_bytes)} for a cache, `full` asks for "
             "each byte only once"
         )
     return (
@@ -269,3 +269,10 @@ def _requests(extents: Extents) -> tuple[Int64Array, Int64Array]:
 def _spread(count: int) -> Int64Array:
     """Some numbers of `[0, count)`, evenly spread."""
     return np.unique(np.linspace(0, count - 1, min(count, _NUM_SAMPLED)).astype(np.int64))
+
+
+def in_units(num_bytes: float) -> str:
+    """Returns a size in decimal units, as storage is sold: "2.0 GB", or "3 MB" below a tenth of one."""
+    if num_bytes >= 1e8:
+        return f"{num_bytes / 1e9:,.1f} GB"
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.0f} kB"

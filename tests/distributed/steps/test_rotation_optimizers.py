@@ -14,6 +14,7 @@ from gyre_trainer.rotate import Adafactor, Rprop, rotate_all
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
+    LBFGS,
     SGD,
     Adadelta,
     Adagrad,
@@ -122,6 +123,31 @@ def test_any_of_torchs_optimizers_takes_the_steps_of_one_process(
     for found in ranks(num_ranks).run(under_every_optimizer):
         assert {name: apart for name, (apart, _) in found.items() if not apart <= 1e-12} == {}
         assert min(went for _, went in found.values()) > 1e-3
+
+
+def under_lbfgs() -> tuple[float, float]:
+    """As `under_every_optimizer`, of a model that the ranks cut evenly."""
+    torch.manual_seed(5)
+    with default_dtype(torch.float64):
+        alone = nn.Sequential(nn.Flatten(), nn.Linear(10, 6), nn.Tanh(), MLP(6, 12, bias=False))
+    model = copy.deepcopy(alone)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    start = whole_parameters(model)
+    for each in (model, alone):
+        optimizer = LBFGS(each.parameters(), lr=0.1, max_iter=4)
+        for step in range(3):
+            optimizer.step(partial(compute_gradients, each, step))
+    after = whole_parameters(alone)
+    return distance(whole_parameters(model), after), distance(after, start)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_lbfgs_takes_the_steps_of_one_process_where_shards_are_equal(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    for apart, went in ranks(num_ranks).run(under_lbfgs):
+        assert apart <= 1e-12
+        assert went > 1e-3
 
 
 def under_every_clipping() -> list[tuple[str, float, float]]:

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.cost import CostQuery, Estimate, StoragePrices, estimate_costs
+from gyre_daemon.datasets.cost import (
+    CostQuery,
+    Estimate,
+    StoragePrices,
+    estimate_costs,
+    in_units,
+)
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_unequal_samples
@@ -188,3 +194,18 @@ def test_a_recommendation_is_one_sentence_and_says_why(
     assert words in recommendation
     assert recommendation.endswith(".")
     assert recommendation.count(". ") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (2e12, "2,000.0 GB"),
+        (2e9, "2.0 GB"),
+        (1e8, "0.1 GB"),
+        (99e6, "99 MB"),
+        (3e6, "3 MB"),
+        (2e4, "20 kB"),
+    ],
+)
+def test_sizes_are_told_in_the_unit_that_shows_them(num_bytes: float, text: str) -> None:
+    assert in_units(num_bytes) == text

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from gyre_daemon.datasets.cost import GOOD_QUALITY, CostQuery, CostReport, Estimate, estimate_costs
+from gyre_daemon.datasets.cost import (
+    GOOD_QUALITY,
+    CostQuery,
+    CostReport,
+    Estimate,
+    estimate_costs,
+    in_units,
+)
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.order.planning import planner_for
@@ -87,7 +94,7 @@ def _recommend(
     in_cache: float,
 ) -> str:
     full, block, _ = estimates
-    needed, window = f"{index.chunk_bytes.sum() / 1e9:,.1f} GB", query.order.window_blocks
+    needed, window = in_units(index.chunk_bytes.sum()), query.order.window_blocks
     fewer = f"{full.num_chunks_decoded / max(block.num_chunks_decoded, 1):,.0f}"
     quality = block.quality.worst
     if query.cache_bytes and in_cache == 1.0:
@@ -98,7 +105,7 @@ def _recommend(
     if in_window < 1.0:
         return (
             f"Take `block` with a narrower window than {window} blocks, or a larger cache: this "
-            f"window takes {block.memory_bytes / 1e9:,.1f} GB, and what the cache does not hold of "
+            f"window takes {in_units(block.memory_bytes)}, and what the cache does not hold of "
             "it is decoded again and again."
         )
     if quality < GOOD_QUALITY:
