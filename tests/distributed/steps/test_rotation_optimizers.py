@@ -134,7 +134,7 @@ def under_lbfgs() -> tuple[float, float]:
     rotate_all(model, mesh=make_mesh("cpu"))
     start = whole_parameters(model)
     for each in (model, alone):
-        optimizer = LBFGS(each.parameters(), lr=0.1, max_iter=4)
+        optimizer: torch.optim.Optimizer = LBFGS(each.parameters(), lr=0.1, max_iter=4)
         for step in range(3):
             optimizer.step(partial(compute_gradients, each, step))
     after = whole_parameters(alone)
