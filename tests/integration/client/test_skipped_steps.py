@@ -1,6 +1,5 @@
 """Steps that a job leaves out: on every rank, through kills and resumes, of any kind of dataset."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from gyre_client.errors import CursorRejected, InvalidRequest
 
 from tests.batches import Batch, same, take
 from tests.conftest import StartDaemon
+from tests.elastic import Stage, in_stages
 from tests.mixtures import write_sources
 from tests.packing import documents, joined
 
@@ -49,27 +49,20 @@ def test_every_rank_leaves_them_out_and_the_state_keeps_it(
 
     with loader(0, 1) as alone:
         whole = [whole_batch([batch]) for batch in take(alone, 13)]
-    found: list[Batch] = []
-    state: dict[str, Any] | None = None
-    for num_ranks, num, kill in ((2, 2, False), (4, 4, True), (1, 4, False)):
-        with contextlib.ExitStack() as stack:
-            # the state says it to the last ones
-            keys = {"skip_steps": SKIPPED} if num_ranks > 1 else {}
-            ranks = [
-                stack.enter_context(loader(each, num_ranks, **keys)) for each in range(num_ranks)
-            ]
-            if state:
-                for each in ranks:
-                    each.load_state_dict(state)
-            for number in range(num):
-                if kill and number == 2:
-                    daemon.kill()
-                    daemon.start()
-                assert [each.step for each in ranks] == [KEPT[len(found)]] * num_ranks
-                assert ranks[0].num_batches == len(found)
-                found.append(whole_batch([next(each) for each in ranks]))
-            state = ranks[0].state_dict()
-            assert all(each.state_dict() == state for each in ranks)
+    num_read = 0
+
+    def check(ranks: list[Loader]) -> None:
+        nonlocal num_read
+        assert [each.step for each in ranks] == [KEPT[num_read]] * len(ranks)
+        assert ranks[0].num_batches == num_read
+        num_read += 1
+
+    def open_rank(rank: int, num_ranks: int) -> Loader:
+        # the state says it to the last one
+        return loader(rank, num_ranks, **({"skip_steps": SKIPPED} if num_ranks > 1 else {}))
+
+    stages = [Stage(2, 2), Stage(4, 4, kill_before=2), Stage(1, 4)]
+    found, _ = in_stages(daemon, open_rank, stages, whole_batch, check)
     assert same(found, [whole[step] for step in KEPT])
 
 

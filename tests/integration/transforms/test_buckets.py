@@ -1,5 +1,6 @@
 """Batches of similar lengths through a real daemon, on ranks that come and go."""
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.batches import Batch, ids
 from tests.conftest import Daemon, StartDaemon
+from tests.elastic import Stage, in_stages
 from tests.packing import documents
 
 DOCUMENTS = documents(150, seed=2)
@@ -53,27 +55,14 @@ def test_two_ranks_then_one_read_the_batches_of_one(
         assert len(alone) == 18
     assert len(set(ids(whole[:18]))) == 18 * 8
     check_documents(whole)
-    ranks = [loader(served, rank, 2) for rank in range(2)]
-    streams = [each.stream() for each in ranks]
-    found = []
-    for step in range(10):
-        if step == 7:
-            served.kill()
-            served.restart()
-        found.append([number for stream in streams for number in ids([next(stream)])])
-    states = [each.state_dict() for each in ranks]
-    assert states[0] == states[1]
-    for each in ranks:
-        each.close()
-    with loader(served) as last:
-        last.load_state_dict(states[0])
-        found += [ids([batch]) for batch in islice(last.stream(), 20)]
+    stages = [Stage(2, 10, kill_before=7), Stage(1, 20)]
+    found, state = in_stages(served, partial(loader, served), stages, ids)
     assert found == [ids([batch]) for batch in whole]
     with pytest.raises(CursorRejected, match="buckets is 6 batches by `tokens` there and none"):
-        resumed(loader(served, bucket=None), states[0])
+        resumed(loader(served, bucket=None), state)
 
     located = pb.LocateStepRequest(
-        dataset=pb.DatasetRef(name="docs"), cursor=states[0]["cursor"], step=3
+        dataset=pb.DatasetRef(name="docs"), cursor=state["cursor"], step=3
     )
     with Connection(parse_address(served.address)) as connection:
         answer = connection.locate_step(located)

@@ -1,9 +1,6 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
-import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,10 +15,10 @@ from gyre_client.loader.text import texts
 
 from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
+from tests.elastic import OpenRank, Stage, in_stages
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
-from tests.packing import check_packed
+from tests.packing import check_packed, joined
 
-ROOT = Path(__file__).parents[3]
 G = 8
 PLAN = ("plan", "--sources", "--batch-size", str(G))
 WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
@@ -86,15 +83,13 @@ def test_ranks_resume_and_see_the_same(gyred: StartDaemon, config: dict[str, Any
     shares = [[source_of(each) for each in values([batch])].count("books") for batch in whole]
     assert any(shares[:6])
     assert not any(shares[6:])  # the schedule leaves it out from step 6 on
-    state: dict[str, Any] | None = None
-    again: list[Batch] = []
-    for num_ranks, num in ((1, 3), (4, 7), (2, 10)):
-        parts = [
-            batches(daemon, "later", num, state, rank=rank, world_size=num_ranks)
-            for rank in range(num_ranks)
-        ]
-        state = parts[0][1]
-        again += [{"id": torch.cat([its[step]["id"] for its, _ in parts])} for step in range(num)]
+
+    def open_rank(rank: int, num_ranks: int) -> Loader:
+        ranks: dict[str, Any] = {"rank": rank, "world_size": num_ranks}
+        return Loader("later", address=daemon.address, batch_size=G, seed=5, **ranks)
+
+    stages = [Stage(1, 3), Stage(4, 7), Stage(2, 10)]
+    again, _ = in_stages(daemon, open_rank, stages, joined)
     assert values(again) == values(whole)
 
 
@@ -284,20 +279,10 @@ def rows_of(batch: Batch) -> list[Row]:
     ]
 
 
-def read_steps(
-    daemon: Daemon, loaders: list[Loader], num: int, kill_at: int = -1
-) -> list[list[Row]]:
-    """The rows of each global batch, in the order of their ids: ranks share them by cost."""
-    steps = []
-    streams = [loader.stream() for loader in loaders]
-    for number in range(num):
-        if number == kill_at:
-            daemon.kill()
-            daemon.start()
-        parts = [next(stream) for stream in streams]
-        assert {len(batch["sample_id"]) for batch in parts} == {G // len(loaders)}
-        steps.append(sorted(row for batch in parts for row in rows_of(batch)))
-    return steps
+def all_rows(parts: list[Batch]) -> list[Row]:
+    """The rows of a global batch, in the order of their ids: ranks share them by cost."""
+    assert {len(batch["sample_id"]) for batch in parts} == {G // len(parts)}
+    return sorted(row for batch in parts for row in rows_of(batch))
 
 
 @pytest.mark.parametrize("pack", [None, {"field": "text", "length": 40, "overlong": "split"}])
@@ -312,33 +297,39 @@ def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
     daemon = gyred(config)
     change = ("mix", "all", "--weights=web=0.25,code=0.75", "--from-step=14")
 
-    def ranks(num: int, job: str, state: dict[str, Any] | None) -> list[Loader]:
-        loaders = []
-        for rank in range(num):
-            loader = Loader(
+    def job(name: str) -> OpenRank:
+        def open_rank(rank: int, num_ranks: int) -> Loader:
+            return Loader(
                 "all",
                 batch_size=G,
                 seed=9,
                 rank=rank,
-                world_size=num,
-                job=job,
+                world_size=num_ranks,
+                job=name,
                 address=daemon.address,
                 prefetch_batches=2,
                 balance={"linear": 1.0, "quadratic": 0.1, "field": "text"},
                 pack=pack,
                 skip_steps=[(9, 11)],
             )
-            if state:
-                loader.load_state_dict(state)
-            loaders.append(loader)
-        return loaders
 
-    (straight,) = loaders = ranks(1, "straight", None)
-    with straight:
-        whole = read_steps(daemon, loaders, 2)
-        status, text = printed(capsys, daemon, *change, "--job=straight", *packed_flags(pack))
-        assert status == 0, text
-        whole += read_steps(daemon, loaders, 24)
+        return open_rank
+
+    def read(name: str, *stages: Stage) -> list[list[Row]]:
+        """The steps of a job; the change is asked for behind its first step."""
+        num_read = 0
+
+        def ask(ranks: list[Loader]) -> None:
+            nonlocal num_read
+            if num_read == 1:
+                flags = (f"--job={name}", *packed_flags(pack))
+                status, text = printed(capsys, daemon, *change, *flags)
+                assert status == 0, text
+            num_read += 1
+
+        return in_stages(daemon, job(name), stages, all_rows, ask)[0]
+
+    whole = read("straight", Stage(1, 26))
     for _, source, its in (each for step in whole for each in step):
         for value, text in its:
             assert len(text) >= 5
@@ -346,33 +337,13 @@ def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
             assert pack or source_of(value) == list(SIZES)[source]
     assert {source for step in whole[:12] for _, source, _ in step} == {0, 1, 2}
     assert {source for step in whole[12:] for _, source, _ in step} == {0, 1}  # from step 14 on
-    state: dict[str, Any] | None = None
-    found: list[list[Row]] = []
-    for num_ranks, num, kill_at in ((2, 2, -1), (2, 8, 4), (4, 9, 5), (1, 7, -1)):
-        with contextlib.ExitStack() as stack:
-            loaders = [stack.enter_context(each) for each in ranks(num_ranks, "elastic", state)]
-            found += read_steps(daemon, loaders, num, kill_at)
-            if len(found) == 2:
-                flags = ("--job=elastic", *packed_flags(pack))
-                assert printed(capsys, daemon, *change, *flags)[0] == 0
-            state = loaders[0].state_dict()
+    stages = [Stage(2, 2), Stage(2, 8, kill_before=4), Stage(4, 9, kill_before=5), Stage(1, 7)]
+    found = read("elastic", *stages)
     assert found == whole
 
 
 def packed_flags(pack: dict[str, Any] | None) -> list[str]:
     return [f"--pack={key}={value}" for key, value in (pack or {}).items()]
-
-
-def test_the_example_reads_its_schedule(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/mixture.py", "--workdir", str(tmp_path), "--steps", "16"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=240, cwd=ROOT
-    )
-    lines = [line.split() for line in done.stdout.splitlines()]
-    shares = [int(line[3].rstrip("%")) for line in lines if line[0] == "step"]
-    assert len(shares) == 8
-    assert min(shares[:4]) > 70
-    assert max(shares[4:]) < 30
 
 
 PACKED = {

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 
 from tests.batches import same, take
 from tests.conftest import Daemon, StartDaemon
+from tests.elastic import Stage, in_stages
 from tests.packing import check_packed, joined
 from tests.tokenizers import make_tokenizer
 
@@ -85,24 +87,8 @@ def test_global_batches_are_those_of_stored_ids_on_any_ranks_through_kills(
         assert num_steps > len(alone) == len(columns)  # more than an epoch
         wanted = take(alone, num_steps)
         assert same(take(columns, num_steps), wanted)
-    state: dict[str, Any] = {}
-    got = []
-    for world_size, steps in ((1, 4), (3, 5), (2, 4)):
-        ranks = [loader("lines", rank, world_size) for rank in range(world_size)]
-        for each in ranks:
-            if state:
-                each.load_state_dict(state)
-        streams = [each.stream() for each in ranks]
-        for step in range(steps):
-            if step == world_size == 3:
-                served.kill()
-                served.restart()
-            got.append(joined([next(stream) for stream in streams]))
-        states = [each.state_dict() for each in ranks]
-        assert all(each == states[0] for each in states)
-        state = states[0]
-        for each in ranks:
-            each.close()
+    stages = [Stage(1, 4), Stage(3, 5, kill_before=3), Stage(2, 4)]
+    got, state = in_stages(served, partial(loader, "lines"), stages, joined)
     assert same(got, [joined([batch]) for batch in wanted])
     library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     whole = [[*library.encode(each).ids, END] for each in texts()]

@@ -18,6 +18,7 @@ from gyre_client.errors import ConfigError, CursorRejected, InvalidRequest
 from tests.batches import same
 from tests.conftest import StartDaemon
 from tests.daemons import status
+from tests.elastic import Stage, in_stages
 from tests.packing import Documents, check_packed, documents, joined
 from tests.token_files import megatron_idx
 
@@ -135,23 +136,8 @@ def test_global_batches_are_the_same_on_any_ranks_through_kills(
     with loader(0, 1, "packed") as alone:
         whole = [joined([batch]) for batch in islice(alone.stream(), num_steps)]
         assert num_steps > len(alone)  # more than an epoch
-    state, got = None, []
-    for world_size, steps in ((1, 5), (4, 6), (3, 7), (2, 6)):
-        ranks = [loader(rank, world_size) for rank in range(world_size)]
-        for each in ranks:
-            if state:
-                each.load_state_dict(state)
-        streams = [each.stream() for each in ranks]
-        for step in range(steps):
-            if step == 3:
-                daemon.kill()
-                daemon.restart()
-            got.append(joined([next(stream) for stream in streams]))
-        states = [each.state_dict() for each in ranks]
-        assert all(each == states[0] for each in states)
-        state = states[0]
-        for each in ranks:
-            each.close()
+    stages = [Stage(1, 5, kill_before=3), Stage(4, 6, 3), Stage(3, 7, 3), Stage(2, 6, 3)]
+    got, state = in_stages(daemon, loader, stages, joined)
     assert same(got, whole)
     balance: dict[str, object] = {"linear": 1, "quadratic": 1, "field": "tokens"}
     balanced = [
@@ -198,7 +184,7 @@ def test_global_batches_are_the_same_on_any_ranks_through_kills(
         other = Loader(
             "docs", batch_size=24, seed=3, address=daemon.address, pack={**pack, "length": 65}
         )
-        other.load_state_dict(states[0])
+        other.load_state_dict(state)
         next(iter(other))
 
 

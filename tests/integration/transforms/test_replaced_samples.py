@@ -16,8 +16,10 @@ from gyre_client.errors import CorruptSample, CursorRejected
 from gyre_daemon.order.cursor import decode_cursor
 from PIL import Image
 
+from tests.batches import ids
 from tests.conftest import Daemon, to_toml
 from tests.daemons import status
+from tests.elastic import Stage, in_stages
 from tests.probe_transforms import install
 
 NUM, LENGTH, BATCH = 48, 4, 6
@@ -119,15 +121,15 @@ def test_what_cannot_be_transformed_is_replaced_reported_and_counted(node: Node)
     before = status(node.daemon).num_substitutes_sent
     with loader(node) as source:
         drawn = set()
-        ids = []
+        read = []
         for batch in islice(source.stream(), 2 * NUM // BATCH):
-            ids += batch["sample_id"].tolist()
-            assert batch["first"].tolist() == [each * LENGTH for each in ids[-BATCH:]]
+            read += batch["sample_id"].tolist()
+            assert batch["first"].tolist() == [each * LENGTH for each in read[-BATCH:]]
             drawn |= set(batch["drawn"].flatten().tolist())
         cursor = decode_cursor(source.state_dict()["cursor"])
     assert len(drawn) > 3 * NUM
     good = set(range(NUM)) - set(BAD)
-    for epoch in (ids[:NUM], ids[NUM:]):
+    for epoch in (read[:NUM], read[NUM:]):
         assert set(epoch) == good
         assert max(map(epoch.count, good)) == 2
     assert cursor.num_substitutes == 2 * len(BAD)
@@ -149,26 +151,12 @@ def test_any_ranks_get_the_same_through_a_kill_and_nothing_is_tried_again(
                  "--step", "3", "--seed", "4", "--json"]) == 0  # fmt: skip
     assert json.loads(capsys.readouterr().out)["sample_ids"] == wanted[3]
     measured = sum(each["event"] == "shard measured" for each in node.daemon.events())
-    state: dict[str, Any] = {}
-    got: list[list[int]] = []
-    for world_size, steps in ((2, 5), (3, 6), (1, 5)):
-        ranks = [
-            loader(node, "declared", rank=rank, world_size=world_size) for rank in range(world_size)
-        ]
-        for each in ranks:
-            if state:
-                each.load_state_dict(state)
-        streams = [each.stream() for each in ranks]
-        for step in range(steps):
-            if step == world_size == 2:
-                node.daemon.kill()
-                node.daemon.restart()
-            got.append([one for its in streams for one in next(its)["sample_id"].tolist()])
-        states = [each.state_dict() for each in ranks]
-        assert all(each == states[0] for each in states)
-        state = states[0]
-        for each in ranks:
-            each.close()
+
+    def open_rank(rank: int, world_size: int) -> Loader:
+        return loader(node, "declared", rank=rank, world_size=world_size)
+
+    stages = [Stage(2, 5, kill_before=2), Stage(3, 6), Stage(1, 5)]
+    got, state = in_stages(node.daemon, open_rank, stages, ids)
     assert got == wanted
     assert sum(each["event"] == "shard measured" for each in node.daemon.events()) == measured
     fewer = [{**TROUBLE, "dies": []}, CHAIN[1]]
@@ -180,7 +168,7 @@ def test_more_than_the_limit_are_refused(node: Node) -> None:
     with pytest.raises(CorruptSample, match=r"has 3 corrupt .*max_corrupt = 2 allows 2.*sample 7 "):
         loader(node, "few")
     with loader(node, "few", transform=[TROUBLE | {"dies": []}]) as source:
-        assert not {*BAD[1:]} & {each for ids in ids_of(source, 8) for each in ids}
+        assert not {*BAD[1:]} & {each for some in ids_of(source, 8) for each in some}
 
 
 @pytest.mark.parametrize("more", [[], [{"name": "cache"}]])
@@ -188,7 +176,7 @@ def test_images_that_are_damaged_or_too_large_are_replaced(
     node: Node, more: Sequence[Mapping[str, Any]]
 ) -> None:
     with loader(node, "pictures", batch_size=5, transform=[*DECODE, *more]) as source:
-        assert {each for ids in ids_of(source, 2) for each in ids} == {*range(10)} - {3, 8}
+        assert {each for some in ids_of(source, 2) for each in some} == {*range(10)} - {3, 8}
     found = report(node, "pictures")
     assert [each["sample_id"] for each in found] == [3, 8]
     assert "decode_image: it is no image that can be decoded" in found[0]["reason"]

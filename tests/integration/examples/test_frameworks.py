@@ -5,40 +5,15 @@ What each rank consumed is compared with the plan.
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gyre_client import Loader
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.examples import run_example
+
 BATCH_SIZE, NUM_STEPS = 16, 18  # three epochs of 100 samples, in whole batches
-DEADLINE_S = 170.0
-
-
-def run(example: str, folder: Path, num_ranks: int, *options: str) -> None:
-    if num_ranks == 1:
-        command = [sys.executable]
-    else:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(num_ranks),
-            *rendezvous,
-        ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    environment.pop("GYRE_ADDRESS", None)
-    command += [str(ROOT / f"examples/{example}.py"), "--workdir", str(folder), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
 def planned(folder: Path, rank: int, num_ranks: int) -> list[list[int]]:
@@ -76,7 +51,7 @@ def test_a_stopped_and_resumed_run_consumes_what_is_planned(
         pytest.skip(f"{needs} is not installed")
     monkeypatch.delenv("GYRE_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run(example, tmp_path, num_ranks)
+    run_example(example, tmp_path, num_ranks=num_ranks)
     for rank in range(num_ranks):
         consumed = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert consumed == planned(tmp_path, rank, num_ranks), f"rank {rank}"
@@ -85,7 +60,7 @@ def test_a_stopped_and_resumed_run_consumes_what_is_planned(
 @pytest.mark.parametrize("trainer", ["accelerate", "huggingface", "lightning"])
 def test_trainers_take_a_rotated_model_as_one_of_fsdp2(trainer: str, tmp_path: Path) -> None:
     """The same loop: equal losses with accumulation and clipping, and the same ones resumed."""
-    run(f"rotate_{trainer}", tmp_path, 2, "--shard", "rotation", "fsdp2")
+    run_example(f"rotate_{trainer}", tmp_path, "--shard", "rotation", "fsdp2", num_ranks=2)
     losses = {}
     for shard in ("rotation", "fsdp2"):
         whole, resumed = json.loads((tmp_path / f"{shard}.json").read_text())
