@@ -158,7 +158,8 @@ class _Training:
 
 def print_rows(families: list[str], num_rounds: int, bundle_numel: int) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
-    for family in families:
+    # The ring's buffers stay as large as the largest family's, which comes last.
+    for family in sorted(families, key="GptOss".__eq__):
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, _measured(family, num_rounds, bundle_numel))
         if dist.get_rank() == 0:
