@@ -18,6 +18,12 @@ Float64Array = npt.NDArray[np.float64]
 
 # Exchanges between the most and the least expensive rank, for each rank. Most steps need fewer.
 _EXCHANGES_PER_RANK = 4
+# Beyond this spread, exchanges with all other ranks are tried, too. They cost more than they win
+# below it.
+_EVEN_ENOUGH = 0.01
+# Pairs of samples that are compared for such an exchange: with more samples per rank than this
+# allows, exchanges with the least expensive rank are fine enough.
+_MAX_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,11 @@ class Balance:
     def _shared(self, costs: Float64Array, world_size: int) -> Int64Array:
         """Int64 [K, W, B], which samples each rank gets."""
         parts = _dealt(costs, world_size)
-        _exchange(parts, costs)
+        loads = _exchange(parts, costs)
+        means = costs.sum(axis=1) / world_size
+        if parts.shape[2] * costs.shape[1] <= _MAX_PAIRS:
+            for step in np.flatnonzero(loads.max(axis=1) > (1 + _EVEN_ENOUGH) * means):
+                _lower_peak(parts[step], costs[step], (1 + _EVEN_ENOUGH) * float(means[step]))
         return parts
 
 
@@ -124,12 +134,16 @@ def _dealt(costs: Float64Array, world_size: int) -> Int64Array:
     return parts
 
 
-def _exchange(parts: Int64Array, costs: Float64Array) -> None:
-    """Exchange samples of the most and the least expensive rank while that brings them closer."""
+def _exchange(parts: Int64Array, costs: Float64Array) -> Float64Array:
+    """Exchange samples of the most and the least expensive rank while that brings them closer.
+
+    Returns:
+        Float64 [K, W], what each rank's samples cost then.
+    """
     num_steps, world_size, size = parts.shape
     steps = np.arange(num_steps)
     dealt = np.take_along_axis(costs, parts.reshape(num_steps, -1), axis=1).reshape(parts.shape)
-    loads = dealt.sum(axis=2)
+    loads: Float64Array = dealt.sum(axis=2)
     for _ in range(_EXCHANGES_PER_RANK * world_size):
         high, low = loads.argmax(axis=1), loads.argmin(axis=1)
         gap = loads[steps, high] - loads[steps, low]
@@ -139,7 +153,7 @@ def _exchange(parts: Int64Array, costs: Float64Array) -> None:
         change = moved.reshape(num_steps, -1)[steps, best]
         which = np.flatnonzero((change > 0) & (change < gap))
         if not len(which):
-            return
+            break
         first, second = np.divmod(best[which], size)
         for table in (parts, dealt):
             given = table[which, high[which], first].copy()
@@ -147,3 +161,34 @@ def _exchange(parts: Int64Array, costs: Float64Array) -> None:
             table[which, low[which], second] = given
         loads[which, high[which]] -= change[which]
         loads[which, low[which]] += change[which]
+    return loads
+
+
+def _lower_peak(parts: Int64Array, costs: Float64Array, enough: float) -> None:
+    """Exchange samples of the most expensive rank with those of any other, while that helps.
+
+    Where ranks have few samples, the least expensive rank may have none that fits, and another one
+    does. Each exchange is the one after which the dearer of the two ranks costs least.
+
+    Args:
+        parts: int64 [W, B], the samples of each rank; changed.
+        costs: float64 [G].
+        enough: what the most expensive rank may cost.
+    """
+    world_size, size = parts.shape
+    dealt = costs[parts]
+    loads = dealt.sum(axis=1)
+    for _ in range(_EXCHANGES_PER_RANK * world_size):
+        high = int(loads.argmax())
+        if loads[high] <= enough:
+            return
+        moved = dealt[high][:, None] - dealt.reshape(-1)
+        dearer = np.maximum(loads[high] - moved, np.repeat(loads, size) + moved)
+        first, place = divmod(int(dearer.argmin()), world_size * size)
+        if dearer[first, place] >= loads[high]:
+            return
+        low, second = divmod(place, size)
+        for table in (parts, dealt):
+            table[high, first], table[low, second] = table[low, second], table[high, first]
+        loads[high] -= moved[first, place]
+        loads[low] += moved[first, place]

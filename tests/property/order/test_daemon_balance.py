@@ -1,16 +1,26 @@
 """Balance: global batches keep their samples, and the parts of ranks cost about the same."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule
-from gyre_daemon.order.packing import PackRule, pack_documents
+from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st
 
 RULE = CostRule(6 * 2048, 1)
+
+
+@cache
+def web_text(length: int) -> Sequences:
+    """Documents of log-normal lengths, mean 900 tokens, packed into sequences of one length."""
+    lengths = np.random.default_rng(0).lognormal(6.2, 1.1, 150_000).astype(np.int64) + 1
+    rule = PackRule(length, "split")
+    return pack_documents(len(lengths), lambda documents: lengths[documents], rule, NO_SAMPLES)
 
 
 @given(
@@ -55,6 +65,41 @@ def test_packed_web_text_is_balanced_within_two_percent() -> None:
         ids = planner.batch(step).sample_ids
         parts = costs[ids].reshape(8, -1).sum(axis=1)
         assert balance.spread(ids, 8) <= min(0.02, parts.max() / parts.mean() - 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "linear", "size", "world_size"),
+    [
+        (2048, 12288, 64, 8),
+        (8192, 12288, 64, 8),
+        (8192, 12288, 256, 64),
+        (8192, 0, 64, 8),
+        (8192, 0, 256, 64),
+    ],
+)
+def test_packed_web_text_is_full_and_even(
+    length: int, linear: float, size: int, world_size: int
+) -> None:
+    packed, rule = web_text(length), CostRule(linear, 1)
+    assert packed.num_tokens >= 0.98 * packed.num_sequences * length
+    costs = np.add.reduceat(rule.cost(packed.lengths.astype(np.int64)), packed.bounds[:-1])
+    balance, plain, spreads = Balance(costs.take), [], []
+    planner = BatchPlanner(Order("full", "drop", 1, size), packed.num_sequences)
+    for step in range(50):
+        ids = planner.batch(step).sample_ids
+        parts = costs[ids].reshape(world_size, -1).sum(axis=1)
+        plain.append(parts.max() / parts.mean() - 1)
+        spreads.append(balance.spread(ids, world_size))
+    assert np.mean(spreads) <= 0.02 < np.mean(plain)
+
+
+def test_a_rank_that_the_cheapest_cannot_relieve_exchanges_with_another() -> None:
+    # exchanges with the cheapest rank alone leave one rank with 27
+    costs = np.array([14.0, 12, 12, 9, 9, 8, 7, 3, 1])
+    balance = Balance(costs.take)
+    parts = [balance.arrangement(np.arange(9)[None], rank, 3)[0] for rank in range(3)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(9))
+    assert [costs[part].sum() for part in parts] == [25, 25, 25]
 
 
 def test_one_costly_sample_leaves_its_rank_the_cheapest_others() -> None:
