@@ -170,8 +170,8 @@ class Fetcher:
     def corrupt(self, samples: Samples, sample: int, column: int, reason: str) -> CorruptSample:
         """The error for one field of one sample."""
         dataset, spec = self._dataset, self._specs[column]
-        sample_id, offset = int(samples.sample_ids[sample]), int(samples.start[sample, column])
-        shard = dataset.storage.shards[int(samples.shard[sample])].name
+        sample_id, start = int(samples.sample_ids[sample]), int(samples.start[sample, column])
+        shard, offset = dataset.storage.shards[int(samples.shard[sample])].place_of(start)
         return CorruptSample(
             f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) is "
             f"corrupt: field {spec.name}: {reason}",

@@ -270,8 +270,8 @@ class PortionReader:
         column = next(self._stored.index(name) for name in stored if name in self._stored)
         sample_id = int(plan.sample_ids[number])
         extents = dataset.stored.index.locate(plan.sample_ids[number : number + 1])
-        offset = int(extents.start[0, min(column, extents.start.shape[1] - 1)])
-        shard = dataset.shards[int(extents.shard[0])].name
+        start = int(extents.start[0, min(column, extents.start.shape[1] - 1)])
+        shard, offset = dataset.shards[int(extents.shard[0])].place_of(start)
         by = failure.transform or " or ".join(dict.fromkeys(dataset.transform_names))
         return CorruptSample(
             f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) cannot "

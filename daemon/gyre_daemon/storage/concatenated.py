@@ -8,7 +8,7 @@ cache and the index know nothing of files. Only this module knows which range is
 import ctypes
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,27 @@ from gyre_daemon.storage.shard import Shard
 
 _CHUNK_BYTES = 8 << 20
 _NAME = "files"  # of the one shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JoinedFiles(Shard):
+    """All files as one shard.
+
+    Attributes:
+        table: the files.
+        heads: of the files.
+        starts: int64 [n + 1], where the head of each begins in the shard, and its end.
+    """
+
+    table: FileTable = field(repr=False, compare=False)
+    heads: Texts = field(repr=False, compare=False)
+    starts: Integers = field(repr=False, compare=False)
+
+    def place_of(self, offset: int) -> tuple[str, int]:
+        """See `Shard.place_of`. The bytes of a head count as the first of its file."""
+        file = int(np.searchsorted(self.starts[:-1], offset, side="right")) - 1
+        begin = int(self.starts[file]) + len(self.heads[file])
+        return self.table.name(file), max(0, offset - begin)
 
 
 class ConcatenatedFiles:
@@ -50,7 +71,10 @@ class ConcatenatedFiles:
         self._head_memory = np.frombuffer(heads.data or b"\0", np.uint8)
         self._starts = starts_of(heads, table.sizes)
         self._location = location
-        self.shards: Sequence[Shard] = [Shard(_NAME, int(self._starts[-1]), table.version)]
+        size, starts = int(self._starts[-1]), self._starts
+        self.shards: Sequence[Shard] = [
+            _JoinedFiles(_NAME, size, table.version, table=table, heads=heads, starts=starts)
+        ]
         self._bounds = ShardBounds(self.shards)
 
     async def read(self, plan: ReadPlan) -> None:

@@ -23,6 +23,10 @@ class Shard:
     version: str
     digest: str = ""
 
+    def place_of(self, offset: int) -> tuple[str, int]:
+        """The name of the file that has a byte of the shard, and which byte of that file it is."""
+        return self.name, offset
+
 
 def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
     """The error for a read that ran past the end of a shard."""

@@ -107,6 +107,12 @@ def test_all_files_are_one_shard_of_which_any_range_can_be_read(
     (shard,) = found.storage.shards
     assert shard.size_bytes == len(line)
     assert shard.version
+    begin = 0
+    for name, data in TREE.items():
+        head = len(name.encode())
+        for offset in range(0, head + len(data), max(1, len(data) // 3)):
+            assert shard.place_of(begin + offset) == (name, max(0, offset - head))
+        begin += head + len(data)
     table = found.storage.table
     assert table.sizes.tolist() == [len(data) for data in TREE.values()]
     assert [table.name(number) for number in range(len(table))] == list(TREE)

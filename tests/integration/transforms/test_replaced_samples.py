@@ -43,7 +43,7 @@ class Node(NamedTuple):
 
 
 def write_pictures(folder: Path) -> Path:
-    """Writes a tar of ten images; one is cut off, and one is too large."""
+    """Writes ten images, in a tar and as files; one is cut off, and one is too large."""
     folder.mkdir()
     with tarfile.open(folder / "a.tar", "w") as tar:
         for number in range(10):
@@ -55,6 +55,7 @@ def write_pictures(folder: Path) -> Path:
             member = tarfile.TarInfo(f"{number}.jpg")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
+            (folder / member.name).write_bytes(data)
     return folder
 
 
@@ -76,6 +77,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         "sequence_length": LENGTH,
     }
     pictures = {"uri": str(write_pictures(folder / "pictures")), "format": "webdataset"}
+    files = {"uri": pictures["uri"], "format": "files", "fields": ["jpg=file"]}
     config = {
         "listen": [f"unix:{folder}/run/gyre.sock"],
         "index_dir": str(folder / "index"),
@@ -88,6 +90,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
             "declared": {**tokens, **replaced},
             "few": {**tokens, **replaced, "max_corrupt": 2},
             "pictures": {**pictures, **replaced},
+            "files": {**files, **replaced},
             "lines": {"uri": str(folder / "lines"), **replaced},
         },
     }
@@ -172,13 +175,16 @@ def test_more_than_the_limit_are_refused(node: Node) -> None:
 
 
 @pytest.mark.parametrize("more", [[], [{"name": "cache"}]])
+@pytest.mark.parametrize("dataset", ["pictures", "files"])
 def test_images_that_are_damaged_or_too_large_are_replaced(
-    node: Node, more: Sequence[Mapping[str, Any]]
+    node: Node, dataset: str, more: Sequence[Mapping[str, Any]]
 ) -> None:
-    with loader(node, "pictures", batch_size=5, transform=[*DECODE, *more]) as source:
+    with loader(node, dataset, batch_size=5, transform=[*DECODE, *more]) as source:
         assert {each for some in ids_of(source, 2) for each in some} == {*range(10)} - {3, 8}
-    found = report(node, "pictures")
+    found = report(node, dataset)
     assert [each["sample_id"] for each in found] == [3, 8]
+    if dataset == "files":  # each is named, and not the dataset as a whole
+        assert [(each["shard"], each["offset"]) for each in found] == [("3.jpg", 0), ("8.jpg", 0)]
     assert "decode_image: it is no image that can be decoded" in found[0]["reason"]
     assert "decode_image: it declares 60 x 90 pixels" in found[1]["reason"]
 

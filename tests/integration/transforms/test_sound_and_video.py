@@ -44,9 +44,12 @@ def test_sounds_are_served_in_their_lengths_and_as_spectrograms(tmp_path: Path) 
     (folder / "3.flac").write_bytes(b"fLaC" + bytes(90))
     with (
         Loader(folder, transform=chain, **arguments) as loader,
-        pytest.raises(CorruptSample, match=r"sample 3 .*decode_audio: it is no sound"),
+        pytest.raises(
+            CorruptSample, match=r"sample 3 .*shard 3\.flac, byte 0\).*decode_audio: it is no sound"
+        ) as caught,
     ):
         next(loader)
+    assert (caught.value.facts["shard"], caught.value.facts["offset"]) == ("3.flac", "0")
 
 
 def test_frames_of_videos_are_served(tmp_path: Path) -> None:

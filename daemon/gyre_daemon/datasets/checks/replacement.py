@@ -24,8 +24,8 @@ class CorruptRecord:
     """One corrupt sample.
 
     Attributes:
-        shard: the name of its shard.
-        offset: the byte of the shard at which it, or its corrupt field, begins.
+        shard: the name of its shard, or of its file where samples are single files.
+        offset: the byte of that at which it, or its corrupt field, begins.
         sample_id: its id in the dataset.
         reason: what is wrong.
     """

@@ -76,7 +76,9 @@ class CorruptFinder:
             decoded = DecodedShards(storage, index)
             damaged = await self._failures.samples(opening.location, served, storage, index)
         corrupt = [
-            CorruptRecord(served.shards[each.shard].name, each.offset, each.sample, each.reason)
+            CorruptRecord(
+                *served.shards[each.shard].place_of(each.offset), each.sample, each.reason
+            )
             for each in damaged
         ]
         known = np.array([each.sample for each in damaged], np.int64)
@@ -87,12 +89,12 @@ class CorruptFinder:
             async for shard in checked:
                 if shard.failure:
                     raise shard.failure
-                name = served.shards[shard.number].name
+                listed = served.shards[shard.number]
                 for damage in shard.damages:
                     offset, sample = damage.offset, shard.first_sample + damage.sample
                     if decoded:
                         offset = decoded.stored_offset(shard.number, offset)
-                    corrupt.append(CorruptRecord(name, offset, sample, damage.reason))
+                    corrupt.append(CorruptRecord(*listed.place_of(offset), sample, damage.reason))
         corrupt.sort(key=lambda each: each.sample_id)
         path = await asyncio.to_thread(self._reports.write, opening.name, opening.identity, corrupt)
         if corrupt:

@@ -190,12 +190,12 @@ class Measurer:
             ids = ids[~np.isin(ids, dataset.corrupt)]
             part = _Part(dataset, reader, shard, ids, measuring.goes_on)
             lengths[ids], found, was_kept = await self._shard(part)
-            name = dataset.shards[shard].name
+            listed = dataset.shards[shard]
             failures += [
-                CorruptRecord(name, each.offset, int(ids[each.sample]), each.reason)
+                CorruptRecord(*listed.place_of(each.offset), int(ids[each.sample]), each.reason)
                 for each in found
             ]
-            measuring.after(dataset.shards[shard].name, count, was_kept=was_kept)
+            measuring.after(listed.name, count, was_kept=was_kept)
             if not was_kept:
                 facts = {"dataset": dataset.name, "shard": measuring.shard}
                 log_event("shard measured", {**facts, "done": f"{shard + 1}/{num_shards}"})
@@ -266,7 +266,7 @@ class Measurer:
                     if not part.goes_on:
                         raise
                     number = _number(some, error)
-                    into.failures.append(_failure(into.first + begin + number, error))
+                    into.failures.append(_failure(into.first + begin + number, part, error))
                     left += [
                         (begin + each.start, some.part(each))
                         for each in (slice(0, number), slice(number + 1, len(some)))
@@ -338,10 +338,13 @@ def _number(plan: PortionPlan, error: CorruptSample) -> int:
     return int(found[0])
 
 
-def _failure(place: int, error: CorruptSample) -> Damage:
-    by = error.facts.get("transform")
-    reason = error.facts["reason"]
-    return Damage(place, int(error.facts["offset"]), f"{by}: {reason}" if by else reason)
+def _failure(place: int, part: _Part, error: CorruptSample) -> Damage:
+    """An error as damage of the shard, where it may name a file and a byte of that."""
+    extents = part.dataset.stored.index.locate(np.array([int(error.facts["sample_id"])]))
+    start, shard = int(extents.start[0, 0]), part.dataset.shards[int(extents.shard[0])]
+    offset = start - shard.place_of(start)[1] + int(error.facts["offset"])
+    by, reason = error.facts.get("transform"), str(error.facts["reason"])
+    return Damage(place, offset, f"{by}: {reason}" if by else reason)
 
 
 def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
