@@ -272,7 +272,9 @@ def _spread(count: int) -> Int64Array:
 
 
 def in_units(num_bytes: float) -> str:
-    """Returns a size in decimal units, as storage is sold: "2.0 GB", and "3 MB" if it is small."""
-    if num_bytes >= 1e8:
-        return f"{num_bytes / 1e9:,.1f} GB"
-    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.0f} kB"
+    """Returns a size in binary units, as the table of costs has them: "2.0 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"

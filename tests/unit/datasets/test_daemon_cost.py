@@ -167,7 +167,7 @@ def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
         (
             tokens(10**6),
             question(epochs=2),
-            "; where there are 2.0 GB for a cache, `full` asks for each byte only once.",
+            "; where there are 1.9 GiB for a cache, `full` asks for each byte only once.",
         ),
         (tokens(10**6), question(cache=1 << 40), "Take `full` with the cache: it holds all"),
         (
@@ -199,12 +199,11 @@ def test_a_recommendation_is_one_sentence_and_says_why(
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (2e12, "2,000.0 GB"),
-        (2e9, "2.0 GB"),
-        (1e8, "0.1 GB"),
-        (99e6, "99 MB"),
-        (3e6, "3 MB"),
-        (2e4, "20 kB"),
+        (5 << 50, "5,120.0 TiB"),
+        (2 << 30, "2.0 GiB"),
+        (3 * MIB // 2, "1.5 MiB"),
+        (2048, "2.0 KiB"),
+        (0, "0 B"),
     ],
 )
 def test_sizes_are_told_in_the_unit_that_shows_them(num_bytes: float, text: str) -> None:
