@@ -17,7 +17,8 @@ from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.dtypes import dtype_of
-from gyre_daemon.transforms.images.colors import ColorJitter, Normalize, ToChw
+from gyre_daemon.transforms.images.augment import RandAugment
+from gyre_daemon.transforms.images.colors import ColorJitter, Normalize, ToChw, turned
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.geometry import (
     CenterCrop,
@@ -248,8 +249,6 @@ def test_jitter_is_that_of_pillow(kind: str) -> None:
 def test_hue_turns_by_the_circle() -> None:
     red = np.zeros((4, 4, 3), np.uint8)
     red[:, :, 0] = 200
-    from gyre_daemon.transforms.images.colors import turned
-
     assert turned(red, 1 / 3)[0, 0].tolist() == [0, 200, 0]
     assert turned(red, -1 / 3)[0, 0].tolist() == [0, 0, 200]
     pixels = picture(20, 20)
@@ -274,6 +273,38 @@ def test_channels_come_first_where_that_is_asked_for(colors: Any) -> None:
     data = encoded(picture(24, 18))
     found = run(data, DecodeImage("jpg", colors=colors), Resize((24, 18)), ToChw())["image"]
     assert np.array_equal(found.transpose(1, 2, 0), decoded(data, colors=colors))
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        CenterCrop(16),
+        HorizontalFlip(1.0),
+        RandomResizedCrop(16),
+        Resize((30, 12), antialias=False),
+        ColorJitter(0.4, 0.4, 0.4, 0.1),
+        RandAugment(),
+        Normalize(),
+        ToChw(),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_unused_fourth_byte_changes_nothing(transform: Transform, is_last: bool) -> None:
+    """Pixels are as those of an image of three bytes; the unused ones differ from each other."""
+    height, width = 24, 18
+    rng = np.random.default_rng(1)
+    four = rng.integers(0, 256, (height, width, 4), np.uint8)
+    made = []
+    for image in (four[:, :, :3], four[:, :, :3].copy()):
+        fields = transform.outputs({"image": Field(np.dtype(np.uint8), (height, width, 3))})
+        shape = [length or 0 for length in fields["image"].shape]
+        out = {"image": np.full(shape, 7, fields["image"].dtype)} if is_last else {}
+        sample = {"image": image}
+        transform.apply(sample, np.random.default_rng(0), out)
+        made.append(out.get("image", sample["image"]))
+    with_four, with_three = made
+    assert np.array_equal(with_four, with_three)
 
 
 @pytest.mark.parametrize(

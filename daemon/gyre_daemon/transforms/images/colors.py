@@ -12,7 +12,13 @@ from msgspec import Meta
 
 from gyre_daemon.transforms.cast import Floating
 from gyre_daemon.transforms.dtypes import dtype_of
-from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
+from gyre_daemon.transforms.images.pixels import (
+    ImageTransform,
+    Pixels,
+    check_image,
+    contiguous,
+    whole,
+)
 from gyre_daemon.transforms.transform import Field, Sample
 
 _Factor = Annotated[float, Meta(ge=0, le=100)]
@@ -54,7 +60,7 @@ class ColorJitter(ImageTransform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        image: Pixels = np.ascontiguousarray(sample[self.field])
+        image: Pixels = contiguous(sample[self.field])
         order = rng.permutation(4)
         factors = [
             rng.uniform(max(0.0, 1 - limit), 1 + limit)
@@ -142,7 +148,9 @@ class ToChw(ImageTransform):
         if into is None or image.shape[2] != 3:
             self.put(self.field, image.transpose(2, 0, 1), sample, out)
             return
-        cv2.split(np.ascontiguousarray(image), list(into))
+        pixels = whole(image)
+        unused = [np.empty(image.shape[:2], np.uint8)] * (pixels.shape[2] - 3)
+        cv2.split(pixels, [*into, *unused])
 
 
 def brightened(image: Pixels, factor: float) -> Pixels:

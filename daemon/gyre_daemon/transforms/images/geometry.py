@@ -15,6 +15,7 @@ from gyre_daemon.transforms.images.pixels import (
     Pixels,
     check_image,
     resized,
+    whole,
 )
 from gyre_daemon.transforms.transform import Field, Sample
 
@@ -202,7 +203,9 @@ class HorizontalFlip(ImageTransform):
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         if rng.random() < self.p:
-            image = cv2.flip(image, 1).reshape(image.shape)  # type: ignore[assignment]
+            pixels = whole(image)
+            flipped: Pixels = cv2.flip(pixels, 1).reshape(pixels.shape)  # type: ignore[assignment]
+            image = flipped[:, :, : image.shape[2]]
         self.put(self.field, image, sample, out)
 
 
