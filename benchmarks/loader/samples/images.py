@@ -45,14 +45,14 @@ from benchmarks.loader.processes import cpu_s, daemon, family, load_average
 from benchmarks.loader.storage.objects import FIRST_BYTE
 from tests.object_server.process import object_server
 
-NUM_IMAGES, NUM_DIFFERENT, NUM_CLASSES, NUM_TARS = 6000, 600, 20, 6
+NUM_IMAGES, NUM_DIFFERENT, NUM_CLASSES, NUM_TARS = 20_000, 2_000, 20, 20
 BATCH_SIZE, SIZE = 64, 224
 NUM_WORKERS = 2
 RUN_S, NUM_FIRST = 5.0, 6
 CACHED = "Gyre, folder, cached"
 # What is cached: images in one size, from which a crop is taken.
 # Decoded row groups of Parquet lie in the same cache; with less, they displace images.
-CACHED_SIZE, CACHE_BYTES = 256, 1_900_000_000
+CACHED_SIZE, CACHE_BYTES = 256, 6_000_000_000
 CONTENDERS = (
     "DataLoader, Pillow",
     "webdataset, Pillow",
