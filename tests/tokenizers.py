@@ -1,7 +1,9 @@
-"""A small tokenizer, as a file of Hugging Face's tokenizers."""
+"""A small tokenizer, as a file of Hugging Face's tokenizers, and what a transform makes of text."""
 
 from pathlib import Path
 
+import numpy as np
+from gyre_daemon.transforms.transform import Field, Sample, Transform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -22,3 +24,11 @@ def make_tokenizer(path: Path, size: int = 320) -> Path:
     tokenizer.train_from_iterator(_TEXTS * 20, trainer)
     tokenizer.save(str(path))
     return path
+
+
+def transformed(transform: Transform, text: str) -> Sample:
+    """What a transform makes of a sample whose field `text` this is."""
+    sample: Sample = {"text": np.frombuffer(text.encode(), np.uint8)}
+    transform.outputs({"text": Field(np.dtype(np.uint8), (None,))})
+    transform.apply(sample, np.random.default_rng(), {})
+    return sample

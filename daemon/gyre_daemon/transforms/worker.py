@@ -54,7 +54,7 @@ _MAX_MAPPED = 8
 _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
 _HERE = "gyre_daemon.transforms"
-_EXTRAS = ("images", "audio", "video")
+_EXTRAS = ("images", "audio", "video", "text")
 
 _Value = TypeVar("_Value")
 

@@ -1,4 +1,4 @@
-"""Tokens of text and of conversations, beside what the tokenizer's own library says."""
+"""Tokens of text, beside what the tokenizer's own library says."""
 
 import base64
 import json
@@ -12,54 +12,29 @@ import tiktoken
 from gyre_daemon.errors import NotAllowed
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.text import engines
-from gyre_daemon.transforms.text.chat import Chat
 from gyre_daemon.transforms.text.libraries import Encode
 from gyre_daemon.transforms.text.tokens import Tokenize
-from gyre_daemon.transforms.transform import Field, Sample, Transform
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
-from tests.tokenizers import make_tokenizer
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
-    "{{ message['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-TALK = [
-    {"role": "user", "content": "hello wörld"},
-    {"role": "assistant", "content": "the answer"},
-    {"role": "user", "content": "and now?"},
-    {"role": "assistant", "content": "no."},
-]
+from tests.tokenizers import make_tokenizer, transformed
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    config = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return make_tokenizer(folder / "tokenizer.json")
-
-
-def made(transform: Transform, text: str) -> Sample:
-    sample: Sample = {"text": np.frombuffer(text.encode(), np.uint8)}
-    transform.outputs({"text": Field(np.dtype(np.uint8), (None,))})
-    transform.apply(sample, np.random.default_rng(), {})
-    return sample
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 def test_ids_are_those_of_the_tokenizers_library(path: Path) -> None:
     text = "the cat sat on the wörld"
     library = Tokenizer.from_file(str(path))
-    ids = made(Tokenize("text", str(path), end=1), text)["tokens"]
+    ids = transformed(Tokenize("text", str(path), end=1), text)["tokens"]
     assert ids.dtype == np.int32
     assert ids.tolist() == [*library.encode(text).ids, 1]
     json_text = json.dumps({"body": text, "n": 1})
-    assert made(Tokenize("text", str(path), key="body"), json_text)["tokens"].tolist() == (
+    assert transformed(Tokenize("text", str(path), key="body"), json_text)["tokens"].tolist() == (
         library.encode(text).ids
     )
-    assert made(Tokenize("text", "bytes"), "ä")["tokens"].tolist() == [195, 164]
+    assert transformed(Tokenize("text", "bytes"), "ä")["tokens"].tolist() == [195, 164]
 
 
 def test_ids_of_sentencepiece_are_those_of_its_library(tmp_path: Path) -> None:
@@ -75,7 +50,7 @@ def test_ids_of_sentencepiece_are_those_of_its_library(tmp_path: Path) -> None:
     path = str(tmp_path / "small.model")
     library = sentencepiece.SentencePieceProcessor(model_file=path)
     for text in (*texts[:3], "", "unknown: ü"):
-        assert made(Tokenize("text", path), text)["tokens"].tolist() == library.encode(text)
+        assert transformed(Tokenize("text", path), text)["tokens"].tolist() == library.encode(text)
     (tmp_path / "other.model").write_bytes(b"no model")
     with pytest.raises(ValueError, match="is no SentencePiece model"):
         Tokenize("text", str(tmp_path / "other.model"))
@@ -91,7 +66,7 @@ def test_ids_of_ranks_are_those_of_tiktoken(tmp_path: Path) -> None:
     ranks = {each: rank for rank, each in enumerate(tokens)}
     library = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     for text in ("the cat sat on the mat", "", "wörld <|endoftext|>"):
-        ids = made(Tokenize("text", str(path), pattern=pattern), text)["tokens"]
+        ids = transformed(Tokenize("text", str(path), pattern=pattern), text)["tokens"]
         assert ids.tolist() == library.encode_ordinary(text)
     with pytest.raises(ValueError, match="give the regular expression of its encoding"):
         Tokenize("text", str(path))
@@ -108,7 +83,10 @@ def test_an_engine_makes_the_ids_of_the_library(path: Path, engine: str) -> None
     assert (plain.cost, fast.cost) == ("heavy", "light")
     for number in range(200):
         text = f"the cat {number} <|user|> wörld " * (number % 5) + "\n\t  x"
-        assert made(fast, text)["tokens"].tolist() == made(plain, text)["tokens"].tolist()
+        assert (
+            transformed(fast, text)["tokens"].tolist()
+            == transformed(plain, text)["tokens"].tolist()
+        )
 
 
 def test_an_engine_is_compared_for_as_long_as_it_is_used(
@@ -121,45 +99,9 @@ def test_an_engine_is_compared_for_as_long_as_it_is_used(
     fast = Tokenize("text", str(path)).with_engine("tokie")
     with pytest.raises(ValueError, match=r'tokie makes other ids .* set engine = "library"'):
         for number in range(1000):
-            made(fast, f"text {number}")
+            transformed(fast, f"text {number}")
     assert not Tokenize("text", str(path), engine="library").engines
     assert not Tokenize("text", "bytes").engines
-
-
-def test_what_an_assistant_says_counts(path: Path) -> None:
-    sample = made(Chat("text", str(path)), json.dumps({"messages": TALK}))
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    reference: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_file=str(path), **special
-    )
-    ids = reference.apply_chat_template(TALK, chat_template=TEMPLATE, tokenize=True)
-    assert sample["tokens"].tolist() == ids
-    learnt = Tokenizer.from_file(str(path)).decode(
-        sample["tokens"][sample["loss_mask"]].tolist(), skip_special_tokens=False
-    )
-    assert learnt == "the answer</s>\nno.</s>\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "Expecting"),
-        ("[]", "no object with a list of messages"),
-        ('{"messages": [{"content": "x"}]}', "no object with a list of messages"),
-    ],
-)
-def test_conversations_that_are_none_are_refused(path: Path, text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        made(Chat("text", str(path)), text)
-
-
-def test_a_template_that_changes_earlier_messages_is_refused(path: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "tokenizer.json"
-    moved.write_bytes(path.read_bytes())
-    template = "{{ messages | length }}" + TEMPLATE
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(ValueError, match="message 1 otherwise when others follow"):
-        made(Chat("text", str(moved)), json.dumps({"messages": TALK}))
 
 
 def test_the_contents_of_the_file_are_part_of_the_version(path: Path, tmp_path: Path) -> None:

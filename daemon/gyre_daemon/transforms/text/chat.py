@@ -1,19 +1,19 @@
 """Conversations: their tokens, and which of them count."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from gyre_daemon.transforms.text.files import module_of, read_file, set_of, version_of
+from gyre_daemon.transforms.text.files import read_file, set_of, version_of
 from gyre_daemon.transforms.text.libraries import TOKEN, load_hugging_face
+from gyre_daemon.transforms.text.templates import Rendered, Renderer, Span, Templates
 from gyre_daemon.transforms.text.tokens import MANY, OfText
 from gyre_daemon.transforms.transform import Field, Sample
 
-_Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+_ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,35 @@ class Chat(OfText):
     """Turns conversations into token ids, and says which of them an assistant wrote.
 
     Attributes:
-        field: JSON: an object whose key `key` has a list of messages with `role` and `content`.
-        tokenizer: the path of a `tokenizer.json`, beside which `tokenizer_config.json` has the
-            `chat_template`.
+        field: JSON: an object whose key `key` has a list of messages with `role` and `content`. Its
+            keys `tools` and `documents`, lists of objects, are given to the template.
+        tokenizer: the path of a `tokenizer.json`. Beside it is `tokenizer_config.json`, and the
+            template is in this file or in `chat_template.jinja`.
         key: of the messages.
         to: the name of the ids, int32 [n].
         mask: the name of bool [n], true for tokens of what the assistant says.
         role: of those whose messages are learnt.
+        template: the name of the template, where there are several.
+        variables: what the template is given beside the conversation.
     """
 
     tokenizer: str
     key: str = "messages"
     to: str = "tokens"
     mask: str = "loss_mask"
-    role: str = "assistant"
+    role: str = _ASSISTANT
+    template: str = ""
+    variables: dict[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read the two files, whose contents are part of the version."""
-        beside = str(Path(self.tokenizer).with_name("tokenizer_config.json"))
-        contents, config = read_file(self.tokenizer), read_file(beside)
+        """Read the files, whose contents are part of the version."""
+        contents = read_file(self.tokenizer)
+        templates = Templates(self.tokenizer, self.template, self.variables)
         set_of(
             self,
-            version=version_of(contents, config),
+            version=version_of(contents, *templates.contents),
             _loaded=load_hugging_face(self.tokenizer, contents),
-            _render=_template(beside, config),
+            _templates=templates,
         )
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
@@ -54,28 +59,38 @@ class Chat(OfText):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        render: _Render = self._render  # type: ignore[attr-defined]
+        templates: Templates = self._templates  # type: ignore[attr-defined]
         loaded: Any = self._loaded  # type: ignore[attr-defined]
-        messages = _messages(json.loads(sample[self.field].tobytes()), self.key)
-        text = render(messages, False)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == self.role:
-                before = render(messages[:number], True)
-                after = render(messages[: number + 1], False)
-                if not (text.startswith(after) and after.startswith(before)):
-                    raise ValueError(
-                        f"the chat template renders message {number} otherwise when others follow, "
-                        "so that nobody can say which tokens are its own"
-                    )
-                spans.append((len(before), len(after)))
-        encoded = loaded.encode(text, add_special_tokens=False)
+        conversation = json.loads(sample[self.field].tobytes())
+        messages = _messages(conversation, self.key)
+        render = templates.of(conversation)
+        whole = render(messages, prompt=False)
+        by_template = render.marks and self.role == _ASSISTANT
+        spans = whole.spans if by_template else self._spans(messages, render, whole)
+        encoded = loaded.encode(whole.text, add_special_tokens=False)
         begins = np.array([begin for begin, _ in encoded.offsets], np.int64)
         counts = np.zeros(len(begins), np.bool_)
         for begin, end in spans:
             counts |= (begins >= begin) & (begins < end)
         self.put(self.to, np.array(encoded.ids, TOKEN), sample, out)
         self.put(self.mask, counts, sample, out)
+
+    def _spans(
+        self, messages: list[dict[str, Any]], render: Renderer, whole: Rendered
+    ) -> Iterator[Span]:
+        """Where the messages of the role are in the text, after the prompts that open them."""
+        for number, message in enumerate(messages):
+            if message["role"] != self.role:
+                continue
+            before = render(messages[:number], prompt=True).text
+            after = render(messages[: number + 1], prompt=False).text
+            if not (whole.text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"the chat template renders message {number} otherwise when others follow, "
+                    "so that nobody can say which tokens are its own; a template says it itself "
+                    "with {% generation %}"
+                )
+            yield len(before), len(after)
 
 
 def _messages(document: object, key: str) -> list[dict[str, Any]]:
@@ -85,32 +100,3 @@ def _messages(document: object, key: str) -> list[dict[str, Any]]:
     ):
         raise ValueError(f"its JSON is no object with a list of messages under {key!r:.100}")
     return found
-
-
-def _template(path: str, contents: bytes) -> _Render:
-    """Renders messages, with the beginning of an answer at their end if that is asked for."""
-    jinja2, sandbox = module_of("jinja2", "text"), module_of("jinja2.sandbox", "text")
-    config = json.loads(contents)
-    source = config.get("chat_template") if isinstance(config, dict) else None
-    if not isinstance(source, str):
-        raise ValueError(f"{path!r:.200} has no chat_template")
-
-    def refuse(reason: str) -> NoReturn:
-        raise jinja2.TemplateError(reason)
-
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    template = environment.from_string(source)
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name.endswith("_token") and isinstance(value, dict | str)
-    }
-
-    def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-        try:
-            return str(template.render(messages=messages, add_generation_prompt=prompt, **special))
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error!s:.300}") from error
-
-    return render
