@@ -129,6 +129,13 @@ def test_files_that_cannot_be_served_are_refused(
         run(data, DecodeAudio("file", 16_000, **options), CropOrPad("audio", 100))
 
 
+def test_sound_that_takes_too_much_memory_is_refused_before_it_is_decoded() -> None:
+    """A low rate lets a short file declare few seconds, and many samples at the rate of the job."""
+    data = encoded(sound(40_000), "FLAC", rate=10)
+    with pytest.raises(TransformFailed, match=r"declares 40000 samples .* take 1\d{10} bytes"):
+        run(data, DecodeAudio("file", 1 << 20, max_seconds=5000))
+
+
 def test_a_file_that_ends_early_is_refused() -> None:
     data = encoded(sound(20_000), "FLAC")
     with pytest.raises(TransformFailed, match=r"no sound|ends after"):

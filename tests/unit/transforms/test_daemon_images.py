@@ -215,6 +215,12 @@ def test_resize_and_center_crop_are_those_of_torchvision() -> None:
     assert not padded[:, 23:].any()
 
 
+def test_a_size_that_is_too_large_is_refused_before_it_is_made() -> None:
+    data = encoded(np.zeros((20_000, 1, 3), np.uint8), "PNG")
+    with pytest.raises(TransformFailed, match="1 x 20000 pixels would become one of 224 x 4480000"):
+        run(data, DecodeImage("jpg"), Resize(224), CenterCrop(224))
+
+
 def test_half_of_the_images_are_flipped() -> None:
     data, flips = encoded(picture(12, 20)), 0
     for seed in range(200):

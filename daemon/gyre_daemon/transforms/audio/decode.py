@@ -15,6 +15,8 @@ from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 # The header of an MP3 file says about how long it is; those of the others say it exactly.
 _ESTIMATED = ("MP3", "MPEG")
+# What decoded and resampled sound may take together. A process may allocate twice as much.
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class DecodeAudio(OfField):
         to: the sound, float32 [n], or [n, channels] where these are several.
         rate: in Hz, to which files of other rates are resampled.
         channels: 1 mixes those of a file; with others a file must have this number.
-        max_seconds: a file that declares more is refused before it is decoded.
+        max_seconds: a file that declares more is refused before it is decoded, and so is one that
+            takes more than 1 GiB.
         quality: of resampling, as soxr names it.
     """
 
@@ -67,6 +70,13 @@ class DecodeAudio(OfField):
             raise ValueError(
                 f"it declares {num} samples at {file.samplerate} Hz; at most {self.max_seconds:g} "
                 "seconds are decoded (max_seconds)"
+            )
+        num_bytes = 4 * num * file.channels * (1 + self.rate / file.samplerate)
+        if num_bytes > _MAX_BYTES:
+            raise ValueError(
+                f"it declares {num} samples of {file.channels} channels at {file.samplerate} Hz, "
+                f"which take {num_bytes:.0f} bytes at {self.rate} Hz and before; at most "
+                f"{_MAX_BYTES} are decoded"
             )
         if self.channels > 1 and file.channels != self.channels:
             raise ValueError(f"it has {file.channels} channels, and `channels` is {self.channels}")

@@ -24,6 +24,8 @@ _MAX_LENGTH = 1 << 16
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 _MAX_TRIES = 10  # torchvision's
+# Pixels of an image that becomes as large as its own proportion makes it.
+_MAX_PIXELS = 100_000_000
 
 
 class _Crop(ImageTransform):
@@ -154,6 +156,11 @@ class Resize(ImageTransform):
             height, width = self.size, int(self.size * width / height)
         else:
             height, width = int(self.size * height / width), self.size
+        if height * width > _MAX_PIXELS:
+            raise ValueError(
+                f"an image of {image.shape[1]} x {image.shape[0]} pixels would become one of "
+                f"{width} x {height}; at most {_MAX_PIXELS} pixels are made"
+            )
         made = resized(image, height, width, self.interpolation, antialias=self.antialias)
         self.put(self.field, made, sample, out)
 
