@@ -72,7 +72,8 @@ class Chain:
             if None in field.shape[1:]:
                 raise ValueError(
                     f"the samples of {name!r:.100} differ in shape {_shown(field)}; end with a "
-                    "transform that gives them one, such as random_resized_crop or crop_or_pad"
+                    "transform that gives them one, such as random_resized_crop or crop_or_pad, or "
+                    "with flatten"
                 )
         self.ragged = [name for name, field in self.made.items() if None in field.shape]
         if len(self.ragged) > _MAX_RAGGED:

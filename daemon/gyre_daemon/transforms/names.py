@@ -24,6 +24,7 @@ BUILT_IN: Mapping[str, str] = {
     "decode_audio": f"{_HERE}.audio.decode:DecodeAudio",
     "decode_video": f"{_HERE}.video.decode:DecodeVideo",
     "log_mel": f"{_HERE}.audio.mel:LogMel",
+    "flatten": f"{_HERE}.images.colors:Flatten",
     "normalize": f"{_HERE}.images.colors:Normalize",
     "truncate": f"{_HERE}.sequences:Truncate",
     "to_chw": f"{_HERE}.images.colors:ToChw",

@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
+from PIL import Image
 
 from tests.batches import Batch, ids
 from tests.conftest import Daemon, StartDaemon
@@ -96,6 +98,34 @@ def test_lengths_that_transforms_make_decide(served: Daemon) -> None:
     assert ends == sorted(ends)
     with pytest.raises(CursorRejected, match="begin a new run: its batches follow"):
         resumed(loader(served, tail="pad"), state, changed_transforms=True)
+
+
+def test_images_of_several_sizes_come_with_their_shapes(
+    private_daemon: None, tmp_path: Path
+) -> None:
+    rng, pictures = np.random.default_rng(0), []
+    for number in range(24):
+        height, width = rng.integers(10, 80, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number:02}.png")
+        pictures.append(torch.from_numpy(pixels))
+    chain = [{"name": "decode_image", "field": "file"}, {"name": "flatten"}]
+    bucket = {"field": "image", "window_batches": 3}
+    keys: dict[str, Any] = {"format": "files", "batch_size": 8, "tail": "drop", "bucket": bucket}
+    with Loader(str(tmp_path), transform=chain, **keys) as images:
+        batches = list(images)
+    assert sorted(ids(batches)) == list(range(24))
+    spans = []
+    for batch in batches:
+        assert batch["image_shape"].dtype == torch.int32
+        sizes = batch["image.offsets"].diff().tolist()
+        spans.append((min(sizes), max(sizes)))
+        parts = torch.split(batch["image"], sizes)  # type: ignore[no-untyped-call]
+        shapes = batch["image_shape"].tolist()
+        for sample, part, shape in zip(batch["sample_id"].tolist(), parts, shapes, strict=True):
+            assert torch.equal(part.view(*shape), pictures[sample])
+    ends = [end for span in sorted(spans) for end in span]
+    assert ends == sorted(ends)
 
 
 def test_what_has_no_buckets_is_refused(served: Daemon) -> None:

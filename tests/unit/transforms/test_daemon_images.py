@@ -18,7 +18,13 @@ from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.dtypes import dtype_of
 from gyre_daemon.transforms.images.augment import RandAugment
-from gyre_daemon.transforms.images.colors import ColorJitter, Normalize, ToChw, turned
+from gyre_daemon.transforms.images.colors import (
+    ColorJitter,
+    Flatten,
+    Normalize,
+    ToChw,
+    turned,
+)
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.geometry import (
     CenterCrop,
@@ -279,6 +285,19 @@ def test_channels_come_first_where_that_is_asked_for(colors: Any) -> None:
     data = encoded(picture(24, 18))
     found = run(data, DecodeImage("jpg", colors=colors), Resize((24, 18)), ToChw())["image"]
     assert np.array_equal(found.transpose(1, 2, 0), decoded(data, colors=colors))
+
+
+@pytest.mark.parametrize("colors", ["rgb", "gray"])
+def test_an_image_of_any_size_is_flattened(colors: Any) -> None:
+    data = encoded(picture(24, 18))
+    chain = Chain([("d", DecodeImage("jpg", colors=colors)), ("f", Flatten())], BYTES)
+    assert chain.made["image"].shape == (None,)
+    sample, out = {"jpg": np.frombuffer(data, np.uint8)}, chain.scratch()
+    chain.apply(sample, np.random.default_rng(0), out)
+    (flat,) = chain.made_ragged(sample)
+    assert np.array_equal(flat.reshape(out["image_shape"]), decoded(data, colors=colors))
+    whole = run(data, DecodeImage("jpg"), Resize((24, 18)), Flatten())["image"]
+    assert np.array_equal(whole.reshape(24, 18, 3), decoded(data))
 
 
 @pytest.mark.parametrize("is_last", [True, False])

@@ -1,5 +1,6 @@
 """Colours of images, and images as the numbers that models take."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,6 +152,39 @@ class ToChw(ImageTransform):
         pixels = whole(image)
         unused = [np.empty(image.shape[:2], np.uint8)] * (pixels.shape[2] - 3)
         cv2.split(pixels, [*into, *unused])
+
+
+@dataclass(frozen=True)
+class Flatten(ImageTransform):
+    """Lays out the numbers of an image one after the other, so that images may differ in size.
+
+    Attributes:
+        field: the image, which becomes [n]. A field `NAME_shape`, int32, has its shape.
+    """
+
+    field: str = "image"
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        if len(before.shape) < 2:
+            raise ValueError(f"{self.field!r:.100} has one dim; there is nothing to flatten")
+        lengths = [length for length in before.shape if length is not None]
+        is_known = len(lengths) == len(before.shape)
+        return {
+            self.field: Field(before.dtype, (math.prod(lengths) if is_known else None,)),
+            self._shape: Field(np.dtype(np.int32), (len(before.shape),)),
+        }
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        array: npt.NDArray[Any] = sample[self.field]
+        self.put(self._shape, np.array(array.shape, np.int32), sample, out)
+        self.put(self.field, contiguous(array).reshape(-1), sample, out)
+
+    @property
+    def _shape(self) -> str:
+        return f"{self.field}_shape"
 
 
 def brightened(image: Pixels, factor: float) -> Pixels:
