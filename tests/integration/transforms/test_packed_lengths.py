@@ -27,7 +27,8 @@ from tests.token_files import megatron_idx
 
 LENGTHS = [32, 64, 128]
 G = 12
-DOCUMENTS = documents(900, seed=3)
+EVERY = documents(900, seed=3)
+DOCUMENTS = [each for each in EVERY if len(each) >= 2]  # as the filter leaves them
 PACK: dict[str, Any] = {"field": "tokens", "length": LENGTHS, "overlong": "split"}
 
 
@@ -36,10 +37,11 @@ def served(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     """A daemon with documents of token ids, packed or not, and a mixture of them."""
     folder = tmp_path / "data"
     folder.mkdir()
-    rows = [each.tolist() for each in DOCUMENTS]
+    rows = [each.tolist() for each in EVERY]
     pq.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))}), folder / "0.parquet")
+    docs = {"uri": str(folder), "filter": "length(tokens) >= 2"}
     tables = {
-        "datasets": {"docs": {"uri": str(folder)}, "packed": {"uri": str(folder), "pack": PACK}},
+        "datasets": {"docs": docs, "packed": {**docs, "pack": PACK}},
         "mixtures": {"mix": {"epochs": {"docs": 1}}},
     }
     return gyred(tables)
