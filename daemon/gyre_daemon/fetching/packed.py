@@ -46,7 +46,9 @@ class PackedRows:
         lengths: int64 [n], its tokens.
         starts: int64 [n], where in its sample each part begins.
         bounds: int64 [B + 1], the first part of each sample, and n.
-        sizes: int64 [B], the length of the sequences of each sample.
+        gaps: int64 [m, 2], the places `[begin, end)` in its sample that a sequence has left; one
+            for each sequence that is not full.
+        gap_bounds: int64 [B + 1], the first gap of each sample, and m.
         begins: int64 [n], the token of its document at which each part begins; None where all begin
             at 0.
     """
@@ -55,8 +57,14 @@ class PackedRows:
     lengths: Int64Array
     starts: Int64Array
     bounds: Int64Array
-    sizes: Int64Array
+    gaps: Int64Array
+    gap_bounds: Int64Array
     begins: Int64Array | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.bounds) - 1
 
     def which(self, begin: int, end: int) -> slice:
         """The parts of the samples `[begin, end)`."""
@@ -65,12 +73,14 @@ class PackedRows:
     def part(self, begin: int, end: int) -> "PackedRows":
         """The samples `[begin, end)`."""
         some = self.which(begin, end)
+        gap_bounds = self.gap_bounds[begin : end + 1]
         return PackedRows(
             self.documents[some],
             self.lengths[some],
             self.starts[some],
             self.bounds[begin : end + 1] - some.start,
-            self.sizes[begin:end],
+            self.gaps[gap_bounds[0] : gap_bounds[-1]],
+            gap_bounds - gap_bounds[0],
             None if self.begins is None else self.begins[some],
         )
 
@@ -80,14 +90,23 @@ def rows_of(packed: Packed, plan: GroupPlan) -> PackedRows:
     sequences, samples = packed.sequences, plan.sample_ids.reshape(-1)
     chosen, firsts = sequences.grouped.sequences_of(samples)
     numbers, bounds = sequences.parts_of(chosen)
-    lengths, sizes = sequences.lengths[numbers].astype(np.int64), sequences.grouped.of(samples)
-    # where in its sample each sequence begins, and in its sequence each part
-    place = np.arange(len(chosen)) - np.repeat(firsts[:-1], np.diff(firsts))
-    first = place * np.repeat(sizes, np.diff(firsts))
+    lengths = sequences.lengths[numbers].astype(np.int64)
+    # where in its sample each sequence begins, how many tokens it has room for, and how many it has
+    per_sample = np.diff(firsts)
+    sizes = np.repeat(sequences.grouped.of(samples), per_sample)
+    offsets = (np.arange(len(chosen)) - np.repeat(firsts[:-1], per_sample)) * sizes
     before = np.concatenate(([0], np.cumsum(lengths)))
-    starts = before[:-1] + np.repeat(first - before[bounds[:-1]], np.diff(bounds))
-    begins = None if sequences.begins is None else sequences.begins[numbers]
-    return PackedRows(sequences.documents[numbers], lengths, starts, bounds[firsts], sizes, begins)
+    filled = np.diff(before[bounds])
+    short = np.flatnonzero(filled < sizes)
+    return PackedRows(
+        sequences.documents[numbers],
+        lengths,
+        before[:-1] + np.repeat(offsets - before[bounds[:-1]], np.diff(bounds)),
+        bounds[firsts],
+        np.stack(((offsets + filled)[short], (offsets + sizes)[short]), axis=1),
+        np.searchsorted(short, firsts),
+        None if sequences.begins is None else sequences.begins[numbers],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +133,11 @@ class _Tokens:
 
 def _tokens(packed: Packed, rows: PackedRows, plan: BatchPlan) -> _Tokens:
     """Where the tokens of a batch are."""
-    longest, num_samples = packed.config.longest, len(rows.sizes)
+    longest, num_samples = packed.config.longest, rows.num_samples
     length = longest if plan.row_length is None else plan.row_length
-    sample = np.repeat(np.arange(num_samples), np.diff(rows.bounds))
-    per_sample = longest // rows.sizes
-    ends = np.cumsum(per_sample)
-    sequence = (ends - per_sample)[sample] + rows.starts // rows.sizes[sample]
-    filled = np.bincount(sequence, rows.lengths, int(ends[-1])).astype(np.int64)
-    sizes = np.repeat(rows.sizes, per_sample)
-    stops = np.cumsum(sizes)
-    gaps = np.stack((stops - sizes + filled, stops), axis=1)[filled < sizes]
-    starts = sample * longest + rows.starts
+    begins = np.arange(num_samples) * longest
+    starts = rows.starts + np.repeat(begins, np.diff(rows.bounds))
+    gaps = rows.gaps + np.repeat(begins, np.diff(rows.gap_bounds))[:, None]
     return _Tokens(length, num_samples * longest // length, starts, gaps)
 
 

@@ -120,15 +120,17 @@ def _located(
 
 def _tokens_before(packed: Packed, rows: PackedRows) -> Int64Array:
     """Where in the batch the sample of each part begins, int64 [n]."""
-    samples = np.arange(len(rows.sizes)) * packed.config.longest
+    samples = np.arange(rows.num_samples) * packed.config.longest
     return np.repeat(samples, np.diff(rows.bounds))
 
 
 def _alone(plan: GroupPlan) -> PackedRows:
     """Rows of one sample each."""
     ids = plan.sample_ids.reshape(-1)
-    ones = np.ones_like(ids)
-    return PackedRows(ids, ones, np.zeros_like(ids), np.arange(len(ids) + 1), ones)
+    bounds, no_gaps = np.arange(len(ids) + 1), np.empty((0, 2), np.int64)
+    return PackedRows(
+        ids, np.ones_like(ids), np.zeros_like(ids), bounds, no_gaps, np.zeros_like(bounds)
+    )
 
 
 def _samples(

@@ -120,7 +120,8 @@ def test_steps_have_rows_of_one_length_and_all_ranks_know_it(
     mixed = (its != its[:, :1]).any(axis=1)[:num_sorted]
     for begin in range(0, num_sorted, WINDOW):
         assert np.count_nonzero(mixed[begin : begin + WINDOW]) < len(chain)
-    for balance in (None, Balance(made.sequences.grouped.of(np.arange(made.num_samples)).take)):
+    costs = made.sequences.grouped.of(np.arange(made.num_samples)).astype(np.float64)
+    for balance in (None, Balance(lambda samples: costs[samples])):
         plans = [
             planner(made, order, balance).batches(0, num_steps, rank, world_size)
             for rank in range(world_size)
