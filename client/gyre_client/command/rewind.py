@@ -123,7 +123,7 @@ def _sources(located: pb.LocateStepResponse) -> str:
 def _rows(located: pb.LocateStepResponse) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Returns the heads and rows of the table of samples."""
     is_packed = any(each.num_tokens for row in located.rows for each in row.samples)
-    group = "SAMPLE OF SEQUENCES" if located.row_length else "SEQUENCE"
+    group = "PACKED SAMPLE" if located.row_length else "SEQUENCE"
     heads = ["ROW", *([group] if is_packed else []), *(["SOURCE"] if located.sources else [])]
     heads += ["SAMPLE", "SHARD", "ITS ROW", "OFFSET", "SIZE", *(["TOKENS"] if is_packed else [])]
     rows: list[Sequence[object]] = []
