@@ -1,6 +1,7 @@
 """Packing into several lengths through real daemons, on ranks that come and go."""
 
 import contextlib
+import re
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -163,6 +164,8 @@ def test_ranks_cost_about_the_same_and_have_rows_of_one_length(
     assert main(["describe", "packed", "--address", served.address]) == 0
     shown = capsys.readouterr().out
     assert f"sequences of 32, 64 or 128, of which {live.filled:.2%} is filled" in shown
+    assert re.search(r"there are [\d,]+ of 32, [\d,]+ of 64, [\d,]+ of 128", shown)
+    assert shown.count("  tokens  int32 [128]  ") == 3  # a sample has its sequences back to back
 
 
 def spread_of(parts: list[Batch], whole: Batch) -> float:
