@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.layers.head.deferred_logits import asked_to_defer
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.models.gpt import GPT
@@ -76,7 +77,8 @@ class LibraryLoss:
     """The loss of a causal language model of `transformers`.
 
     Where the model returns what its head computes, the head computes the loss at once, by slices of
-    the vocabulary. Other models scale or cap their logits; these exist as a whole then.
+    the vocabulary. Other models scale or cap their logits: in training a rotated head defers these,
+    and their loss goes through slices too; otherwise they exist as a whole.
 
     Attributes:
         head: computes the loss.
@@ -116,10 +118,11 @@ class LibraryLoss:
             if loss is not None and output.logits is loss:
                 return loss
             self._is_fused = False
-        logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
-        losses_BT = F.cross_entropy(
-            logits_BTV.flatten(0, -2).float(), targets_BT.flatten(), reduction="none"
-        ).view_as(targets_BT)
+        with asked_to_defer(self.head.head):
+            logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
+        logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
+        losses = F.cross_entropy(logits, targets_BT.flatten(), reduction="none")
+        losses_BT = losses.view_as(targets_BT)
         return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
 
     def _call(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Any:
