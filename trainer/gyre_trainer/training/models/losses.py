@@ -63,8 +63,10 @@ class LossHead(nn.Module):
         return self.head.weight
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The mean cross-entropy of the targets that were set before."""
-        assert self.targets_BT is not None
+        """The mean cross-entropy of the targets that were set before; the logits without any."""
+        if self.targets_BT is None:
+            logits: Tensor = self.head(x_BTD)
+            return logits
         if self.weights_BT is None:
             self.loss = linear_cross_entropy(self.head, x_BTD, self.targets_BT)
         else:
@@ -117,7 +119,7 @@ class LibraryLoss:
             loss, self.head.loss = self.head.loss, None
             if loss is not None and output.logits is loss:
                 return loss
-            self._is_fused = False
+            self._is_fused, self.head.targets_BT = False, None
         with asked_to_defer(self.head.head):
             logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
         logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
