@@ -28,7 +28,7 @@ from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
@@ -278,9 +278,10 @@ class Measurer:
     async def _measure_portion(
         self, reader: PortionReader, plan: PortionPlan, into: Lengths
     ) -> None:
+        claims = Claims(self._flow, plan.urgency)
         try:
-            async with reader.read(plan, self._flow, NOTHING_AHEAD, Delays()) as portion:
-                answers = await reader.work(Kind.MEASURE, portion, self._flow)
+            async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+                answers = await reader.work(Kind.MEASURE, portion, claims)
         except ExceptionGroup as errors:  # of records that are made before they are kept
             raise first_error(errors) from errors
         found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
