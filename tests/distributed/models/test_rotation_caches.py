@@ -1,6 +1,7 @@
 """Caches of keys and values of `transformers` where attention rotates as a whole."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def made(name: str) -> Any:
 def rotated(name: str, **options: Any) -> Any:
     model = made(name)
     # LFM2 reads the weights of its convolutions
-    rules = {"*.conv.conv": None} if "LFM2" in name else None
+    rules: Any = {"*.conv.conv": None} if "LFM2" in name else None
     rotate_all(model, mesh=make_mesh("cpu"), rules=rules, find_blocks=True, **options)
     return model
 
@@ -99,7 +100,7 @@ def step_by_step(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
     """The logits of four tokens, then of one at a time, and what the cache has at last."""
     rows, cache = tokens(8), cache_of(model, kind)
     logits = []
-    for part in (rows[:, :4], *rows[:, 4:].split(1, dim=1)):
+    for part in (rows[:, :4], *torch.split(rows[:, 4:], 1, dim=1)):
         output = model(input_ids=part, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logits.append(output.logits)
@@ -201,12 +202,12 @@ def off_in_training(name: str, recompute: bool, in_two: bool) -> float:
     """How far the loss and the gradients are from one process's, with the library's default."""
     num_ranks, parts = dist.get_world_size(), [5, 3] if in_two else [8]
     found = outcome(
-        rotated(name, policy=RotationPolicy(recompute=recompute)), *tokens(8).split(parts, 1)
+        rotated(name, policy=RotationPolicy(recompute=recompute)), *torch.split(tokens(8), parts, 1)
     )
     dist.all_reduce(found["loss"])
     found["loss"] /= num_ranks
     rows = torch.cat([tokens(8, of=rank) for rank in range(num_ranks)])
-    expected = outcome(made(name), *rows.split(parts, 1))
+    expected = outcome(made(name), *torch.split(rows, parts, 1))
     assert found.keys() == expected.keys()
     return max(
         float((found[each] - expected[each]).abs().max() / expected[each].abs().max())
@@ -230,10 +231,11 @@ def told_of_gradients() -> list[str]:
     output = model(input_ids=tokens(4))
     cache = output.past_key_values
     told = []
-    for attempt in (
+    attempts: tuple[Callable[[], Any], ...] = (
         lambda: model(input_ids=tokens(1), past_key_values=cache),
         lambda: cache.layers[1].keys.sum().backward(),
-    ):
+    )
+    for attempt in attempts:
         try:
             attempt()
         except RotationError as error:
@@ -259,21 +261,21 @@ def told_of_caches() -> list[str]:
     import transformers
     from transformers.cache_utils import DynamicLayer
 
-    class OwnUpdate(transformers.DynamicCache):  # type: ignore[misc]
+    class OwnUpdate(transformers.DynamicCache):
         def update(self, *args: Any) -> Any:
             return super().update(*args)
 
-    class OwnLayer(DynamicLayer):  # type: ignore[misc]
+    class OwnLayer(DynamicLayer):
         pass
 
-    model = rotated("Llama")
+    model, own_layer = rotated("Llama"), cast("Any", OwnLayer)
     odd = transformers.DynamicCache()
     for layer in range(2):
         odd.update(torch.ones(2, 3, 1, 2).double(), torch.ones(2, 3, 1, 2).double(), layer)
     told = []
     for cache, takes_grads in (
         (OwnUpdate(), False),
-        (transformers.Cache(layers=[OwnLayer(), OwnLayer()]), False),
+        (transformers.Cache(layers=[own_layer(), own_layer()]), False),
         (odd, False),
         (transformers.StaticCache(model.config, max_cache_len=8), True),
     ):
@@ -310,7 +312,7 @@ def kept_after_a_failure() -> tuple[int, bool]:
                     )
                 length = int(cache.get_seq_length())
             logits.append(each(input_ids=tokens(1), past_key_values=cache).logits)
-    return length, torch.allclose(*logits, rtol=1e-12)
+    return length, torch.allclose(logits[0], logits[1], rtol=1e-12)
 
 
 def test_a_call_that_fails_leaves_the_cache_as_it_was(ranks: StartRanks) -> None:
