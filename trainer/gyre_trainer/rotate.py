@@ -5,6 +5,7 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 `gyre_trainer.rotation.rule.Rule`.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
@@ -26,9 +27,9 @@ from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
+from gyre_trainer.layers.block_finder import BlockFinder
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
-from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
@@ -41,7 +42,6 @@ from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
-from gyre_trainer.rotation.call import begun_in, without
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
@@ -169,9 +169,10 @@ def rotate_all(
             whole module, which every rank gathers for that: outputs and gradients. None verifies
             modules with a rule that have up to 4 million parameters; True every module, of any
             size.
-        find_blocks: whether attention and MLPs of an unknown class rotate as a whole, where their
-            structure and a trial on a small twin say that they can. Then they take no cache of keys
-            and values. The returned plan shows what was found.
+        find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
+            where their structure and a trial on a small twin say that they can. The returned plan
+            shows what was found. False lets their layers rotate one by one, which adapters that
+            come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule: its hops would take longer than its memory is worth.
 
@@ -197,10 +198,14 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    walk = _Walk(rules or {}, target, verify, find_blocks=find_blocks, min_numel=min_numel)
+    finder = BlockFinder(model, target.num_slices) if find_blocks else None
+    walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()
-    if not isinstance(model, RotatedModule):
+    if isinstance(model, RotatedModule):
+        name_modules(model)
+        require_equal_models(model, mesh)
+    else:
         _keep_whole(model, target)
     plan = plan_of(model)
     warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)
@@ -214,7 +219,8 @@ def quantize_frozen(
 
     Each layer that rotates by itself is encoded: a rank's own rows at home, and on their way. A
     slice is decoded on arrival, so results are those of a model with the decoded weights. All other
-    weights stay as they are: embeddings, blocks that rotate as a whole, and what is tied.
+    weights stay as they are: embeddings, blocks that rotate as a whole, and what is tied. So rotate
+    the model with ``find_blocks=False``; a warning names blocks that were left out.
 
     Args:
         model: rotated, with values, and with frozen weights. Adapters may be there or come later.
@@ -233,7 +239,7 @@ def quantize_frozen(
             left, or the ranks differ.
 
     Example:
-        rotate_all(model, mesh=mesh)
+        rotate_all(model, mesh=mesh, find_blocks=False)
         pretrained.load(model, path)
         quantize_frozen(model.requires_grad_(False), "nf4", mesh=mesh)
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
@@ -249,11 +255,31 @@ def quantize_frozen(
         and path.rpartition(".")[2] not in keep
     }
     if not chosen:
-        raise RotationError(f"no linear layer of {type(model).__name__} rotates by itself")
+        raise RotationError(
+            f"no linear layer of {type(model).__name__} rotates by itself; rotate the model with "
+            "find_blocks=False"
+        )
+    _warn_of_blocks(rotated)
     for path, each in chosen.items():
         quantize_linear(each, path, to)
     require_equal_models(model, mesh)
     return list(chosen)
+
+
+def _warn_of_blocks(rotated: Mapping[str, RotatedModule]) -> None:
+    """Warn where frozen weights are not encoded because their block rotates as a whole."""
+    blocks = []
+    for path, each in rotated.items():
+        names = [cut.name for cut in each.rotation.layout.cuts if len(cut.shape) > 1]
+        frozen = not any(each.rotation.module.get_parameter(name).requires_grad for name in names)
+        if len(names) > 1 and frozen:
+            blocks.append(path)
+    if blocks:
+        warnings.warn(
+            f"{len(blocks)} frozen blocks that rotate as a whole are not encoded, {blocks[0]} the "
+            "first of them; rotate the model with find_blocks=False to encode their layers",
+            stacklevel=3,
+        )
 
 
 class _Walk:
@@ -268,11 +294,10 @@ class _Walk:
         rules: Rules,
         target: RotationTarget,
         verify: bool | None,
-        *,
-        find_blocks: bool,
+        finder: BlockFinder | None,
         min_numel: int,
     ) -> None:
-        self._find_blocks = find_blocks
+        self._finder = finder
         self._min_numel = min_numel
         self._rules = rules
         self._target = target
@@ -306,7 +331,7 @@ class _Walk:
         if rotate_known(module, self._target):
             _check_at_first_calls(module, None, self._verify)
             return True
-        rule = find_rule(module, self._target.num_slices) if self._find_blocks else None
+        rule = None if self._finder is None else self._finder.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None
@@ -391,9 +416,8 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
 
     @uncompiled
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if rotated.training not in left or begun_in((args, kwargs)):
+        if rotated.training not in left:
             return
-        args, kwargs = without((args, kwargs))
         left.remove(rotated.training)
         if not left:
             hook.remove()

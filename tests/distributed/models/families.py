@@ -91,7 +91,7 @@ def _outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
 
 
 def compared(
-    families: list[str], *, find_blocks: bool = False, recompute: bool = False, **sizes: Any
+    families: list[str], *, find_blocks: bool = True, recompute: bool = False, **sizes: Any
 ) -> dict[str, tuple[float, float, float]]:
     """By family: the share of parameters that rotate, and the distances of loss and gradients."""
     found = {}

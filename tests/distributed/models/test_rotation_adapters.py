@@ -70,7 +70,7 @@ def trained(model: Any, part: int, num_parts: int) -> tuple[list[float], dict[st
 def trained_on_the_ring(kind: str, order: str) -> tuple[list[float], dict[str, Tensor]]:
     mesh, model = make_mesh("cpu"), llama(biased=kind == "dora")
     if order == "rotated, then adapted":
-        rotate_all(model, mesh=mesh)
+        rotate_all(model, mesh=mesh, find_blocks=False)
         model = adapted(model, kind)
     else:
         model = adapted(model, kind)
@@ -182,7 +182,7 @@ def adapters_inside_a_block() -> None:
 
 def adapters_of_a_shard() -> None:
     model = llama()
-    rotate_all(model, mesh=make_mesh("cpu", replicate=1))
+    rotate_all(model, mesh=make_mesh("cpu", replicate=1), find_blocks=False)
     adapted(model, "lora")
     layer: Any = model.model.layers[0].self_attn.q_proj
     layer.lora_B["default"] = nn.Linear(3, 12, bias=False).double()

@@ -1,7 +1,7 @@
 """Attention and MLPs of models that nobody wrote rules for are found, tried, and rotate exactly."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.block_finder import BlockFinder
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.moe import ExpertsRule
@@ -230,3 +231,28 @@ def test_a_rule_is_found_where_the_slices_make_the_output(
         module = build()
     assert find_rule(module, 2) == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Counted(Gated):
+    """Counts the calls of all copies; some add their input."""
+
+    calls: ClassVar[list[bool]] = []
+
+    def __init__(self, *, residual: bool) -> None:
+        super().__init__()
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.residual)
+        return super().forward(x) + x * self.residual
+
+
+def test_modules_that_are_alike_are_tried_once() -> None:
+    kinds = [False, True, False, True, False]
+    model = nn.ModuleList(Counted(residual=kind) for kind in kinds)
+    finder, num_calls = BlockFinder(model, 2), []
+    for module, residual in zip(model, kinds, strict=True):
+        rule = finder.rule_of(module)
+        assert (rule is None) is residual
+        num_calls.append(len(Counted.calls))
+    assert 0 < num_calls[0] < num_calls[1] == num_calls[4]

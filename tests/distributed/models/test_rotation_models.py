@@ -21,12 +21,12 @@ from tests.distributed.training import whole
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
-    require_exact(ranks(num_ranks).run(compared, list(FAMILIES)))
+    require_exact(ranks(num_ranks).run(partial(compared, find_blocks=False), list(FAMILIES)))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_stacked_experts_are_found_and_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
-    found = ranks(num_ranks).run(partial(compared, find_blocks=True), ["GptOss"])
+    found = ranks(num_ranks).run(compared, ["GptOss"])
     require_exact(found)
     assert all(each["GptOss"][0] > 0.96 for each in found)
 
@@ -37,7 +37,7 @@ def test_stacked_experts_are_found_and_train_exactly(ranks: StartRanks, num_rank
 def test_families_train_exactly_in_blocks(
     ranks: StartRanks, num_ranks: int, recompute: bool
 ) -> None:
-    run = partial(compared, find_blocks=True, recompute=recompute)
+    run = partial(compared, recompute=recompute)
     require_exact(ranks(num_ranks).run(run, list(FAMILIES)))
 
 

@@ -1,5 +1,6 @@
 """Frozen linear layers in 8 and 4 bits: what they compute, what travels, what is refused."""
 
+import warnings
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -49,9 +50,9 @@ def quantized(to: Format, order: str) -> tuple[Any, Any, list[str]]:
     mesh, model = make_mesh("cpu"), llama()
     if order == "adapted first":
         model = adapted(model, "lora")
-        rotate_all(model, mesh=mesh)
+        rotate_all(model, mesh=mesh, find_blocks=False)
         return model, mesh, quantize_frozen(model, to, mesh=mesh)
-    rotate_all(model, mesh=mesh)
+    rotate_all(model, mesh=mesh, find_blocks=False)
     paths = quantize_frozen(model.requires_grad_(False), to, mesh=mesh)
     return adapted(model, "lora"), mesh, paths
 
@@ -103,7 +104,7 @@ def bytes_of_a_step(to: Format) -> tuple[int, int]:
     torch.manual_seed(0)
     mesh = make_mesh("cpu")
     model = Tower().requires_grad_(False)
-    rotate_all(model, mesh=mesh)
+    rotate_all(model, mesh=mesh, find_blocks=False)
     assert quantize_frozen(model, to, mesh=mesh) == ["one", "other"]
     before = ring_of(mesh).bytes_sent
     model(torch.ones(2, 64, requires_grad=True)).sum().backward()
@@ -127,7 +128,7 @@ def refusals() -> list[str]:
     def model(device: str = "cpu") -> Tower:
         with torch.device(device):
             built = Tower()
-        rotate_all(built, mesh=mesh)
+        rotate_all(built, mesh=mesh, find_blocks=False)
         return built
 
     frozen = model()
@@ -157,3 +158,18 @@ def test_what_cannot_be_quantized_is_refused(ranks: StartRanks) -> None:
         assert "no linear layer of" in again
         assert "other has quantized weights, which no file" in saved
         assert "the head has quantized weights" in head
+
+
+def told_of_blocks() -> list[str]:
+    mesh, model = make_mesh("cpu"), nn.ModuleList([Tower(), nn.Linear(64, 64)])
+    rotate_all(model.requires_grad_(False), mesh=mesh, sync_from=0, find_blocks=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert quantize_frozen(model, "int8", mesh=mesh) == ["1"]
+    return [str(each.message) for each in seen]
+
+
+def test_blocks_that_are_not_encoded_are_named(ranks: StartRanks) -> None:
+    for (message,) in ranks(2).run(told_of_blocks):
+        assert message.startswith("1 frozen blocks that rotate as a whole are not encoded, 0 the")
+        assert "find_blocks=False" in message

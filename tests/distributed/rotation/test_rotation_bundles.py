@@ -10,9 +10,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
-from gyre_trainer.rotation.call import PerSlice
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -170,40 +168,6 @@ def told(which: str) -> tuple[str, list[bool]]:
     except RotationError as error:
         return str(error), []
     return "", [layer.weight.grad is not None for layer in model.layers]
-
-
-class Seen(PerSlice):
-    """What the one call of a module that is computed whole has left."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def of_slice(self, index: int) -> list[Tensor]:
-        assert index == 0
-        return self.tensors
-
-    @property
-    def begun(self) -> bool:
-        return bool(self.tensors)
-
-
-class Remembers(nn.Linear):
-    def forward(self, x: Tensor, seen: list[Tensor] | None = None) -> Tensor:
-        if seen is not None:
-            seen.append(x)
-        return super().forward(x)
-
-
-def remembered() -> int:
-    model, seen = nn.Sequential(Remembers(6, 6)), Seen()
-    rotate_all(model, mesh=make_mesh("cpu"), policy=TOGETHER, rules={Remembers: LinearRule()})
-    with torch.no_grad():
-        model[0](torch.ones(2, 6), seen)
-    return len(seen.tensors)
-
-
-def test_a_module_computed_whole_has_one_cache(ranks: StartRanks) -> None:
-    assert ranks(2).run(remembered) == [1, 1]
 
 
 def test_a_layer_that_no_rank_uses_has_no_gradient(ranks: StartRanks) -> None:

@@ -17,6 +17,7 @@ from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import parameter_at, swapped
+from gyre_trainer.rotation.shared_cache import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.shards.local_shards import local_of
 
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
@@ -27,7 +28,8 @@ _TOLERANCE_OF_OTHERS = 5e-2
 def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module that computes something else when it rotates than it does as a whole.
 
-    Compared are the outputs and, where gradients are enabled, those of inputs and parameters.
+    Compared are the outputs, what is in caches, and, where gradients are enabled, those of inputs
+    and parameters. The caches of the call stay as they are.
     Every rank holds the whole module meanwhile. Where the module draws random numbers, nothing is
     compared: its slices draw others. Collective.
 
@@ -65,8 +67,10 @@ class _Results:
         self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], *, rotates: bool
     ) -> None:
         self._rotation = rotation
-        args, kwargs = tree_map(_leaf, (args, kwargs))
-        inputs = [each for each in tree_flatten((args, kwargs))[0] if _takes_grad(each)]
+        args, kwargs = copies_of_caches((args, kwargs), rotation.name)
+        args, kwargs = tree_map(_leaf, (args, kwargs), is_leaf=is_cache)
+        leaves = tree_flatten((args, kwargs), is_leaf=is_cache)[0]
+        inputs = [each for each in leaves if _takes_grad(each)]
         names = [cut.name for cut in rotation.layout.cuts]
         own = [rotation.module.get_parameter(name) for name in names]
         if rotates:
@@ -80,11 +84,14 @@ class _Results:
             weights = list(whole.values())
             dtype = rotation.policy.compute_dtype
             used = {name: cast(each, dtype) for name, each in {**whole, **others}.items()}
-            args, kwargs = tree_map_only(Tensor, lambda each: cast(each, dtype), (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda each: cast(each, dtype), (args, kwargs), is_leaf=is_cache
+            )
             with swapped(rotation.module, used):
                 output = rotation.forward(*args, **kwargs)
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-        self.outputs = [tensor.detach() for tensor in tensors]
+        leaves = tree_flatten(output, is_leaf=is_cache)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.outputs = [tensor.detach() for tensor in tensors] + kept_in_copies((args, kwargs))
         wanted = [tensor for tensor in (*inputs, *weights) if tensor.requires_grad]
         grads: list[Tensor | None] = []
         if any(tensor.requires_grad for tensor in tensors) and wanted:

@@ -10,7 +10,7 @@ Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one he
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +146,8 @@ class AttentionRule(Rule):
             keys and values, if the rows of each key/value head are together.
         output: name of the linear layer from the heads to the output.
     """
+
+    caches_heads: ClassVar[bool] = True
 
     num_kv_heads: int
     inputs: tuple[str, ...] = ("q", "k", "v")

@@ -36,7 +36,7 @@ from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
-from gyre_trainer.rotation.call import PerSlice, cast
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
 from gyre_trainer.shards.gradient_ring import GradientRing
@@ -256,7 +256,6 @@ class Bundle:
             name: cast(local_of(parameter_at(rotation.module, name)), dtype)
             for name in rotation.replicated
         }
-        args, kwargs = tree_map_only(PerSlice, lambda each: each.of_slice(0), (args, kwargs))
         outer_dtype = _outer_dtype(rotation, args, kwargs)
         if dtype is not None:
             args, kwargs = tree_map_only(Tensor, partial(cast, dtype=dtype), (args, kwargs))

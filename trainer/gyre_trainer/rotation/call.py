@@ -1,6 +1,5 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
@@ -22,10 +20,11 @@ from gyre_trainer.rotation.backward.recomputation import (
     autocast_of_now,
     recomputable,
 )
-from gyre_trainer.rotation.form import Arguments, Form, Missing
+from gyre_trainer.rotation.form import Arguments, Form
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
+from gyre_trainer.rotation.shared_cache import SharedCache, is_cache
 from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
 
 _CONSTANTS = (
@@ -61,32 +60,6 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-class PerSlice(ABC):
-    """An object that a rotated module may be called with although it changes: one for each slice.
-
-    Only calls without gradients take it: a backward would have to know what it was before.
-    """
-
-    @abstractmethod
-    def of_slice(self, index: int) -> Any:
-        """What the slice is called with; the same object at every call."""
-
-    @property
-    @abstractmethod
-    def begun(self) -> bool:
-        """Whether a slice has changed what is its own."""
-
-
-def begun_in(arguments: Any) -> bool:
-    """Whether an object in the arguments of a call has begun."""
-    return any(isinstance(leaf, PerSlice) and leaf.begun for leaf in tree_flatten(arguments)[0])
-
-
-def without(arguments: Any) -> Any:
-    """The arguments with None in place of such objects."""
-    return tree_map(lambda leaf: None if isinstance(leaf, PerSlice) else leaf, arguments)
-
-
 class Call:
     """One call of a rotated module.
 
@@ -116,8 +89,10 @@ class Call:
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
-        self._has_own = any(isinstance(leaf, PerSlice) for leaf in self._leaves)
-        self._refuse_changeable()
+        self._caches: list[SharedCache] = []
+        self._share_caches()
+        # A cache is another object in every call, which no compiled graph would fit.
+        self._is_compiled = rotation.is_compiled and not self._caches
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
@@ -129,19 +104,23 @@ class Call:
         self.inputs: list[Tensor] = []
         self._output: Form | None = None
 
-    def _refuse_changeable(self) -> None:
-        """Refuse objects that every slice would change, such as a cache of keys and values."""
-        for leaf in self._leaves:
-            if leaf is Missing or (isinstance(leaf, PerSlice) and not self.recorded):
-                continue
-            if not _is_constant(leaf):
+    def _share_caches(self) -> None:
+        """Share caches of keys and values; refuse other objects that every slice would change."""
+        rotation = self._rotation
+        for place, leaf in enumerate(self._leaves):
+            if rotation.rule.caches_heads and is_cache(leaf):
+                shared = SharedCache(
+                    leaf, rotation.layout.num_slices, rotation.name, recorded=self.recorded
+                )
+                self._leaves[place] = shared
+                self._caches.append(shared)
+            elif not _is_constant(leaf) and not isinstance(leaf, SharedCache):
                 raise RotationError(
                     f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
                     "slice could change: the module runs once for every rank's slice. Call the "
-                    "model without it (use_cache=False for a cache of keys and values; without "
-                    "gradients, generate(past_key_values=SlicedCache(model.config)) of "
-                    "gyre_trainer.generation), or let the layers inside rotate instead, without a "
-                    "rule for the module"
+                    "model without it (use_cache=False for a cache of keys and values), or let the "
+                    "layers inside rotate one by one (find_blocks=False, and no rule for the "
+                    "module)"
                 )
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
@@ -169,9 +148,7 @@ class Call:
         self.deferred = DeferredGrads(
             {id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)}
         )
-        self._defer = (
-            nullcontext() if self._rotation.is_compiled else DeferWeightGrads(self.deferred)
-        )
+        self._defer = nullcontext() if self._is_compiled else DeferWeightGrads(self.deferred)
 
     def find_recomputations(self) -> None:
         """Find out how backward can get each argument without keeping it.
@@ -230,9 +207,9 @@ class Call:
             weights[cut.name] = leaf
         inputs = dict(zip(rotation.replicated, self.inputs, strict=False))
         leaves = self._leaves
-        if self._has_own:
+        if self._caches:
             leaves = [
-                leaf.of_slice(index) if isinstance(leaf, PerSlice) else leaf for leaf in leaves
+                leaf.of_slice(index) if isinstance(leaf, SharedCache) else leaf for leaf in leaves
             ]
         args, kwargs = self._arguments.call(leaves, self.inputs[len(rotation.replicated) :])
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
@@ -241,7 +218,8 @@ class Call:
             self._defer if torch.is_grad_enabled() else nullcontext(),
             self._autocast(),
         ):
-            current = ModuleSlice(rotation.slice_forward, weights, bounds, self.deferred)
+            forward = rotation.slice_forward if self._is_compiled else rotation.forward
+            current = ModuleSlice(forward, weights, bounds, self.deferred)
             output = rotation.rule.run(current, *args, **kwargs)
         return self._tensors_of(output), trained
 
@@ -250,6 +228,10 @@ class Call:
         form = Form([output])
         tensors = form.take_tensors()
         if self._output is None:
+            for shared in self._caches:
+                form.leaves = [
+                    shared.cache if shared.is_copy(leaf) else leaf for leaf in form.leaves
+                ]
             self._output = form
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
@@ -273,6 +255,11 @@ class Call:
             grad if spec is None else with_spec(grad, spec)
             for grad, spec in zip(grads, specs, strict=True)
         ]
+
+    def merge_caches(self) -> None:
+        """Give the caller's caches what all slices have added to theirs."""
+        for shared in self._caches:
+            shared.merge()
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the inputs. Afterwards the call keeps nothing."""

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gyre_trainer.rotation.shared_cache import is_cache
+
 _PLAIN = (Tensor, NoneType, bool, int, float, str)
 
 
@@ -32,7 +34,7 @@ class Form:
         self._tensors: list[Tensor] = []
         self._specs: list[TreeSpec | None] = []  # None for a leaf
         for value in values:
-            leaves, spec = ([value], None) if isinstance(value, _PLAIN) else tree_flatten(value)
+            leaves, spec = ([value], None) if isinstance(value, _PLAIN) else _flat(value)
             self._specs.append(spec)
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
@@ -50,6 +52,10 @@ class Form:
         arrived = iter(tensors)
         found = (next(arrived) if leaf is Missing else leaf for leaf in leaves)
         return [next(found) if spec is None else _nested(found, spec) for spec in self._specs]
+
+
+def _flat(value: Any) -> tuple[list[Any], TreeSpec]:
+    return tree_flatten(value, is_leaf=is_cache)  # `transformers` registers some as containers
 
 
 def _nested(leaves: Iterator[Any], spec: TreeSpec) -> Any:

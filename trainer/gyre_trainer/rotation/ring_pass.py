@@ -54,7 +54,9 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     call = Call(rotation, args, kwargs)
     if call.recomputed:
         call.find_recomputations()
-    return call.rebuild_output(_Rotate.apply(RingPass(rotation, call), *call.tensors))  # type: ignore[no-untyped-call]
+    outputs = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
+    call.merge_caches()
+    return call.rebuild_output(outputs)
 
 
 class _Rotate(torch.autograd.Function):

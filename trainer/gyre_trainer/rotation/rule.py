@@ -41,6 +41,8 @@ class Rule(ABC):
         divisible: whether any range of its one parameter can be a slice, so that a large slice may
             travel in pieces.
         recompute_pays: False if recomputation would save no memory.
+        caches_heads: whether the keys and values that a slice adds to a cache are those of its own
+            heads, an equal part of all, so that slices can share a cache.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
     """
@@ -48,6 +50,7 @@ class Rule(ABC):
     backward_reads_weights: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = True
+    caches_heads: ClassVar[bool] = False
 
     @property
     def uses_dropout(self) -> bool:
@@ -109,7 +112,7 @@ def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:
         raise RotationError(
             f"{type(module).__name__} was changed after it was rotated, such as by adapters: "
             f"its parameter {path}{'.' if path else ''}{last} is gone; "
-            "change the model first, then rotate it"
+            "change the model first, then rotate it, or rotate it with find_blocks=False"
         )
     parameters: dict[str, Any] = inside._parameters
     return parameters

@@ -137,9 +137,6 @@ class Sampler:
         # It takes seconds, and only these models need it.
         from transformers import LogitsProcessorList  # noqa: PLC0415
 
-        # It imports transformers.
-        from gyre_trainer.generation import SlicedCache  # noqa: PLC0415
-
         library: Any = model
         draws = self._sample.temperature > 0
         ids_1T: Tensor = library.generate(
@@ -149,7 +146,6 @@ class Sampler:
             do_sample=draws,
             **({"temperature": self._sample.temperature} if draws else {}),
             use_cache=True,
-            past_key_values=SlicedCache(library.config) if _keeps_keys(library) else None,
             pad_token_id=0,  # of texts that end before others; there are none
             logits_processor=LogitsProcessorList([_of_first_rank]),
         )
@@ -193,11 +189,6 @@ def codec_of(sample: SampleConfig, model: GPTConfig | LibraryConfig) -> Codec:
             f'"{BYTES}"'
         )
     return _Tokenizer(Path(name))
-
-
-def _keeps_keys(model: Any) -> bool:
-    """Whether generation has a cache of keys and values, and no state of another kind."""
-    return bool(model._supports_default_dynamic_cache())
 
 
 def _require_room(model: nn.Module, num_tokens: int) -> None:
