@@ -6,7 +6,7 @@ fetches block by block, are transformed together.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -51,9 +51,13 @@ def keep_records(
     """The storage of records, behind the node's cache; see `transforms.kept.Keep`."""
     assert isinstance(prefix, TransformedDataset)
     records = MadeStorage(prefix, index, shard, threads)
-    begins, ends = index.starts[:-1], index.starts[1:]
-    blocks = BlockMap(np.zeros_like(begins), begins, ends)
-    return CachedRecords(records, shard.name, cache, lambda _: blocks, RECORD_BLOCKS)
+
+    def block_map(size: int) -> BlockMap:
+        table = index.blocks(size)
+        borders = index.starts[table.first_sample(np.arange(table.num_blocks + 1))]
+        return BlockMap(np.zeros_like(borders[1:]), borders[:-1], borders[1:])
+
+    return CachedRecords(records, shard.name, cache, block_map, RECORD_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,12 @@ class MadeStorage:
         reads = plan.part(slice(None))
         self._bounds.check(reads)
         reads = reads.nonempty()
-        of = np.searchsorted(self._starts, reads.start, side="right") - 1
-        ids, rows = np.unique(of, return_inverse=True)
+        pieces = _cut(reads, self._starts)
+        ids, rows = np.unique(pieces.sample, return_inverse=True)
         wishes = [self._wish(sample_id, reads) for sample_id in ids.tolist()]
         records = await asyncio.gather(*wishes)
-        work = partial(self._copy, records, rows, reads.start - self._starts[of], reads)
+        begins = pieces.start - self._starts[pieces.sample]
+        work = partial(self._copy, records, rows, begins, pieces)
         await self._threads.run(reads.flow, reads.num_bytes, reads.urgency, work)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -182,6 +187,27 @@ class MadeStorage:
         return [
             np.concatenate([memory[begin:end] for begin, end in its]) for its in places.tolist()
         ]
+
+
+def _cut(reads: Reads, starts: Int64Array) -> Reads:
+    """Reads of at least one byte, each in one record; their samples are the numbers of records.
+
+    Args:
+        reads: each may go over several records, and some of these may be empty.
+        starts: of all records.
+    """
+    stop = reads.start + reads.size
+    first = np.searchsorted(starts, reads.start, side="right") - 1
+    counts = np.searchsorted(starts, stop - 1, side="right") - first
+    of = np.repeat(np.arange(len(reads)), counts)
+    record = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts) + first[of]
+    begin = np.maximum(reads.start[of], starts[record])
+    end = np.minimum(stop[of], starts[record + 1])
+    target = reads.target[of] + (begin - reads.start[of]).astype(np.uint64)
+    pieces = replace(
+        reads, shard=reads.shard[of], start=begin, size=end - begin, target=target, sample=record
+    )
+    return pieces.nonempty()
 
 
 def _no_epochs(first_step: int, num_steps: int) -> Int64Array:

@@ -83,15 +83,16 @@ def locate_packed(
     index: SampleIndex, packed: Packed, plan: GroupPlan
 ) -> tuple[PackedRows, Extents]:
     """The parts of all sequences of a plan, and where they lie in storage."""
-    rows, column = rows_of(packed, plan), slice(packed.column, packed.column + 1)
+    rows, columns = rows_of(packed, plan), [*packed.read]
+    items = np.array([spec.dtype.itemsize for spec in packed.read.values()])
     found = index.locate(rows.documents)
-    start, size = found.start[:, column], found.size[:, column]
-    lengths = (rows.lengths * packed.stored.dtype.itemsize)[:, None]
+    start, size = found.start[:, columns], found.size[:, columns]
+    lengths = rows.lengths[:, None] * items
     if packed.config.overlong in ("split", "truncate"):
         size = lengths
         if rows.begins is not None:
-            start = start + rows.begins[:, None] * packed.stored.dtype.itemsize
-    absent = None if found.absent is None else found.absent[:, column]
+            start = start + rows.begins[:, None] * items
+    absent = None if found.absent is None else found.absent[:, columns]
     return rows, Extents(found.shard, start, size, lengths, absent)
 
 
@@ -119,12 +120,10 @@ def _lay_out(packed: Packed, rows: PackedRows, *, pads: bool) -> BatchLayout:
             places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_rows + 1,))
         bases[spec.name] = begin
     begins = np.repeat(np.arange(num_rows), np.diff(rows.bounds)) * length + rows.starts
-    written = [(packed.stored.name, packed.stored.dtype.itemsize)]
-    if packed.mask_column is not None:
-        written.append((LOSS_MASK, 1))
-    destinations = np.empty((len(begins), len(written), 2), np.int64)
-    for column, (name, item) in enumerate(written):
-        destinations[:, column, 0] = bases[name] + begins * item
+    destinations = np.empty((len(begins), len(packed.read), 2), np.int64)
+    for column, spec in enumerate(packed.read.values()):
+        item = spec.dtype.itemsize
+        destinations[:, column, 0] = bases[spec.name] + begins * item
         destinations[:, column, 1] = destinations[:, column, 0] + rows.lengths * item
     return places.finished(destinations)
 
@@ -132,7 +131,10 @@ def _lay_out(packed: Packed, rows: PackedRows, *, pads: bool) -> BatchLayout:
 def write_packed(
     packed: Packed, rows: PackedRows, plan: GroupPlan, layout: GroupLayout, memory: memoryview
 ) -> None:
-    """Write everything that is not read, in the places that no document takes."""
+    """Write everything that is not read, in the places that no document takes.
+
+    Masks of the documents must be there already: they say which tokens can be targets.
+    """
     size = plan.sample_ids.shape[1]
     for number, offset in enumerate(layout.offsets.tolist()):
         batch = layout.batches[number]
@@ -156,7 +158,10 @@ def _fill(packed: Packed, rows: PackedRows, views: dict[str, npt.NDArray[Any]]) 
     ends = np.append(begins[1:], num_rows * length)
     position = views[POSITION].reshape(-1)
     position[:] = np.arange(num_rows * length) - np.repeat(begins, ends - begins)
-    np.greater(views[POSITION], 0, out=views[LOSS_MASK])
+    can_be_targets = views[POSITION] > 0
+    if packed.mask_column is not None:
+        can_be_targets &= views[LOSS_MASK]
+    views[LOSS_MASK][:] = can_be_targets
     tokens = views[packed.stored.name]
     for number in padded.tolist():
         tokens[number, filled[number] :] = packed.config.padding_id

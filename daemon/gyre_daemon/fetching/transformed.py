@@ -113,8 +113,6 @@ class TransformingFetcher:
         epochs = self._epochs(plan.first_step, len(plan)).reshape(-1)
         if fetch.rows is not None:
             epochs = np.repeat(epochs, np.diff(fetch.rows.bounds))
-        work = partial(self._write_own, fetch, slot)
-        await self._threads.run(flow, 0, plan.first_step, work)
         lengths = np.empty((len(ids), 0), np.int64)
         if self._dataset.measured:
             lengths = self._dataset.measured.lengths[ids].astype(np.int64)
@@ -124,6 +122,8 @@ class TransformingFetcher:
                 part = PortionPlan(ids[some], epochs[some], extents, plan.first_step, lengths[some])
                 fill = self._fill_portion(part, fetch, some.start, slot, flow, ahead, delays)
                 tasks.create_task(fill)
+        work = partial(self._write_own, fetch, slot)
+        await self._threads.run(flow, 0, plan.first_step, work)
         if delays.num_requests:
             delays.storage_s = delays.read_s
         delays.finish_s = time.monotonic() - began - delays.read_s
@@ -181,21 +181,18 @@ class TransformingFetcher:
         assert rows
         into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
         some = slice(begin, begin + len(portion.plan))
-
-        def parts(column: int, made: int, item: int) -> Iterator[tuple[slice, slice]]:
-            starts = portion.made[made][:-1]
-            if rows.begins is not None:
-                starts = starts + rows.begins[some] * item
-            places = fetch.layout.destinations[some, column].tolist()
-            for (at, end), start in zip(places, starts.tolist(), strict=True):
-                yield slice(at, end), slice(start, start + end - at)
-
+        passed = dict(self._passed)
         with slot.arena.lease():
-            for there, here in parts(0, packed.column, packed.stored.dtype.itemsize):
-                into[there] = memory[here]
-            if packed.mask_column is not None:  # what is there says which tokens can be targets
-                for there, here in parts(1, packed.mask_column, 1):
-                    into[there] &= memory[here]
+            for number, (column, spec) in enumerate(packed.read.items()):
+                if column in passed:
+                    starts = portion.staged.destinations[:, passed[column], 0]
+                else:
+                    starts = portion.made[column][:-1]
+                if rows.begins is not None:
+                    starts = starts + rows.begins[some] * spec.dtype.itemsize
+                places = fetch.layout.destinations[some, number].tolist()
+                for (at, end), start in zip(places, starts.tolist(), strict=True):
+                    into[at:end] = memory[start : start + end - at]
 
 
 def _runs(num: int, begin: int, size: int) -> Iterator[tuple[int, int]]:

@@ -20,18 +20,20 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
-from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
+from gyre_daemon.transforms.kept import KeptDataset
+from gyre_daemon.transforms.measured import Lengths
 from gyre_daemon.transforms.messages import Kind
 
 SUFFIX = ".gyre-lengths"
@@ -380,18 +382,16 @@ def with_measured(
     Raises:
         CorruptSample: too many samples cannot be transformed.
     """
-    if found.failures:
+    before = dataset.source.failed if isinstance(dataset.source, KeptDataset) else NO_SAMPLES
+    if found.failures or len(before):
         num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
-        check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
+        if found.failures:
+            check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
         failed = np.array([each.sample_id for each in found.failures], np.int64)
+        failed = np.union1d(before, failed)
         # which samples are replaced is part of what is done to samples: the data are the same
         digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
         digest.update(failed.astype("<i8").tobytes())
         corrupt = np.union1d(dataset.corrupt, failed)
         dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
-    if not dataset.made_ragged:
-        return dataset
-    passed = [spec for spec in dataset.fields if spec not in dataset.made]
-    stored = stored_fields(dataset.source.fields)
-    index = MeasuredIndex(dataset.source.index, stored, dataset.made, passed, found.lengths)
-    return replace(dataset, measured=index)
+    return dataset.with_lengths(found.lengths) if dataset.made_ragged else dataset
