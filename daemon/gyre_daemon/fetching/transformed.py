@@ -51,7 +51,8 @@ class TransformingFetcher:
         self._portions = PortionReader(dataset, threads, seed)
         self._layouts = LayoutMaker(dataset.fields)
         stored = [spec.name for spec in stored_fields(dataset.source.fields)]
-        own = [spec.name for spec in stored_fields(dataset.fields)]
+        # those of documents, where they are packed
+        own = [spec.name for spec in stored_fields(dataset.chosen or ())]
         # the columns of the stored fields that pass, as they are in the slot and in the source
         self._passed = [
             (column, stored.index(name))

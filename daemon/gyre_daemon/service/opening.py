@@ -196,12 +196,12 @@ class SessionOpener:
         return await self._measured_chain(dataset, config)
 
     async def _measured_chain(
-        self, dataset: TransformedDataset, config: DatasetConfig
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> TransformedDataset:
         """See `Measurer.measured`; a filter may have measured the samples already."""
         lengths = self._late.lengths_of(dataset)
         if lengths is None:
-            return await self._measurer.measured(dataset, config)
+            return await self._measurer.measured(dataset, config, keeps=keeps)
         return with_measured(dataset, config, Measured(lengths, []))
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
@@ -223,7 +223,10 @@ class SessionOpener:
         documents = await self._catalog.open(name, replace(config, pack=None))
         before = await self._transforms.before_cache(documents, config.transforms)
         if before and _must_be_ready(*before):
-            async for measuring in self._progress(await self._engines.fastest(before[0]), config):
+            prefix = await self._engines.fastest(before[0])
+            async for measuring in self._progress(prefix, config, keeps=True):
+                if measuring.task and measuring.task.done():  # what is held becomes records
+                    await self._fastest(config, documents, config.transforms, by_client=False)
                 yield measuring
         dataset = await self._fastest(config, documents, config.transforms, by_client=False)
         if isinstance(dataset, TransformedDataset):
@@ -231,10 +234,10 @@ class SessionOpener:
                 yield measuring
 
     async def _progress(
-        self, dataset: TransformedDataset, config: DatasetConfig
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> AsyncIterator[Measuring]:
         if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(dataset, config):
+            async for measuring in self._measurer.progress(dataset, config, keeps=keeps):
                 yield measuring
 
     async def _transformed(
@@ -271,7 +274,7 @@ class SessionOpener:
         """What transforms before `cache` make, by their engine, and measured; see `Ready`."""
         prefix = await self._engines.fastest(prefix)
         if _must_be_ready(prefix, is_last):
-            return await self._measured_chain(prefix, config)
+            return await self._measured_chain(prefix, config, keeps=True)
         return prefix
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:

@@ -18,7 +18,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.fair import NO_JOB
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.transforms.dtypes import BFLOAT16, dtype_of, name_of
-from gyre_daemon.transforms.kept import Keep, KeptDataset, as_records, cut, kept
+from gyre_daemon.transforms.kept import Held, Keep, KeptDataset, as_records, cut, kept
 from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
 from gyre_daemon.transforms.messages import (
     ENCODER,
@@ -73,6 +73,7 @@ class TransformedDataset(Dataset):
         engines: programs that may transform them faster, the fastest first.
         measured: the lengths of the ragged fields that are made; None while they are not known.
         random: the names of transforms that may draw random numbers.
+        held: records that were made when it was measured; None for none.
     """
 
     source: Dataset
@@ -84,6 +85,7 @@ class TransformedDataset(Dataset):
     engines: Sequence[str] = ()
     measured: MeasuredIndex | None = None
     random: Sequence[str] = ()
+    held: Held | None = None
 
     @property
     def stored(self) -> Dataset:
@@ -100,7 +102,7 @@ class TransformedDataset(Dataset):
         """See `Dataset.num_made`: what was made before `cache` and passes since counts, too."""
         before = self.source.made if isinstance(self.source, KeptDataset) else ()
         names = {spec.name for spec in before}
-        passed = self.fields[len(self.made) :]
+        passed = (self.chosen or ())[len(self.made) :]
         return len(self.made) + sum(spec.name in names for spec in passed)
 
     @property
@@ -256,6 +258,8 @@ class Transforms:
             self._kept[key] = kept(prefix, dataset, prefix.recipe, self._keep)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
+        elif prefix.held:
+            prefix.held.release()
         self._kept.move_to_end(key)
         return self._kept[key]
 

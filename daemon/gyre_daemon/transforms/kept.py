@@ -10,10 +10,12 @@ step read their samples there, as from a dataset; where none follows, batches ar
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import (
@@ -106,7 +108,8 @@ class RecordIndex:
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
-        return b"records" + (self._sized or self._source).digest()
+        left_out = self._left_out.astype("<i8").tobytes() if self._sized else b""
+        return b"records" + (self._sized or self._source).digest() + left_out
 
     def _sizes_of(self, sample_ids: Int64Array) -> Int64Array:
         """Int64 [n, F], the bytes of each field that is not indexed."""
@@ -130,6 +133,22 @@ class RecordIndex:
         block = np.minimum(self.starts[:-1], last_byte) // _BLOCK_BYTES
         begins = np.diff(block, prepend=-1, append=block[-1:] + 1)
         return blocks_that_begin_at(np.flatnonzero(begins))
+
+
+class Held(Protocol):
+    """Records that were made before the cache could take them; each is handed out once."""
+
+    def ids(self) -> Int64Array:
+        """Int64, the samples whose records are held, ascending."""
+
+    def hand_over(self, sample_ids: Iterable[int]) -> None:
+        """Give back the memory of records that the cache is about to take."""
+
+    def take(self, sample_id: int) -> npt.NDArray[np.uint8] | None:
+        """A record, which is held no longer; None if it is not there."""
+
+    def release(self) -> None:
+        """Hold nothing any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
