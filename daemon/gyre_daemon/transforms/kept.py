@@ -43,9 +43,10 @@ STEP = "cache"
 # No order has blocks of this size, so it can stand for the blocks of the cache.
 RECORD_BLOCKS = 1
 # Records of different sizes that begin within so many bytes are one block. Each block takes whole
-# pages and a mapping of its own, of which a process has 65,530, so documents of a few kilobytes are
-# too small. With larger blocks, the first batches of a job wait for more records of later ones.
-_BLOCK_BYTES = 64 << 10
+# pages and a mapping of its own, of which a process may have 65,530, so single documents
+# are too small. With larger blocks, first batches wait for records of later ones. Blocks grow
+# with the dataset, because the cache keeps some arrays of all of them.
+_BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
 _AT_ONCE = 1 << 16  # samples whose sizes are looked up together
 
 
@@ -130,7 +131,8 @@ class RecordIndex:
         if not self._sized:
             return blocks_of_equal_samples(np.array([self.num_samples]), size, size)
         last_byte = max(int(self.starts[-1]) - 1, 0)
-        block = np.minimum(self.starts[:-1], last_byte) // _BLOCK_BYTES
+        block_bytes = max(_BLOCK_BYTES, last_byte // _MAX_BLOCKS + 1)
+        block = np.minimum(self.starts[:-1], last_byte) // block_bytes
         begins = np.diff(block, prepend=-1, append=block[-1:] + 1)
         return blocks_that_begin_at(np.flatnonzero(begins))
 

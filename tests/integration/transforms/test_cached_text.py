@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import CursorRejected
 from tokenizers import Tokenizer
 
@@ -221,6 +222,13 @@ def test_the_first_epoch_finds_what_was_made_to_be_measured(served: Served, data
     assert not num_made  # they were made when they were measured
     events = [each["event"] for each in served.daemon.events()]
     assert "engine verified" in events or "engine not used" in events
+
+
+def test_what_the_command_measures_is_kept_too(served: Served, data: Path) -> None:
+    name = served.name_of("columns", [tokenize(data, "text", end=4), CACHE])
+    assert main(["index", name, "--address", served.daemon.address]) == 0
+    _, num_made = epoch(served, name, None)
+    assert not num_made
 
 
 def test_what_comes_behind_is_done_each_time(served: Served, data: Path) -> None:
