@@ -141,6 +141,17 @@ def test_a_daemon_that_starts_again_has_them_on_disk(daemon: Daemon) -> None:
     assert not num_decoded
 
 
+def test_images_of_several_sizes_are_kept_too(daemon: Daemon) -> None:
+    chain = [*DECODE[:1], {"name": "resize", "size": 30}, {"name": "flatten"}]
+    before = status(daemon).num_samples_transformed
+    found = [epoch(daemon, [*chain, *CACHE], seed=seed)[0] for seed in (3, 4)]
+    assert status(daemon).num_samples_transformed == before
+    for seed, batches in zip((3, 4), found, strict=True):
+        wanted, _ = epoch(daemon, chain, seed=seed)
+        assert_equal(batches, wanted)
+        assert len({tuple(each) for batch in wanted for each in batch["image_shape"].tolist()}) > 1
+
+
 def test_what_ends_with_the_cache_and_what_a_definition_declares(daemon: Daemon) -> None:
     wanted, _ = epoch(daemon, DECODE)
     found, _ = epoch(daemon, [*DECODE, *CACHE])

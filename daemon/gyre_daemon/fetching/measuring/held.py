@@ -59,7 +59,7 @@ class HeldRecords:
         fitting = int(np.searchsorted(ends, portion.room.stop, side="right"))
         memory, begin = portion.exchange.memory, portion.room.start
         stored = portion.staged.destinations[:, self._passed].tolist()
-        ids = portion.plan.sample_ids[: min(num_kept, fitting)].tolist()
+        ids = portion.plan.sample_ids[: max(0, min(num_kept, fitting))].tolist()
         for row, (sample_id, end) in enumerate(zip(ids, ends.tolist(), strict=False)):
             places = [(begin, end), *stored[row]]
             num_bytes = sum(stop - at for at, stop in places)
