@@ -20,8 +20,14 @@ def documents(count: int, seed: int = 0, longest: int = 200) -> Documents:
     return [generator.integers(1, 30_000, length).astype(np.int32) for length in lengths]
 
 
-def check_packed(batch: Batch, field: str, padding_id: int) -> list[Part]:
+def check_packed(batch: Batch, field: str, padding_id: int, least: int = 0) -> list[Part]:
     """Checks that the tensors of a packed batch agree.
+
+    Args:
+        batch: To check.
+        field: That was packed; no document of one token is the padding id.
+        padding_id: Fills what is left of a sequence.
+        least: The least length that a sequence may have; that of a row if all have one.
 
     Returns:
         Each part of a document in it: its document and its ids.
@@ -38,19 +44,20 @@ def check_packed(batch: Batch, field: str, padding_id: int) -> list[Part]:
     parts, number = [], 0
     for row in range(num_rows):
         assert number == segments[row]
-        for owner in owners[offsets[row] : offsets[row + 1]]:
+        its = iter(owners[offsets[row] : offsets[row + 1]])
+        while ends[number] < (row + 1) * length:
             begin, end = ends[number], ends[number + 1]
             assert torch.equal(position[begin:end], torch.arange(end - begin, dtype=torch.int32))
+            number += 1
+            if (flat[begin:end] == padding_id).all():
+                assert not counts[begin:end].any()
+                assert end % (least or length) == 0
+                continue
             assert not counts[begin]
             assert counts[begin + 1 : end].all()
-            parts.append((owner, flat[begin:end].numpy()))
-            number += 1
-        if ends[number] < (row + 1) * length:
-            begin, end = ends[number], ends[number + 1]
-            assert (flat[begin:end] == padding_id).all()
-            assert not counts[begin:end].any()
-            number += 1
+            parts.append((next(its), flat[begin:end].numpy()))
         assert ends[number] == (row + 1) * length
+        assert next(its, None) is None
     assert segments[-1] == len(ends) == number + 1
     return parts
 

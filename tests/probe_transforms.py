@@ -14,6 +14,7 @@ ENTRY_POINTS = """[gyre.transforms]
 draw = probe_transforms:Draw
 trouble = probe_transforms:Trouble
 gate = probe_transforms:Gate
+told = probe_transforms:Told
 growing = probe_transforms:Growing
 no_transform = probe_transforms:ENTRY_POINTS
 """
@@ -89,6 +90,42 @@ class Trouble(Transform):
         if "AWS_SECRET_ACCESS_KEY" in os.environ:
             raise ValueError("it has credentials")
         time.sleep(self.slow_s)
+        self.put("tokens", sample["tokens"], sample, out)
+
+
+@dataclass(frozen=True)
+class Told(Transform):
+    """Passes tokens on, and tells when: each sample's first token is a line of a file.
+
+    Attributes:
+        file: a path.
+        waiting: the first token of a sample that waits until `awaited` exists.
+        awaited: a path.
+    """
+
+    file: str
+    waiting: int
+    awaited: str
+
+    cost: ClassVar[Cost] = "slow"
+
+    @property
+    def is_random(self) -> bool:
+        return False
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return ["tokens"]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {"tokens": fields["tokens"]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        first = int(sample["tokens"][0])
+        with Path(self.file).open("a") as file:
+            file.write(f"{first}\n")
+        while first == self.waiting and not Path(self.awaited).exists():
+            time.sleep(0.02)
         self.put("tokens", sample["tokens"], sample, out)
 
 

@@ -27,7 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
-from gyre_daemon.order.packing import PackRule, Sequences, best_fit, pack_documents
+from gyre_daemon.order.best_fit import best_fit
+from gyre_daemon.order.packing import PackRule, pack_documents
+from gyre_daemon.order.sequences import Sequences
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -133,7 +135,7 @@ class PackedOnTheFly(IterableDataset[Batch]):
                 for number in mine[begin : begin + WINDOW].tolist()
                 for at in range(0, len(whole[number]), LENGTH)
             ]
-            numbers, counts = best_fit(np.array([len(each) for each in cut]), LENGTH)
+            numbers, counts, _ = best_fit(np.array([len(each) for each in cut]), (LENGTH,))
             ends = np.cumsum(counts).tolist()
             for first, stop in itertools.pairwise([0, *ends]):
                 yield sequence([cut[number] for number in numbers[first:stop].tolist()])
@@ -218,7 +220,7 @@ class TextsOnTheFly(IterableDataset[Batch]):
                 for ids in map(whole.ids, mine[begin : begin + TEXT_WINDOW].tolist())
                 for at in range(0, len(ids), LENGTH)
             ]
-            numbers, counts = best_fit(np.array([len(each) for each in cut]), LENGTH)
+            numbers, counts, _ = best_fit(np.array([len(each) for each in cut]), (LENGTH,))
             ends = np.cumsum(counts).tolist()
             for first, stop in itertools.pairwise([0, *ends]):
                 yield sequence([cut[number] for number in numbers[first:stop].tolist()])

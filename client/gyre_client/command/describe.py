@@ -96,8 +96,13 @@ def _fields(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[str
 def _packed(packing: pb.Packing) -> str:
     """Returns how well documents fill the sequences, and what became of some of them."""
     ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
-    filled = f"{packing.length:,}, of which {packing.efficiency:.2%} is filled"
+    *shorter, longest = [f"{each.length:,}" for each in packing.lengths] or [f"{packing.length:,}"]
+    lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
+    filled = f"{lengths}, of which {packing.efficiency:.2%} is filled"
     parts = [f"{packing.num_documents:,} documents by {packing.field} into sequences of {filled}"]
+    if packing.lengths:
+        counts = [f"{each.num_sequences:,} of {each.length:,}" for each in packing.lengths]
+        parts.append(f"there are {', '.join(counts)}")
     if packing.num_overlong:
         parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
     if packing.num_empty:

@@ -76,7 +76,8 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         samples = [sample_of_step(connection, located, request, row) for row in shown]
         more.append(f"{'' if step == first else chr(10)}{_step_text(files, step, located)}")
         for row, sample in enumerate(samples):
-            more += sample_text(sample, f"row {row}, sample {sample.sample_id}", decode)
+            where = "" if located.row_length else f"row {row}, "
+            more += sample_text(sample, f"{where}sample {sample.sample_id}", decode)
         values.append(_value(files, step, located, samples))
     advice = _advice(files, first, found)
     skip = [list(each) for each in _ranges(found)]
@@ -93,6 +94,8 @@ def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> st
     elif files.counts_batches and not located.skip_steps.ranges:
         head += " of the run and of the data's order"
     head += f", epoch {located.epoch}"
+    if located.row_length:
+        head += f", rows of {located.row_length:,} tokens"
     if isinstance(loss := files.history.get(step, {}).get("loss"), int | float):
         head += f", loss {loss:.4f}"
     recorded = files.is_recorded(step, [row.sample_id for row in located.rows])
@@ -120,15 +123,17 @@ def _sources(located: pb.LocateStepResponse) -> str:
 def _rows(located: pb.LocateStepResponse) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Returns the heads and rows of the table of samples."""
     is_packed = any(each.num_tokens for row in located.rows for each in row.samples)
-    heads = ["ROW", *(["SEQUENCE"] if is_packed else []), *(["SOURCE"] if located.sources else [])]
+    group = "PACKED SAMPLE" if located.row_length else "SEQUENCE"
+    heads = ["ROW", *([group] if is_packed else []), *(["SOURCE"] if located.sources else [])]
     heads += ["SAMPLE", "SHARD", "ITS ROW", "OFFSET", "SIZE", *(["TOKENS"] if is_packed else [])]
     rows: list[Sequence[object]] = []
     for number, row in enumerate(located.rows[:_MAX_ROWS]):
         for sample in row.samples:
+            place = sample.batch_row if located.row_length else number
             end = sample.first_token + sample.num_tokens
             rows.append(
                 [
-                    f"{number}{' (padding)' if row.padding else ''}",
+                    f"{place}{' (padding)' if row.padding else ''}",
                     *([row.sample_id] if is_packed else []),
                     *([printable(located.sources[sample.source])] if located.sources else []),
                     sample.sample_id,

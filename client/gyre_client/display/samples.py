@@ -5,6 +5,7 @@ They come in one batch over gRPC, which needs neither torch nor numpy.
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def first_samples(
     num_samples = min(num_samples, description.num_samples)
     request = pb.OpenSessionRequest(
         dataset=dataset,
-        order=order(num_samples, 1, seed, "wrap"),
+        order=order(num_samples, 1, seed, "drop"),
         reader=reader(None, 0, 1),
         prefetch_batches=1,
     )
@@ -121,8 +122,9 @@ def _samples_of(
     tensors = BatchTensors(opened.fields, num_samples, has_mask=has_mask)
     batch = _first_batch(connection, opened, tensors)
     ids = batch.values("sample_id", 0, num_samples)
+    fields = opened.fields
     return [
-        Sample(ids[row], {each.name: _value(batch, each, row) for each in opened.fields})
+        Sample(ids[row], {each.name: _value(batch, each, row, num_samples) for each in fields})
         for row in range(num_samples)
     ]
 
@@ -145,6 +147,10 @@ class _Batch:
             numbers = self.values(offsets, 0, self._tensors[offsets].shape[0])
             if numbers != sorted(numbers) or (numbers[0], numbers[-1]) != (0, num_elements):
                 raise DaemonFault(f"{offsets!r} does not rise from 0 to {num_elements}")
+
+    def num_rows(self, name: str) -> int:
+        """Returns the first dim of a tensor."""
+        return int(self._tensors[name].shape[0])
 
     def row_shape(self, name: str) -> list[int]:
         """Returns the shape of one row of a tensor."""
@@ -208,15 +214,25 @@ def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _value(batch: _Batch, field: pb.Field, row: int) -> Value:
-    shape = batch.row_shape(field.name)
-    if not field.ragged:
+def _value(batch: _Batch, field: pb.Field, row: int, num_samples: int) -> Value:
+    """Returns a field of one of the samples of a batch; rows of a sample one behind the other."""
+    shape, offsets = batch.row_shape(field.name), f"{field.name}{OFFSETS_SUFFIX}"
+    if not field.ragged and not field.row_lengths:
         return Value(field.dtype, shape, batch.values(field.name, row, row + 1)[0])
-    start, stop = batch.values(f"{field.name}.offsets", row, row + 2)
+    if not field.ragged:
+        rows = batch.values(field.name, *_rows(row, batch.num_rows(field.name) // num_samples))
+        return Value(field.dtype, list(field.shape), [*chain.from_iterable(rows)])
+    first, behind = _rows(row, (batch.num_rows(offsets) - 1) // num_samples)
+    start, *_, stop = batch.values(offsets, first, behind + 1)
     shape = [stop - start, *shape]
     if field.dtype == "uint8":
         return Value(field.dtype, shape, batch.bytes(field.name, start, stop))
     return Value(field.dtype, shape, batch.values(field.name, start, stop))
+
+
+def _rows(sample: int, per_sample: int) -> tuple[int, int]:
+    """Returns the rows [first, behind) of a sample."""
+    return sample * per_sample, (sample + 1) * per_sample
 
 
 def _nested(items: list[Any], shape: list[int]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Reads a configuration: a TOML file, overridden by `GYRE_*` variables, then by flags."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from gyre_daemon.errors import ConfigError
 Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
+# Sequences of one sample: the daemon counts each of them, also those that have no document.
+_MOST_SEQUENCES = 1024
 _TABLES = ("datasets", "job_weights", "limits", "tokens")
 _NO_KEYS = ("options", "mixture")  # of a dataset's table
 SCALAR_KEYS = tuple(each.name for each in fields(DaemonConfig) if each.name not in _TABLES)
@@ -131,12 +134,34 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
 
 
 def parse_pack(table: object, where: str) -> PackConfig:
-    """Check how documents are packed.
+    """Check how documents are packed; a list of one length is that length.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is out of range.
+        ConfigError: a key is unknown or missing, a value is out of range, or sequences of the
+            lengths do not fit into each other.
     """
-    return build(PackConfig, convert(table, dict[str, Any], where), where, f"{where}.{{}}")
+    config = build(PackConfig, convert(table, dict[str, Any], where), where, f"{where}.{{}}")
+    wrong = _misfit(config.lengths)
+    if wrong:
+        raise ConfigError(
+            f"{where}.length is {list(config.lengths)}: {wrong}; give one length, or several from "
+            "the shortest to the longest, each a divisor of the next, such as [1024, 2048, 8192]"
+        )
+    return config if len(config.lengths) > 1 else replace(config, length=config.longest)
+
+
+def _misfit(lengths: Sequence[int]) -> str:
+    """Why sequences of these lengths do not make samples of one size; empty if they do."""
+    if not lengths:
+        return "it names no length"
+    for shorter, longer in itertools.pairwise(lengths):
+        if shorter >= longer:
+            return f"{longer} stands behind {shorter}"
+        if longer % shorter:
+            return f"{shorter} does not divide {longer}"
+    if lengths[-1] > _MOST_SEQUENCES * lengths[0]:
+        return f"{lengths[-1]} is more than {_MOST_SEQUENCES} times {lengths[0]}"
+    return ""
 
 
 def parse_limits(table: object) -> LimitsConfig:

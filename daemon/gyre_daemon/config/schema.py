@@ -19,6 +19,7 @@ _MAX_THREADS, _MAX_REQUESTS = 1024, 1 << 20
 Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 Text = Annotated[str, Meta(min_length=1)]
 _AtLeast1 = Annotated[int, Meta(ge=1)]
+_SequenceLength = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -28,20 +29,31 @@ class PackConfig:
 
     Attributes:
         field: that is packed: whole numbers, whose samples differ in length.
-        length: of a sequence, in tokens.
-        overlong: what happens to a document that is longer: `fail` refuses the dataset, `drop`
-            leaves it out, `truncate` keeps its beginning, `split` cuts it.
+        length: of a sequence, in tokens; or the lengths that sequences may have, rising, of which
+            each divides the next one.
+        overlong: what happens to a document that is longer than any sequence: `fail` refuses the
+            dataset, `drop` leaves it out, `truncate` keeps its beginning, `split` cuts it.
         padding_id: fills what is left of a sequence.
         window: documents that are packed together.
         seed: of the shuffle before documents are packed; not that of the order of the sequences.
     """
 
     field: Text
-    length: Annotated[int, Meta(ge=1, le=1 << 24)]
+    length: _SequenceLength | tuple[_SequenceLength, ...]
     overlong: Literal["fail", "drop", "truncate", "split"] = "fail"
     padding_id: int = 0
     window: Annotated[int, Meta(ge=1024)] = 1 << 20
     seed: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of sequences, rising."""
+        return self.length if isinstance(self.length, tuple) else (self.length,)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sequences, and those that a sample has room for."""
+        return self.lengths[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Packed datasets: the samples of another one are documents, and a sample is a whole sequence.
 
+Where sequences have several lengths, a sample is as many of one length as fit into the longest.
+
 A packed dataset has the documents' storage and index, and fields of its own. `order.packing` says
 which documents share a sequence; here their lengths come from the index, so nothing is read.
 """
@@ -19,12 +21,8 @@ from gyre_daemon.datasets.mixed_packing import MixedSequences, pack_sources
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.mixing.mixture import Mixture
-from gyre_daemon.order.packing import (
-    PACKING_VERSION,
-    PackRule,
-    Sequences,
-    pack_documents,
-)
+from gyre_daemon.order.packing import PACKING_VERSION, PackRule, pack_documents
+from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
 # What a packed dataset adds to the field that is packed.
@@ -32,6 +30,15 @@ POSITION, LOSS_MASK = "position", "loss_mask"
 DOCUMENT_ID, CU_SEQLENS = "document_id", "cu_seqlens"
 _PACKABLE = ("bytes", "ids", "text", "npy")
 _AT_ONCE = 1 << 16  # documents whose lengths are looked up together
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLength:
+    """The sequences of one length that have documents: their number, and that of their tokens."""
+
+    length: int
+    num_sequences: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +64,8 @@ class Packed:
 
     @property
     def num_samples(self) -> int:
-        """P, the number of sequences."""
-        return self.sequences.num_sequences
+        """P: of sequences, or of groups of them where they have several lengths."""
+        return self.sequences.num_samples
 
     @cached_property
     def read(self) -> dict[int, FieldSpec]:
@@ -70,11 +77,11 @@ class Packed:
 
     @cached_property
     def fields(self) -> Sequence[FieldSpec]:
-        """The tensors of a sequence of L tokens; only the first is read."""
-        row = (self.config.length,)
+        """The tensors of a sample of L tokens, as one sequence; only the first is read."""
+        row = (self.config.longest,)
         int32, int64 = np.dtype("<i4"), np.dtype("<i8")
         source = [self.mixed.field] if self.mixed else []
-        return [
+        made = [
             replace(self.stored, shape=row, ragged=False),
             FieldSpec(POSITION, int32, row, ragged=False, codec="indexed"),
             FieldSpec(LOSS_MASK, np.dtype(np.bool_), row, ragged=False, codec="indexed"),
@@ -82,17 +89,46 @@ class Packed:
             FieldSpec(CU_SEQLENS, int32, (), ragged=True, codec="indexed"),
             *source,
         ]
+        if not self.has_lengths:
+            return made
+        return [replace(spec, row_lengths=self.config.lengths) for spec in made]
 
-    def most_parts(self, num_sequences: int) -> int:
-        """An upper bound of the parts of documents in a batch of so many sequences."""
+    @property
+    def has_lengths(self) -> bool:
+        """Whether sequences have several lengths."""
+        return len(self.config.lengths) > 1
+
+    @property
+    def most_sequences(self) -> int:
+        """An upper bound of the sequences of a sample."""
+        return self.config.longest // self.config.lengths[0]
+
+    def most_parts(self, num_samples: int) -> int:
+        """An upper bound of the parts of documents in a batch of so many samples."""
         if self.mixed:  # a small source may come often
-            return num_sequences * int(np.diff(self.sequences.bounds).max())
-        return self.sequences.most_parts(num_sequences)
+            return num_samples * int(np.diff(self.sequences.bounds).max())
+        return self.sequences.most_parts(num_samples)
 
     @property
     def efficiency(self) -> float:
         """The part of all places in sequences that has a token and no padding."""
-        return self.sequences.num_tokens / (self.num_samples * self.config.length)
+        return self.sequences.num_tokens / (self.num_samples * self.config.longest)
+
+    @property
+    def by_length(self) -> list[PackedLength]:
+        """What there is of each length; empty where all sequences have one."""
+        if not self.has_lengths:
+            return []
+        sequences, firsts = self.sequences, self.sequences.grouped.first_sequences
+        counts = np.diff(sequences.bounds)
+        return [
+            PackedLength(
+                length,
+                int(np.count_nonzero(counts[begin:end])),
+                int(sequences.lengths[sequences.bounds[begin] : sequences.bounds[end]].sum()),
+            )
+            for length, begin, end in zip(self.config.lengths, firsts, firsts[1:], strict=False)
+        ]
 
     def blocks(self, io_block_bytes: int) -> NoReturn:
         """See `BlockIndex.blocks`: the documents of a sequence lie all over the dataset."""
@@ -153,7 +189,8 @@ def pack(
                 _check_masks(some, parts[-1], found[:, mask_column])
         return np.concatenate(parts)
 
-    rule = PackRule(config.length, config.overlong, config.window, config.seed)
+    *shorter, longest = config.lengths
+    rule = PackRule(longest, config.overlong, config.window, config.seed, tuple(shorter))
     mixed = None
     if mixture:
         names = next(spec.categories for spec in fields if spec.name == SOURCE)

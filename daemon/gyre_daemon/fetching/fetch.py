@@ -26,7 +26,7 @@ from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, write_pac
 from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
 
@@ -93,9 +93,15 @@ class Fetcher:
             ShardMissing, NotAllowed, StorageUnavailable: from the storage, possibly as the first
                 member of an exception group.
         """
-        delays = delays or Delays()
+        claims = Claims(flow, fetch.plan.first_step)
+        await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
+
+    async def fill_for(
+        self, claims: Claims, fetch: Fetch, slot: Place, ahead: Ahead, delays: Delays
+    ) -> None:
+        """The same, at the first turns of the jobs that need it; more may come to need it."""
         began = time.monotonic()
-        plan = _GroupReads(self, fetch, slot, flow, ahead, delays)
+        plan = _GroupReads(self, fetch, slot, claims, ahead, delays)
         await self._dataset.storage.read(plan)
         done = time.monotonic()
         delays.read_s += done - began
@@ -103,7 +109,7 @@ class Fetcher:
             delays.storage_s = delays.read_s
         if self._finishes:
             work = partial(self._finish, fetch, slot, plan.parts)
-            await self._workers.run(flow, plan.num_bytes, plan.urgency, work)
+            await self._workers.run_of(claims, plan.num_bytes, work)
             delays.finish_s += time.monotonic() - done
 
     def _finish(
@@ -207,12 +213,18 @@ class _GroupReads:
     """
 
     def __init__(
-        self, fetcher: Fetcher, fetch: Fetch, slot: Place, flow: Flow, ahead: Ahead, delays: Delays
+        self,
+        fetcher: Fetcher,
+        fetch: Fetch,
+        slot: Place,
+        claims: Claims,
+        ahead: Ahead,
+        delays: Delays,
     ) -> None:
         self.parts: list[tuple[Samples, list[Scratch]]] = []
         self.num_bytes = fetch.layout.num_bytes
-        self.flow = flow
-        self.urgency = fetch.plan.first_step
+        self.flow, self.urgency = claims.first
+        self._claims = claims
         self.delays: Delays | None = delays
         self._fetcher = fetcher
         self._fetch = fetch
@@ -258,6 +270,7 @@ class _GroupReads:
             self._ahead.next_use,
             self.delays,
             self._slot.arena,
+            self._claims,
         )
 
     def _add_reads(

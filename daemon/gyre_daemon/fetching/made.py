@@ -1,10 +1,12 @@
 """The storage of records; see [Note: How transformed samples are cached] in `transforms.kept`.
 
 A read has its samples transformed. Reads that come at the same time, as those of a cache do, which
-fetches block by block, are transformed together.
+fetches block by block, are transformed together, at the first turn of the jobs that wait for any of
+them.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +17,20 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import StorageUnavailable
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.local.gather import memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import TransformedDataset
@@ -90,10 +94,10 @@ async def _fill(cached: CachedRecords, index: RecordIndex, held: Held) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A record that somebody waits for."""
+    """A record that somebody waits for; `claims` are those of all who do."""
 
     sample_id: int
-    urgency: int
+    claims: Claims
     record: "asyncio.Future[_Record]"
 
 
@@ -139,14 +143,14 @@ class MadeStorage:
         """See `Storage.read`."""
         reads = plan.part(slice(None))
         self._bounds.check(reads)
-        reads = reads.nonempty()
+        reads, claims = reads.nonempty(), reads.claimed()
         pieces = pieces_of(reads, self._starts)
         ids, rows = np.unique(pieces.sample, return_inverse=True)
-        wishes = [self._wish(sample_id, reads) for sample_id in ids.tolist()]
+        wishes = [self._wish(sample_id, claims) for sample_id in ids.tolist()]
         records = await asyncio.gather(*wishes)
         begins = pieces.start - self._starts[pieces.sample]
         work = partial(self._copy, records, rows, begins, pieces)
-        await self._threads.run(reads.flow, reads.num_bytes, reads.urgency, work)
+        await self._threads.run_of(claims, reads.num_bytes, work)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -171,35 +175,36 @@ class MadeStorage:
             for row, begin, size, target in ranges:
                 memory_at(int(target), size)[:] = records[row][begin : begin + size].data
 
-    def _wish(self, sample_id: int, reads: Reads) -> "asyncio.Future[_Record]":
+    def _wish(self, sample_id: int, claims: Claims) -> "asyncio.Future[_Record]":
         """A record, which is made with all that the same job asks for meanwhile."""
-        wish = _Wish(sample_id, reads.urgency, asyncio.get_running_loop().create_future())
+        wish = _Wish(sample_id, claims, asyncio.get_running_loop().create_future())
         held = self._held.take(sample_id) if self._held else None
         if held is not None:
             wish.record.set_result(held)
             return wish.record
-        if reads.flow not in self._wishes:
-            self._wishes[reads.flow] = []
-            self.begin(self._make_all(reads.flow), "make records")
-        self._wishes[reads.flow].append(wish)
+        flow, _ = claims.first
+        if flow not in self._wishes:
+            self._wishes[flow] = []
+            self.begin(self._make_all(flow), "make records")
+        self._wishes[flow].append(wish)
         return wish.record
 
     async def _make_all(self, flow: Flow) -> None:
         await asyncio.sleep(0)  # until all that is ready to ask has asked
-        wishes = sorted(self._wishes.pop(flow), key=lambda wish: wish.urgency)
+        wishes = sorted(self._wishes.pop(flow), key=lambda wish: wish.claims.first[1])
         together = range(0, len(wishes), self._most)
         await asyncio.gather(
-            *(self._make(wishes[begin : begin + self._most], flow) for begin in together)
+            *(self._make(wishes[begin : begin + self._most]) for begin in together)
         )
 
-    async def _make(self, wishes: Sequence[_Wish], flow: Flow) -> None:
+    async def _make(self, wishes: Sequence[_Wish]) -> None:
         """Make some records; one that cannot be made fails for those alone who asked for it."""
         try:
-            records = await self._made([wish.sample_id for wish in wishes], wishes[0].urgency, flow)
+            records = await self._made(wishes)
         except Exception as error:
             if len(wishes) > 1:
                 for wish in wishes:
-                    await self._make([wish], flow)
+                    await self._make([wish])
             elif not wishes[0].record.done():
                 wishes[0].record.set_exception(error)
         except BaseException:
@@ -211,13 +216,20 @@ class MadeStorage:
                 if not wish.record.done():
                     wish.record.set_result(record)
 
-    async def _made(self, sample_ids: list[int], urgency: int, flow: Flow) -> Sequence[_Record]:
-        plan = GroupPlan(urgency, np.array([sample_ids], np.int64), None, np.zeros(1, np.int64))
+    async def _made(self, wishes: Sequence[_Wish]) -> Sequence[_Record]:
+        """Records that are made together; whoever needs one of them has all of them hastened."""
+        claims = Claims(*wishes[0].claims.first)
+        ids = np.array([[wish.sample_id for wish in wishes]], np.int64)
+        plan = GroupPlan(0, ids, None, np.zeros(1, np.int64))
         (fetch,) = self._fetcher.prepare(plan, 1)
         memory = np.empty(fetch.layout.num_bytes, np.uint8)
-        await self._fetcher.fill(fetch, Staging.of(memory), flow)
-        work = partial(self._joined, memory, fetch.layout.destinations)
-        return await self._threads.run(flow, memory.nbytes, urgency, work)
+        with contextlib.ExitStack() as told:
+            for wish in wishes:
+                told.enter_context(wish.claims.told(claims.join))
+            place = Staging.of(memory)
+            await self._fetcher.fill_for(claims, fetch, place, NOTHING_AHEAD, Delays())
+            work = partial(self._joined, memory, fetch.layout.destinations)
+            return await self._threads.run_of(claims, memory.nbytes, work)
 
     def _joined(self, memory: _Record, places: Int64Array) -> Sequence[_Record]:
         """The records, out of the tensors of a batch."""

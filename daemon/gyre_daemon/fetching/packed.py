@@ -1,8 +1,15 @@
 """Batches of packed sequences: which documents are read where, and the tensors that are made.
 
-A batch of B sequences of L tokens has `sample_id` [B], the packed field [B, L], `position` and
-`loss_mask` [B, L], `document_id` and its offsets, and `cu_seqlens` and its offsets. Documents are
-read straight into their places; all else is computed once they are there.
+A batch of B samples has `sample_id` [B], and R rows of L tokens: the packed field [R, L],
+`position` and `loss_mask` [R, L], `document_id` and its offsets, and `cu_seqlens` and its offsets.
+A sample is one row, or several where sequences have several lengths: see [Note: Rows of a batch].
+Documents are read straight into their places; all else is computed once they are there.
+
+[Note: Rows of a batch] Where sequences have several lengths, each sample has the tokens of the
+longest sequences, M: M / l sequences of its own length l, one behind the other. The rows of a batch
+have the length L of the longest sequences in the global batch, so R = B * M / L. As lengths divide
+each other, a row of L is either one sequence or several shorter ones, and no sequence is in two.
+Where each token is, counted from the beginning of the batch, does not depend on L.
 """
 
 from dataclasses import dataclass
@@ -23,7 +30,7 @@ from gyre_daemon.fetching.layout import (
     write_ids,
 )
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.order.steps import BatchPlan, GroupPlan
 
 # What the daemon keeps of each part of a document, beside the batch: its number, where it lies and
 # where it goes.
@@ -32,51 +39,106 @@ _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What R sequences consist of.
+    """What B samples consist of.
 
     Attributes:
         documents: int64 [n], the document of each part.
         lengths: int64 [n], its tokens.
-        bounds: int64 [R + 1], the first part of each sequence, and n.
+        starts: int64 [n], where in its sample each part begins.
+        bounds: int64 [B + 1], the first part of each sample, and n.
+        gaps: int64 [m, 2], the places `[begin, end)` in its sample that a sequence has left; one
+            for each sequence that is not full.
+        gap_bounds: int64 [B + 1], the first gap of each sample, and m.
         begins: int64 [n], the token of its document at which each part begins; None where all begin
             at 0.
     """
 
     documents: Int64Array
     lengths: Int64Array
+    starts: Int64Array
     bounds: Int64Array
+    gaps: Int64Array
+    gap_bounds: Int64Array
     begins: Int64Array | None = None
 
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.bounds) - 1
+
     def which(self, begin: int, end: int) -> slice:
-        """The parts of the sequences `[begin, end)`."""
+        """The parts of the samples `[begin, end)`."""
         return slice(int(self.bounds[begin]), int(self.bounds[end]))
 
     def part(self, begin: int, end: int) -> "PackedRows":
-        """The sequences `[begin, end)`."""
+        """The samples `[begin, end)`."""
         some = self.which(begin, end)
-        bounds = self.bounds[begin : end + 1] - some.start
-        begins = None if self.begins is None else self.begins[some]
-        return PackedRows(self.documents[some], self.lengths[some], bounds, begins)
-
-    @property
-    def filled(self) -> Int64Array:
-        """Int64 [R], the tokens of each sequence."""
-        return np.add.reduceat(self.lengths, self.bounds[:-1])
-
-    @property
-    def starts(self) -> Int64Array:
-        """Int64 [n], where in its sequence each part begins."""
-        before = np.cumsum(self.lengths) - self.lengths
-        return before - np.repeat(before[self.bounds[:-1]], np.diff(self.bounds))
+        gap_bounds = self.gap_bounds[begin : end + 1]
+        return PackedRows(
+            self.documents[some],
+            self.lengths[some],
+            self.starts[some],
+            self.bounds[begin : end + 1] - some.start,
+            self.gaps[gap_bounds[0] : gap_bounds[-1]],
+            gap_bounds - gap_bounds[0],
+            None if self.begins is None else self.begins[some],
+        )
 
 
 def rows_of(packed: Packed, plan: GroupPlan) -> PackedRows:
-    """The parts of all sequences of a plan."""
-    sequences = packed.sequences
-    numbers, bounds = sequences.parts_of(plan.sample_ids.reshape(-1))
-    documents, lengths = sequences.documents[numbers], sequences.lengths[numbers].astype(np.int64)
-    begins = None if sequences.begins is None else sequences.begins[numbers]
-    return PackedRows(documents, lengths, bounds, begins)
+    """The parts of all samples of a plan."""
+    sequences, samples = packed.sequences, plan.sample_ids.reshape(-1)
+    chosen, firsts = sequences.grouped.sequences_of(samples)
+    numbers, bounds = sequences.parts_of(chosen)
+    lengths = sequences.lengths[numbers].astype(np.int64)
+    # where in its sample each sequence begins, how many tokens it has room for, and how many it has
+    per_sample = np.diff(firsts)
+    sizes = np.repeat(sequences.grouped.of(samples), per_sample)
+    offsets = (np.arange(len(chosen)) - np.repeat(firsts[:-1], per_sample)) * sizes
+    before = np.concatenate(([0], np.cumsum(lengths)))
+    filled = np.diff(before[bounds])
+    short = np.flatnonzero(filled < sizes)
+    return PackedRows(
+        sequences.documents[numbers],
+        lengths,
+        before[:-1] + np.repeat(offsets - before[bounds[:-1]], np.diff(bounds)),
+        bounds[firsts],
+        np.stack(((offsets + filled)[short], (offsets + sizes)[short]), axis=1),
+        np.searchsorted(short, firsts),
+        None if sequences.begins is None else sequences.begins[numbers],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The places of the tokens of one batch, counted from its beginning.
+
+    Attributes:
+        length: L, of a row.
+        num_rows: R.
+        starts: int64 [n], where each part of a document begins.
+        gaps: int64 [m, 2], the places `[begin, end)` of each sequence that have no document.
+    """
+
+    length: int
+    num_rows: int
+    starts: Int64Array
+    gaps: Int64Array
+
+    @property
+    def num_bounds(self) -> int:
+        """The elements of `cu_seqlens`: padding is a document of its own."""
+        return len(self.starts) + len(self.gaps) + 1
+
+
+def _tokens(packed: Packed, rows: PackedRows, plan: BatchPlan) -> _Tokens:
+    """Where the tokens of a batch are."""
+    longest, num_samples = packed.config.longest, rows.num_samples
+    length = longest if plan.row_length is None else plan.row_length
+    begins = np.arange(num_samples) * longest
+    starts = rows.starts + np.repeat(begins, np.diff(rows.bounds))
+    gaps = rows.gaps + np.repeat(begins, np.diff(rows.gap_bounds))[:, None]
+    return _Tokens(length, num_samples * longest // length, starts, gaps)
 
 
 def locate_packed(
@@ -98,32 +160,31 @@ def locate_packed(
 
 def lay_out_packed(packed: Packed, rows: PackedRows, plan: GroupPlan) -> GroupLayout:
     """Lay out the batches of a group."""
-    num_batches, size = plan.sample_ids.shape
+    size = plan.sample_ids.shape[1]
     return joined(
         [
-            _lay_out(packed, rows.part(row * size, (row + 1) * size), pads=plan.mask is not None)
-            for row in range(num_batches)
+            _lay_out(packed, rows.part(row * size, (row + 1) * size), batch)
+            for row, batch in enumerate(plan)
         ]
     )
 
 
-def _lay_out(packed: Packed, rows: PackedRows, *, pads: bool) -> BatchLayout:
-    num_rows, length = len(rows.bounds) - 1, packed.config.length
-    num_padded = int(np.count_nonzero(rows.filled < length))
-    counts = {DOCUMENT_ID: len(rows.documents), CU_SEQLENS: len(rows.documents) + num_padded + 1}
-    places = TensorPlaces(num_rows, pads=pads)
+def _lay_out(packed: Packed, rows: PackedRows, plan: BatchPlan) -> BatchLayout:
+    tokens = _tokens(packed, rows, plan)
+    counts = {DOCUMENT_ID: len(rows.documents), CU_SEQLENS: tokens.num_bounds}
+    places = TensorPlaces(len(plan.sample_ids), pads=plan.mask is not None)
     bases = {}
     for spec in packed.fields:
-        shape = (counts[spec.name],) if spec.ragged else (num_rows, *spec.shape)
+        row = (tokens.length,) if spec.shape else ()
+        shape = (counts[spec.name],) if spec.ragged else (tokens.num_rows, *row)
         begin = places.add(spec.name, spec.dtype, shape)
         if spec.ragged:
-            places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_rows + 1,))
+            places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (tokens.num_rows + 1,))
         bases[spec.name] = begin
-    begins = np.repeat(np.arange(num_rows), np.diff(rows.bounds)) * length + rows.starts
-    destinations = np.empty((len(begins), len(packed.read), 2), np.int64)
+    destinations = np.empty((len(tokens.starts), len(packed.read), 2), np.int64)
     for column, spec in enumerate(packed.read.values()):
         item = spec.dtype.itemsize
-        destinations[:, column, 0] = bases[spec.name] + begins * item
+        destinations[:, column, 0] = bases[spec.name] + tokens.starts * item
         destinations[:, column, 1] = destinations[:, column, 0] + rows.lengths * item
     return places.finished(destinations)
 
@@ -143,47 +204,47 @@ def write_packed(
             each.name: np.ndarray(each.shape, each.dtype, memory, offset + each.offset_bytes)
             for each in batch.tensors
         }
-        _fill(packed, rows.part(number * size, (number + 1) * size), views)
+        its = rows.part(number * size, (number + 1) * size)
+        _fill(packed, its.documents, _tokens(packed, its, plan[number]), views)
         if packed.mixed:
             views[SOURCE][:] = packed.mixed.source_of(plan.sample_ids[number])
 
 
-def _fill(packed: Packed, rows: PackedRows, views: dict[str, npt.NDArray[Any]]) -> None:
-    length, num_rows = packed.config.length, len(rows.bounds) - 1
-    counts, filled = np.diff(rows.bounds), rows.filled
-    padded = np.flatnonzero(filled < length)
-    row = np.repeat(np.arange(num_rows), counts)
-    # padding is a document of its own
-    begins = np.sort(np.concatenate((row * length + rows.starts, padded * length + filled[padded])))
-    ends = np.append(begins[1:], num_rows * length)
+def _fill(
+    packed: Packed, documents: Int64Array, tokens: _Tokens, views: dict[str, npt.NDArray[Any]]
+) -> None:
+    num_places = tokens.num_rows * tokens.length
+    rows = np.arange(tokens.num_rows + 1) * tokens.length
+    begins = np.sort(np.concatenate((tokens.starts, tokens.gaps[:, 0])))
+    ends = np.append(begins[1:], num_places)
     position = views[POSITION].reshape(-1)
-    position[:] = np.arange(num_rows * length) - np.repeat(begins, ends - begins)
+    position[:] = np.arange(num_places) - np.repeat(begins, ends - begins)
     can_be_targets = views[POSITION] > 0
     if packed.mask_column is not None:
         can_be_targets &= views[LOSS_MASK]
     views[LOSS_MASK][:] = can_be_targets
-    tokens = views[packed.stored.name]
-    for number in padded.tolist():
-        tokens[number, filled[number] :] = packed.config.padding_id
-        views[LOSS_MASK][number, filled[number] :] = False
-    views[DOCUMENT_ID][:] = rows.documents
-    views[DOCUMENT_ID + OFFSETS_SUFFIX][:] = rows.bounds
-    views[CU_SEQLENS][:-1], views[CU_SEQLENS][-1] = begins, num_rows * length
+    ids, counts = views[packed.stored.name].reshape(-1), views[LOSS_MASK].reshape(-1)
+    for begin, end in tokens.gaps.tolist():
+        ids[begin:end] = packed.config.padding_id
+        counts[begin:end] = False
+    views[DOCUMENT_ID][:] = documents
+    views[DOCUMENT_ID + OFFSETS_SUFFIX][:] = np.searchsorted(tokens.starts, rows)
+    views[CU_SEQLENS][:-1], views[CU_SEQLENS][-1] = begins, num_places
     bounds = views[CU_SEQLENS + OFFSETS_SUFFIX]
-    bounds[0], bounds[1:] = 0, np.cumsum(counts + (filled < length))
+    bounds[:] = np.searchsorted(begins, rows)
     bounds[-1] += 1  # the end of the last sequence
 
 
-def max_packed_bytes(packed: Packed, num_sequences: int) -> int:
-    """An upper bound of the size of any batch of `num_sequences`."""
-    places = num_sequences * packed.config.length
-    num_parts = packed.most_parts(num_sequences)
+def max_packed_bytes(packed: Packed, num_samples: int) -> int:
+    """An upper bound of the size of any batch of `num_samples`."""
+    places, num_sequences = num_samples * packed.config.longest, num_samples * packed.most_sequences
+    num_parts = packed.most_parts(num_samples)
     made = places * (packed.stored.dtype.itemsize + 4 + 1)
     ragged = num_parts * (8 + 4) + num_sequences * 4 + 4 + 2 * (num_sequences + 1) * 8
-    return made + ragged + 13 * num_sequences + 11 * ALIGNMENT_BYTES
+    return made + ragged + 13 * num_samples + 11 * ALIGNMENT_BYTES
 
 
-def max_packed_metadata_bytes(packed: Packed, num_sequences: int) -> int:
+def max_packed_metadata_bytes(packed: Packed, num_samples: int) -> int:
     """An upper bound of the memory that the daemon needs for such a batch beside its tensors."""
-    num_parts = packed.most_parts(num_sequences)
+    num_parts, num_sequences = packed.most_parts(num_samples), num_samples * packed.most_sequences
     return num_parts * _PART_METADATA_BYTES + num_sequences * 16 + _BATCH_METADATA_BYTES

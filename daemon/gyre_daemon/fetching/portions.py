@@ -21,7 +21,7 @@ from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.dtypes import name_of
@@ -85,6 +85,7 @@ class PortionPlan:
         epochs: int64 [n].
         extents: where they are stored.
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
+            Those that need it may come to need it more urgently.
         lengths: int64 [n, R], the elements of each ragged field that is made; None to measure them.
         keeps: whether what is made to be measured is wanted, as far as there is room for it.
     """
@@ -171,9 +172,15 @@ class PortionReader:
 
     @asynccontextmanager
     async def read(
-        self, plan: PortionPlan, flow: Flow, ahead: Ahead, delays: Delays
+        self, plan: PortionPlan, claims: Claims, ahead: Ahead, delays: Delays
     ) -> AsyncIterator[ReadPortion]:
         """Read the stored fields of a portion into an exchange, which is held inside the context.
+
+        Args:
+            plan: the samples.
+            claims: the jobs that need them.
+            ahead: see `Fetcher.fill`.
+            delays: see `Fetcher.fill`.
 
         Raises:
             CorruptSample: a sample was given up before, or its stored bytes are damaged.
@@ -189,18 +196,18 @@ class PortionReader:
         end = pages(room.stop)
         request = ENCODER.encode(self._request(plan, staged, outputs, room))
         where = range(end, end + len(request))
-        async with self._dataset.pool.room.hold(where.stop, Claims(flow, plan.urgency)) as exchange:
+        async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
             memory = exchange.memory[: staged.num_bytes]
             staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
             own = Delays()
             fetch = Fetch(plan.alone, plan.extents, staged)
-            await self._reader.fill(fetch, staging, flow, ahead, own)
+            await self._reader.fill_for(claims, fetch, staging, ahead, own)
             delays.add_requests(own)
             delays.read_s = max(delays.read_s, time.monotonic() - began)
             yield ReadPortion(plan, exchange, staged, made, where, room)
 
-    async def work(self, kind: Kind, portion: ReadPortion, flow: Flow) -> list[Done]:
+    async def work(self, kind: Kind, portion: ReadPortion, claims: Claims) -> list[Done]:
         """Have a portion transformed or measured; returns the answers, in the order of the samples.
 
         Raises:
@@ -214,9 +221,8 @@ class PortionReader:
                 portion.exchange,
                 portion.request,
                 num,
-                flow,
+                claims,
                 self._sample_s * num,
-                plan.urgency,
             )
         except SampleFailed as error:
             if error.is_costly and len(self._given_up) < _MAX_GIVEN_UP:

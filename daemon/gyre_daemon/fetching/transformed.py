@@ -20,7 +20,7 @@ from gyre_daemon.fetching.packed import lay_out_packed, rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.messages import Kind
@@ -108,7 +108,13 @@ class TransformingFetcher:
             CorruptSample: names shard, sample, offset, transform and reason.
             Overloaded: no process can be started.
         """
-        delays = delays or Delays()
+        claims = Claims(flow, fetch.plan.first_step)
+        await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
+
+    async def fill_for(
+        self, claims: Claims, fetch: Fetch, slot: Place, ahead: Ahead, delays: Delays
+    ) -> None:
+        """The same, at the first turns of the jobs that need it; see `Fetcher.fill_for`."""
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
         epochs = self._epochs(plan.first_step, len(plan)).reshape(-1)
@@ -121,10 +127,10 @@ class TransformingFetcher:
             for some in self._portions.cut(fetch.extents, lengths):
                 extents = fetch.extents.part(some)
                 part = PortionPlan(ids[some], epochs[some], extents, plan.first_step, lengths[some])
-                fill = self._fill_portion(part, fetch, some.start, slot, flow, ahead, delays)
+                fill = self._fill_portion(claims, part, fetch, some.start, slot, ahead, delays)
                 tasks.create_task(fill)
         work = partial(self._write_own, fetch, slot)
-        await self._threads.run(flow, 0, plan.first_step, work)
+        await self._threads.run_of(claims, 0, work)
         if delays.num_requests:
             delays.storage_s = delays.read_s
         delays.finish_s = time.monotonic() - began - delays.read_s
@@ -140,19 +146,19 @@ class TransformingFetcher:
 
     async def _fill_portion(
         self,
+        claims: Claims,
         part: PortionPlan,
         fetch: Fetch,
         begin: int,
         slot: Place,
-        flow: Flow,
         ahead: Ahead,
         delays: Delays,
     ) -> None:
-        async with self._portions.read(part, flow, ahead, delays) as portion:
-            await self._portions.work(Kind.TRANSFORM, portion, flow)
+        async with self._portions.read(part, claims, ahead, delays) as portion:
+            await self._portions.work(Kind.TRANSFORM, portion, claims)
             copy = self._copy if fetch.rows is None else self._copy_documents
             work = partial(copy, portion, fetch, begin, slot)
-            await self._threads.run(flow, portion.request.start, part.urgency, work)
+            await self._threads.run_of(claims, portion.request.start, work)
 
     def _copy(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Place) -> None:
         """Copy made and passing fields into the slot; runs in a thread.

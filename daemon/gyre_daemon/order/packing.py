@@ -1,29 +1,28 @@
-"""Packs documents into sequences of one length: best fit, longest first. Pure arithmetic.
-
-Best-fit decreasing puts the longest document first, and each into the fullest sequence that has
-room for it. Documents of one length are alike, so whole groups of them are put into whole groups of
-sequences: the work grows with the number of different lengths and not with that of documents.
+"""Packs documents into sequences of one length, or of several. Pure arithmetic.
 
 Documents are packed in windows of a keyed permutation, so memory for the work is bounded. Which
 documents share a sequence follows from their lengths, the seed and the window alone. It is the same
-in every epoch; the order then shuffles the sequences anew for each.
+in every epoch; the order then shuffles the samples anew for each.
+
+Where there are several lengths, a sample has room for the tokens of the longest sequences: shorter
+ones are shuffled by the seed, and as many as fit make a sample. So all samples have one size,
+whatever their sequences are.
 """
 
-import bisect
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.best_fit import best_fit
+from gyre_daemon.order.sequences import SequenceLengths, Sequences, ranges
 from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
 
 Overlong = Literal["fail", "drop", "truncate", "split"]
-Int32Array = npt.NDArray[np.int32]
 
 # Every change of what follows packs the same documents otherwise, and needs a new version.
 PACKING_VERSION = 1
@@ -34,67 +33,25 @@ class PackRule:
     """How documents become sequences.
 
     Attributes:
-        length: L, the tokens of a sequence.
+        length: L, the tokens of the longest sequences.
         overlong: what happens to a document of more than L tokens: `fail` refuses the dataset,
             `drop` leaves it out, `truncate` keeps its first L tokens, `split` cuts it into parts of
             L tokens and a rest.
         window: documents that are packed together.
-        seed: of the permutation whose windows are packed.
+        seed: of the permutation whose windows are packed, and of those of shorter sequences.
+        shorter: the other lengths, rising; each divides the next one, and the last divides L.
     """
 
     length: int
     overlong: Overlong = "fail"
     window: int = 1 << 20
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """What P sequences consist of: M parts of documents, sequence after sequence.
-
-    Attributes:
-        documents: int64 [M], the document of each part.
-        begins: int64 [M], the token of its document at which each part begins; None where all parts
-            begin at 0.
-        lengths: int32 [M], the tokens of each part, at least 1.
-        bounds: int64 [P + 1], the first part of each sequence, and M.
-        num_empty: documents without tokens, which are in no sequence.
-        num_overlong: documents that were left out or cut.
-    """
-
-    documents: Int64Array
-    begins: Int64Array | None
-    lengths: Int32Array
-    bounds: Int64Array
-    num_empty: int
-    num_overlong: int
+    shorter: tuple[int, ...] = ()
 
     @property
-    def num_sequences(self) -> int:
-        """P."""
-        return len(self.bounds) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all documents, as far as they are in sequences."""
-        return int(self.lengths.sum(dtype=np.int64))
-
-    def parts_of(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The numbers of the parts of n sequences, and int64 [n + 1], where each one's begin."""
-        first, counts = self.bounds[sequences], self.bounds[sequences + 1] - self.bounds[sequences]
-        bounds = np.concatenate(([0], np.cumsum(counts)))
-        return np.arange(bounds[-1]) + np.repeat(first - bounds[:-1], counts), bounds
-
-    def most_parts(self, num_sequences: int) -> int:
-        """An upper bound of the parts of so many sequences at successive places of an order.
-
-        The places may begin in one epoch and end in another.
-        """
-        whole = max(0, num_sequences // self.num_sequences - 1)
-        half = min(-(-(num_sequences - whole * self.num_sequences) // 2), self.num_sequences)
-        counts = np.diff(self.bounds)
-        largest = np.partition(counts, len(counts) - half)[len(counts) - half :]
-        return whole * len(self.documents) + 2 * int(largest.sum())
+    def lengths(self) -> tuple[int, ...]:
+        """All lengths, rising."""
+        return *self.shorter, self.length
 
 
 class _Parts(NamedTuple):
@@ -108,6 +65,20 @@ class _Parts(NamedTuple):
         """Some of them, in this order."""
         begins = None if self.begins is None else self.begins[numbers]
         return _Parts(self.documents[numbers], begins, self.lengths[numbers])
+
+
+class _Packed(NamedTuple):
+    """Parts, sequence after sequence.
+
+    Attributes:
+        parts: M of them.
+        counts: int64 [S], how many each sequence has.
+        capacities: int64 [S], the length of each sequence.
+    """
+
+    parts: _Parts
+    counts: Int64Array
+    capacities: Int64Array
 
 
 def pack_documents(
@@ -128,7 +99,7 @@ def pack_documents(
         InvalidRequest: a document is too long and the rule says `fail`, or nothing is left.
     """
     order = Permutation(_key(rule.seed), max(num_documents, 1))
-    windows: list[tuple[_Parts, Int64Array]] = []
+    windows: list[_Packed] = []
     num_empty = num_overlong = longest = 0
     for begin in range(0, num_documents, rule.window):
         documents = order(np.arange(begin, min(begin + rule.window, num_documents)))
@@ -139,22 +110,27 @@ def pack_documents(
         num_overlong += int(np.count_nonzero(lengths > rule.length))
         longest = max(longest, int(lengths.max(initial=0)))
         parts = _parts(documents, lengths, rule)
-        numbers, counts = best_fit(parts.lengths, rule.length)
-        windows.append((parts.at(numbers), counts))
+        fitted = best_fit(parts.lengths, rule.lengths)
+        windows.append(_Packed(parts.at(fitted.numbers), fitted.counts, fitted.capacities))
     if rule.overlong == "fail" and num_overlong:
         raise InvalidRequest(
             f"{num_overlong} of {num_documents} documents are longer than {rule.length} tokens, "
             f"the longest has {longest}; say what happens to them with `overlong` in `pack`: "
             "split, truncate or drop"
         )
-    if not any(len(counts) for _, counts in windows):
+    if not any(len(its.counts) for its in windows):
         raise InvalidRequest("there is nothing to pack: no document has a token that is kept")
-    begins = [parts.begins for parts, _ in windows if parts.begins is not None]
+    parts, counts, capacities = _joined(windows)
+    grouped = SequenceLengths(rule.lengths, [len(counts)])
+    if rule.shorter:
+        numbers, counts, grouped = _by_length(counts, capacities, rule)
+        parts = parts.at(numbers)
     return Sequences(
-        np.concatenate([parts.documents for parts, _ in windows]),
-        np.concatenate(begins) if begins else None,
-        np.concatenate([parts.lengths for parts, _ in windows]).astype(np.int32),
-        np.concatenate(([0], np.cumsum(np.concatenate([counts for _, counts in windows])))),
+        parts.documents,
+        parts.begins,
+        parts.lengths.astype(np.int32),
+        np.concatenate(([0], np.cumsum(counts))),
+        grouped,
         num_empty,
         num_overlong,
     )
@@ -176,91 +152,57 @@ def _parts(documents: Int64Array, lengths: Int64Array, rule: PackRule) -> _Parts
     return _Parts(documents[kept], None, lengths[kept])
 
 
-@dataclass(frozen=True, slots=True)
-class _Filling:
-    """What is in sequences that are filled alike.
-
-    Attributes:
-        before: what was put there before.
-        length: of the parts that were put there last.
-        each: how many of them each sequence has.
-    """
-
-    before: "_Filling | None"
-    length: int
-    each: int
+def _joined(windows: list[_Packed]) -> _Packed:
+    """The sequences of all windows, one window behind the other."""
+    begins = [its.parts.begins for its in windows if its.parts.begins is not None]
+    parts = _Parts(
+        np.concatenate([its.parts.documents for its in windows]),
+        np.concatenate(begins) if begins else None,
+        np.concatenate([its.parts.lengths for its in windows]),
+    )
+    counts, capacities = (np.concatenate([its[place] for its in windows]) for place in (1, 2))
+    return _Packed(parts, counts, capacities)
 
 
-_Group = tuple[int, _Filling]  # how many sequences are filled alike, and with what
+def _by_length(
+    counts: Int64Array, capacities: Int64Array, rule: PackRule
+) -> tuple[Int64Array, Int64Array, SequenceLengths]:
+    """Sort sequences by length, shuffle those of each length, and fill up to whole samples.
 
-
-def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array]:
-    """Best-fit decreasing.
+    Best fit makes sequences that are alike one after the other: without the shuffle, those of a
+    sample would be.
 
     Args:
-        lengths: int64 [M], in `[1, capacity]`.
-        capacity: of a sequence.
+        counts: int64 [S], the parts of each sequence.
+        capacities: int64 [S], the length of each.
+        rule: how they were packed.
 
     Returns:
-        Int64 [M], the numbers of the parts, sequence after sequence, and int64 [P], how many parts
-        each sequence has. Within a sequence longer parts come first; parts of one length are used
-        in the order in which they are given.
+        Int64 [M], the numbers of the parts in their new order; the parts of each sequence, where
+        some have none; and how many samples have which length.
     """
-    by_length = np.argsort(lengths, kind="stable")
-    distinct, counts = np.unique(lengths, return_counts=True)
-    next_of = dict(zip(distinct.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
-    nothing = np.empty(0, np.int64)
-    numbers, sizes = [nothing], [nothing]
-    for count, filling in _groups(distinct[::-1].tolist(), counts[::-1].tolist(), capacity):
-        columns: list[Int64Array] = []
-        last: _Filling | None = filling
-        while last:
-            begin, end = next_of[last.length], next_of[last.length] + last.each * count
-            next_of[last.length] = end
-            columns.append(by_length[begin:end].reshape(count, last.each))
-            last = last.before
-        rows = np.concatenate(columns[::-1], axis=1)
-        numbers.append(rows.reshape(-1))
-        sizes.append(np.full(count, rows.shape[1]))
-    return np.concatenate(numbers), np.concatenate(sizes)
+    chosen: list[Int64Array] = []
+    ordered: list[Int64Array] = []
+    num_samples: list[int] = []
+    for length in rule.lengths:
+        those = np.flatnonzero(capacities == length)
+        if len(those):
+            shuffle = Permutation(_key(rule.seed, length), len(those))
+            those = those[shuffle(np.arange(len(those)))]
+        per_sample = rule.length // length
+        missing = -len(those) % per_sample
+        chosen.append(those)
+        ordered += [counts[those], np.zeros(missing, np.int64)]
+        num_samples.append((len(those) + missing) // per_sample)
+    order = np.concatenate(chosen)
+    numbers, _ = ranges((np.cumsum(counts) - counts)[order], counts[order])
+    return numbers, np.concatenate(ordered), SequenceLengths(rule.lengths, num_samples)
 
 
-def _groups(lengths: list[int], counts: list[int], capacity: int) -> Iterator[_Group]:
-    """The sequences that best-fit decreasing makes of so many parts of each falling length."""
-    room = [capacity]  # the different numbers of free tokens, in rising order
-    groups: dict[int, list[_Group]] = {}
+def _key(seed: int, length: int = 0) -> bytes:
+    """The key of the permutation whose windows are packed; no epoch's order shares it.
 
-    def add(free: int, group: _Group) -> None:
-        if free not in groups:
-            groups[free] = []
-            bisect.insort(room, free)
-        groups[free].append(group)
-
-    def take(free: int) -> _Group:
-        group = groups[free].pop()
-        if not groups[free]:
-            del groups[free]
-            room.remove(free)
-        return group
-
-    for length, count in zip(lengths, counts, strict=True):
-        left = count
-        while left:
-            free = room[bisect.bisect_left(room, length)]
-            num_sequences, filling = (left, None) if free == capacity else take(free)
-            # the fullest sequence stays the fullest until the next part does not fit there
-            each = min(free // length, left)
-            num_filled = min(num_sequences, left // each)
-            if filling and num_filled < num_sequences:
-                add(free, (num_sequences - num_filled, filling))
-            add(free - each * length, (num_filled, _Filling(filling, length, each)))
-            left -= num_filled * each
-    for free in room[:-1]:
-        yield from groups[free]
-
-
-def _key(seed: int) -> bytes:
-    """The key of the permutation whose windows are packed; no epoch's order shares it."""
-    return hashlib.blake2b(
-        struct.pack("<Q", seed), digest_size=KEY_BYTES, person=b"gyre.packing"
-    ).digest()
+    With a length, that of the shuffle of its sequences.
+    """
+    packed = struct.pack("<QQ", seed, length) if length else struct.pack("<Q", seed)
+    return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=b"gyre.packing").digest()

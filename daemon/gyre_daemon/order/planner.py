@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf
+from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf, RowLengths
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.next_uses import NextUses
@@ -129,7 +129,8 @@ class BatchPlanner:
             corrupt: int64 [C], ids of the samples that others replace, in rising order.
             stages: the job's, none with more than N samples; empty where all epochs have N.
             balance: shares out each global batch; None for the parts in the order of positions.
-            lengths_of: the lengths of samples; only an order with buckets needs them.
+            lengths_of: the lengths of samples; only an order with buckets needs them. If they are
+                `RowLengths`, each step has rows of one length.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the
@@ -163,9 +164,11 @@ class BatchPlanner:
 
     def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> GroupPlan:
         """What a rank reads in `num_steps` successive steps, with one permutation an epoch."""
-        if self._balance and world_size > 1 and num_steps:
+        if self._looks_at_all and world_size > 1 and num_steps:
             whole = self.batches(first_step, num_steps, 0, 1)
-            return self._balance.part(whole, rank, world_size)
+            if self._balance:
+                return self._balance.part(whole, rank, world_size)
+            return whole.part(rank, world_size)
         position, shaped = self._positions(first_step, num_steps, rank, world_size)
         shape, found = shaped.shape, self.samples_at(position, shaped.reshape(-1))
         replaced = found.is_substitute
@@ -175,7 +178,21 @@ class BatchPlanner:
             None if found.mask is None else found.mask.reshape(shape),
             self.stages.epochs(self.order.position_of(first_step), shaped[:, 0]),
             None if replaced is None else replaced.reshape(shape),
+            self._row_lengths(found.sample_ids.reshape(shape)),
         )
+
+    @property
+    def _looks_at_all(self) -> bool:
+        """Whether a rank's part of a step depends on the samples of the other ranks."""
+        return self._balance is not None or isinstance(self._lengths_of, RowLengths)
+
+    def _row_lengths(self, sample_ids: Int64Array) -> Int64Array | None:
+        """See `GroupPlan.row_lengths`; the samples are int64 [K, G]."""
+        if not isinstance(self._lengths_of, RowLengths):
+            return None
+        lengths = self._lengths_of(sample_ids.reshape(-1)).reshape(sample_ids.shape)
+        longest: Int64Array = lengths.max(axis=1)
+        return longest
 
     def spread(self, step: int, world_size: int) -> float | None:
         """By how much the most expensive rank of a step exceeds the mean; None without balance."""
@@ -304,7 +321,7 @@ class BatchPlanner:
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
-        num_positions = num_steps * (size if self._balance else size // world_size)
+        num_positions = num_steps * (size if self._looks_at_all else size // world_size)
         if bucket := self.order.bucket:  # a window is sorted as a whole
             num_windows = num_steps // bucket.window_batches + 2
             num_positions += _SORTED_IN_POSITIONS * num_windows * bucket.window_batches * size

@@ -226,9 +226,8 @@ class FairQueue:
         finally:
             self.release()
 
-    @contextlib.asynccontextmanager
-    async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
-        """Hold inside the block the first turn that is granted to one of several jobs."""
+    async def acquire_of(self, claims: Claims, cost: float) -> None:
+        """Wait for the first turn that is granted to one of several jobs; see `acquire`."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns: list[Turn] = []
 
@@ -247,16 +246,24 @@ class FairQueue:
                     turns.append(turn)
 
         try:
-            try:
-                with claims.told(ask):
-                    await granted
-            finally:
-                for turn in turns:
-                    turn.cancel()
-            yield
-        finally:
+            with claims.told(ask):
+                await granted
+        except asyncio.CancelledError:
             if not granted.cancelled():
                 self.release()
+            raise
+        finally:
+            for turn in turns:
+                turn.cancel()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
+        """Hold inside the block the first turn that is granted to one of several jobs."""
+        await self.acquire_of(claims, cost)
+        try:
+            yield
+        finally:
+            self.release()
 
     def _new_user(self, name: str) -> _UserQueue:
         if len(self._users) >= _MAX_IDLE_QUEUES:
@@ -342,6 +349,11 @@ class FairExecutor:
             What the work returns; what it raises is raised.
         """
         await self._queue.acquire(flow, cost, urgency)
+        return await self._start(work)
+
+    async def run_of(self, claims: Claims, cost: float, work: Callable[[], Result]) -> Result:
+        """The same, at the first turn of one of several jobs."""
+        await self._queue.acquire_of(claims, cost)
         return await self._start(work)
 
     def _start(self, work: Callable[[], Result]) -> asyncio.Future[Result]:

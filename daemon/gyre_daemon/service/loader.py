@@ -19,7 +19,7 @@ from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.order.buckets import padding
+from gyre_daemon.order.buckets import RowLengths, padding
 from gyre_daemon.order.planning import check_ranks, planner_for
 from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
@@ -178,20 +178,23 @@ class LoaderService(pb_grpc.LoaderServicer):
         stages = requests.to_stages(request.stages)
         balance = balance_of(dataset, rule) if rule else None
 
-        def plan() -> tuple[BatchPlan, float | None, list[float]]:
+        def plan() -> tuple[BatchPlan, float | None, list[float], int]:
             lengths_of = bucket_lengths(dataset, order)
             rest = stages, balance, (), lengths_of
             planner = planner_for(order, dataset.ordered, dataset.corrupt, *rest)
-            padded = []
-            if lengths_of:
+            padded, num_shorter = [], 0
+            if isinstance(lengths_of, RowLengths):
+                whole = planner.batch(request.step)
+                num_shorter = int((lengths_of(whole.sample_ids) != whole.row_length).sum())
+            elif lengths_of:
                 alone = replace(order, bucket=None)
                 without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
                 batches = [each.batch(request.step).sample_ids for each in (planner, without)]
                 padded = [padding(lengths_of(sample_ids)) for sample_ids in batches]
             batch = planner.batch(request.step, request.rank, world_size)
-            return batch, planner.spread(request.step, world_size), padded
+            return batch, planner.spread(request.step, world_size), padded, num_shorter
 
-        batch, spread, padded = await asyncio.to_thread(plan)
+        batch, spread, padded, num_shorter = await asyncio.to_thread(plan)
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),
@@ -200,6 +203,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             spread=spread,
             padding=padded[0] if padded else None,
             padding_without=padded[1] if padded else None,
+            row_length=batch.row_length,
+            num_shorter=num_shorter,
         )
 
     @answers_errors

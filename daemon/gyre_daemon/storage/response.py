@@ -1,5 +1,6 @@
 """The response to a range request, and what to do about it. Pure."""
 
+import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with sta
 _MAX_SHORT_ATTEMPTS = 3
 _MAX_DETAIL_CHARS = 300
 
+Body = bytes | mmap.mmap  # of a mapping, all of it
+
 
 @dataclass(slots=True)
 class Response:
@@ -50,7 +53,7 @@ class Response:
     """
 
     status: int
-    data: bytes = b""
+    data: Body = b""
     etag: str = ""
     object_bytes: int = -1
     detail: str = ""

@@ -14,7 +14,7 @@ from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.monitoring.metrics import TransformCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairQueue, Flow
 from gyre_daemon.runtime.process_server import ProcessServer
 from gyre_daemon.transforms.messages import (
     DESCRIBED_DECODER,
@@ -94,9 +94,8 @@ class TransformWorkers:
         exchange: Exchange,
         request: range,
         num: int,
-        flow: Flow,
+        claims: Claims,
         cost_s: float,
-        urgency: int,
     ) -> list[Done]:
         """Have the portion in an exchange transformed or measured; return the answers.
 
@@ -107,15 +106,14 @@ class TransformWorkers:
             exchange: has the stored fields where the portion says.
             request: the bytes of the exchange that are the portion.
             num: of its samples.
-            flow: the job that waits.
+            claims: the jobs that wait.
             cost_s: the processor time that it will take, as far as that is known.
-            urgency: among the job's portions the lowest goes first.
 
         Raises:
             SampleFailed: a sample is refused, or kills or stops those who try it.
             Overloaded: no process can be started.
         """
-        async with self._line.turn(flow, cost_s, urgency):
+        async with self._line.turn_of(claims, cost_s):
             done, _ = await self._transform(kind, exchange, request, range(num))
             if done is not None:
                 return [self._checked(kind, done, num)]

@@ -1,11 +1,15 @@
 """The engine, over a source whose responses the test controls."""
 
 import asyncio
+import mmap
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.response import Response, response_from_error
@@ -96,6 +100,25 @@ def test_a_range_goes_at_the_first_turn_of_those_that_wait_for_it() -> None:
         order = [asked.start for asked in engine.source.asked]
         assert order == [0, 900, 800, 100, 200, 300, 400, 500, 600, 700]
         assert engine.endpoint.queue.num_taken == 0
+
+    play(scene)
+
+
+def test_parts_of_a_body_in_a_mapping_go_to_their_places() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        memories = [np.zeros(size, np.uint8) for size in (16, 100, 1)]
+        reads = Reads.into(memories, [0] * 3, [10, 40, 140])
+        of_one = replace(reads, sample=np.zeros(3, np.int64), flow=JOB)
+        reading = asyncio.create_task(engine.storage.read(of_one))
+        await until(lambda: len(engine.source.asked) == 1)
+        (asked,) = engine.source.asked
+        body = mmap.mmap(-1, asked.stop - asked.start)
+        body.write(DATA[asked.start : asked.stop])
+        asked.answer(Response(206, body, '"v1"', len(DATA)))
+        await reading
+        assert [each.tobytes() for each in memories] == [DATA[10:26], DATA[40:140], DATA[140:141]]
+        body.close()  # nothing refers to it any more
 
     play(scene)
 

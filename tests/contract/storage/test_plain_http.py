@@ -5,13 +5,21 @@ A wrong byte is never taken for a right one.
 
 import asyncio
 import contextlib
+import mmap
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.sources.connections import ConnectionBudget
-from gyre_daemon.storage.sources.plain_http import MAX_CONNECTING, HttpGet, PlainHttp
+from gyre_daemon.storage.sources.plain_http import (
+    _MIN_MAPPED_BYTES,
+    MAX_CONNECTING,
+    HttpGet,
+    PlainHttp,
+)
+
+from tests.contract.places import noise
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = (
@@ -30,7 +38,7 @@ async def ask(http: PlainHttp, max_bytes: int = 5) -> Response:
     return answer
 
 
-def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Response], int]:
+def converse(talk: Talk, num_asked: int = 1, max_bytes: int = 5) -> tuple[list[Response], int]:
     """The response to each request to a server, and how many connections were made."""
 
     async def run() -> tuple[list[Response], int]:
@@ -52,7 +60,7 @@ def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Response], int]:
             ConnectionBudget(1000),
         )
         try:
-            return [await ask(http) for _ in range(num_asked)], num_connections
+            return [await ask(http, max_bytes) for _ in range(num_asked)], num_connections
         finally:
             http.close()
             server.close()
@@ -185,6 +193,25 @@ def test_a_response_may_arrive_in_pieces(cut: int) -> None:
     answers, num_connections = converse(saying(WHOLE[:cut], WHOLE[cut:]), 2)
     assert answers == [Response(206, b"12345", '"x"', 99)] * 2
     assert num_connections == 1
+
+
+@pytest.mark.parametrize("num_bytes", [_MIN_MAPPED_BYTES - 1, _MIN_MAPPED_BYTES, 300_000])
+def test_a_long_body_is_received_whole_into_memory_that_the_system_gets_back(
+    num_bytes: int,
+) -> None:
+    body = noise(1, num_bytes)
+    head = b"HTTP/1.1 206 P\r\nContent-Length: %d\r\n\r\n" % num_bytes
+    for pieces in [(head, body[:7], body[7:]), (head + body[:50_000], body[50_000:])]:
+        answers, num_connections = converse(saying(*pieces), 2, num_bytes)
+        assert [bytes(answer.data) for answer in answers] == [body] * 2
+        assert num_connections == 1
+        is_mapped = [isinstance(answer.data, mmap.mmap) for answer in answers]
+        assert is_mapped == [num_bytes >= _MIN_MAPPED_BYTES] * 2
+    for wrong in [body[:-1], body + b"more"]:
+        (answer,), _ = converse(
+            saying(head + wrong[:1000], wrong[1000:-1], wrong[-1:], hang_up=True), 1, num_bytes
+        )
+        assert bytes(answer.data[:num_bytes]) == (body if len(wrong) > num_bytes else b"")
 
 
 @pytest.mark.parametrize("more", [b"Connection: close\r\n", b"connection: Close\r\n"])

@@ -245,6 +245,10 @@ def test_replicated_gradients_are_averaged_in_one_all_reduce(
     assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
 
 
+def test_one_rank_averages_nothing(ranks: StartRanks) -> None:
+    assert ranks(1).run(what_is_averaged, ()) == [[]]
+
+
 def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
     """Whether the module's input is still in memory before the loss's backward, and after it."""
     mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"), policy=policy)

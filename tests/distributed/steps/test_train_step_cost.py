@@ -11,7 +11,7 @@ from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.sharded_init import materialize
-from gyre_trainer.training.build import plain
+from gyre_trainer.training.build import add_adapters, encode_frozen, plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.gpt import GPT
@@ -111,6 +111,8 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
     for family, settings in families.items():
         model = distribute(settings, Strategy.GYRE, make_mesh("cpu"), CPU)
         materialize(model, seed=0)
+        encode_frozen(model, settings, make_mesh("cpu"))
+        add_adapters(model, settings)
         here = rows(settings)
         cost = measure_step(model, settings, Examples(here, here, None))
         found[family] = cost.timeline.peak_bytes, cost.sent_bytes
@@ -135,6 +137,47 @@ def test_a_dry_run_counts_the_bytes_of_any_family(num_ranks: int, ranks: StartRa
     for family, settings in families.items():
         dry = dry_run(settings, Strategy.GYRE, num_ranks)
         assert (dry.timeline.peak_bytes, dry.sent_bytes) == real[family], family
+
+
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+def test_a_dry_run_counts_the_codes_of_frozen_weights(frozen: str, ranks: StartRanks) -> None:
+    settings = config(
+        {
+            "model": {
+                "config": LLAMA | {"num_hidden_layers": 1},
+                "lora": {"rank": 2, "frozen": frozen},
+            }
+        }
+    )
+    real = ranks(2).run(measured_by_family, {frozen: settings})[0][frozen]
+    dry = dry_run(settings, Strategy.GYRE, 2)
+    assert (dry.timeline.peak_bytes, dry.sent_bytes) == real
+
+
+EXPERTS = {
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",
+        *(pytest.param(each, marks=pytest.mark.models) for each in ("mixtral", "qwen3_moe")),
+    ],
+)
+def test_a_plan_of_experts_counts_within_a_twentieth_of_what_tokens_choose(
+    family: str, ranks: StartRanks
+) -> None:
+    sizes = LLAMA | {"use_cache": False, "num_hidden_layers": 1, "num_experts_per_tok": 2}
+    settings = config({"model": {"config": sizes | EXPERTS[family] | {"model_type": family}}})
+    peak, sent = ranks(2).run(measured_by_family, {family: settings})[0][family]
+    dry = dry_run(settings, Strategy.GYRE, 2)
+    assert dry.timeline.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert dry.sent_bytes == sent
+    assert dry.assumes_even_routing
 
 
 class Loss(nn.Module):

@@ -103,8 +103,36 @@ def test_plan_takes_any_configuration_of_transformers_and_recommends(
     sent = float(rows(said)["sent"][3]) * 2**20
     assert float(rows(said)["step,"][2]) == pytest.approx(sent / 1e6, rel=0.01)
     assert "Take DDP" in said
+    assert "Assumed" not in said
     assert main([*model, *rates, "0.0001"]) == 0
     assert "Nothing fits into 90%" in capsys.readouterr().out
+
+
+def test_a_plan_of_experts_says_what_it_assumes_of_the_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "model_type": "gpt_oss",
+        "vocab_size": 64,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = ["plan", "--model", str(tmp_path), "--batch", "2", "--ranks", "2", "--sequence"]
+    rates = ["--operations-per-s", "1e12", "--bytes-per-s", "1e9"]
+    assert main([*model, "16", *rates]) == 0
+    said = capsys.readouterr().out
+    assert rows(said)["model.layers.0.mlp.experts"][1] == "ExpertsRule"
+    assert len(rows(said)["peak"]) == 6  # all strategies
+    assert "Assumed: every expert is chosen equally often." in said
+    assert main([*model, "1", *rates]) == 2
+    assert "choose 2 experts in a step, but there are 4; plan with more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

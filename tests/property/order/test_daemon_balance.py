@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance, CostRule
-from gyre_daemon.order.packing import PackRule, Sequences, pack_documents
+from gyre_daemon.order.packing import PackRule, pack_documents
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
+from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from hypothesis import given
 from hypothesis import strategies as st

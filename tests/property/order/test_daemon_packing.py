@@ -10,8 +10,10 @@ from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, max_packed_bytes
-from gyre_daemon.order.packing import Overlong, PackRule, Sequences, best_fit, pack_documents
+from gyre_daemon.order.best_fit import best_fit
+from gyre_daemon.order.packing import Overlong, PackRule, pack_documents
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
+from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from hypothesis import given
@@ -36,7 +38,7 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 def test_groups_are_packed_as_one_document_after_the_other_would_be(
     lengths: list[int], capacity: int
 ) -> None:
-    numbers, counts = best_fit(np.array(lengths, np.int64), capacity)
+    numbers, counts, _ = best_fit(np.array(lengths, np.int64), (capacity,))
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
     bounds = np.concatenate(([0], np.cumsum(counts)))
     rows = [

@@ -7,7 +7,7 @@ import pytest
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import FigureJobs, figures, num_alike_layers, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.live_bytes import Category
+from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.modules_table import module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.errors import ConfigError
@@ -100,10 +100,20 @@ def test_layers_that_differ_are_not_alike() -> None:
     assert num_alike_layers(config({"config": mixed})) == 0
 
 
-def test_a_model_whose_shapes_depend_on_values_is_refused() -> None:
+def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experts = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1}
+    monkeypatch.setattr("gyre_trainer.accounting.known_values._MAX_BYTES", 0)  # nothing is known
     with pytest.raises(ConfigError, match="which experts they choose, so it cannot be planned"):
         dry_run(config({"config": experts}), Strategy.GYRE, 2)
+
+
+def test_logits_that_are_scaled_exist_as_a_whole_under_every_strategy() -> None:
+    scaled = LLAMA | {"model_type": "granite", "logits_scaling": 3.0, "num_hidden_layers": 1}
+    for strategy in Strategy:
+        live = dry_run(config({"config": scaled}), strategy, 2).timeline.live
+        assert live[:, CATEGORIES.index(Category.LOGITS)].max() >= 4 * 2 * 16 * 128, strategy
 
 
 def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:

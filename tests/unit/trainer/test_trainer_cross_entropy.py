@@ -1,5 +1,6 @@
 """A head fused with cross-entropy in one process equals torch's and bounds the logits."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.layers.head import cross_entropy
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,9 +36,10 @@ def plain(
     z_loss: float,
     reduction: str,
     label_smoothing: float,
+    applied: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> Tensor:
     """The same loss with all logits at once."""
-    logits: Tensor = linear(x).flatten(0, -2)
+    logits: Tensor = applied(linear(x)).flatten(0, -2)
     flat = targets.flatten()
     losses = F.cross_entropy(
         logits, flat, ignore_index=-1, label_smoothing=label_smoothing, reduction="none"
@@ -71,6 +74,33 @@ def test_loss_and_gradients_are_those_of_torch(
     expected = outcome(plain, head(bias=bias), options)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+CHAINS: dict[str, tuple[tuple[LogitFunction, ...], Callable[[Tensor], Tensor]]] = {
+    "cap": ((Divided(0.3), Tanh(), Multiplied(0.3)), lambda logits: torch.tanh(logits / 0.3) * 0.3),
+    "scale": ((Multiplied(0.0625),), lambda logits: logits * 0.0625),
+    "divide": ((Divided(-3),), lambda logits: logits / -3),
+    "twice": (
+        (Tanh(), Multiplied(2.0), Tanh(), Divided(0.5)),
+        lambda logits: torch.tanh(torch.tanh(logits) * 2.0) / 0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("max_logits", [2**23, 4 * NUM_CLASSES])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_functions_of_logits_are_applied_before(
+    monkeypatch: pytest.MonkeyPatch, max_logits: int, chain: str
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
+    functions, applied = CHAINS[chain]
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.03}
+    found = outcome(
+        linear_cross_entropy, head(), {**options, "functions": functions, "ignore_index": -1}
+    )
+    expected = outcome(plain, head(), {**options, "applied": applied})
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
@@ -136,9 +166,12 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 4 * NUM_CLASSES)
-    linear = head()
+    linear, functions = head(), CHAINS["cap"][0]
     x = torch.randn(200, DIM, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, NUM_CLASSES, (200,))
     with LargestTensor() as seen:
-        linear_cross_entropy(linear, x, targets, label_smoothing=0.1, z_loss=0.1).backward()  # type: ignore[no-untyped-call]
+        loss = linear_cross_entropy(
+            linear, x, targets, label_smoothing=0.1, z_loss=0.1, functions=functions
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
     assert seen.numel == x.numel() < 200 * NUM_CLASSES

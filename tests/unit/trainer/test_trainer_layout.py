@@ -63,3 +63,27 @@ def test_a_layout_of_some_cuts_lies_without_gaps() -> None:
     layout = Layout((Cut("a", (4, 2), 0), Cut("b", (6, 2), 0), Cut("c", (2,), 0)), 2)
     assert layout.only([True, False, True]).numel(0) == 2 * 2 + 1
     assert layout.only([False, False, False]).views(torch.empty(0), 0) == []
+
+
+def test_the_layout_of_some_cuts_is_made_once() -> None:
+    layout = Layout((Cut("up", (7, 3), 0), Cut("down", (3, 7), 1)), 2)
+    assert layout.only([True, True]) is layout
+    down = layout.only([False, True])
+    assert down is layout.only([False, True])
+    assert down == Layout((layout.cuts[1],), 2)
+    assert layout.only([True, False]) == Layout((layout.cuts[0],), 2)
+
+
+def test_the_bounds_of_a_piece_are_found_by_name() -> None:
+    layout = Layout((Cut("up", (7, 3), 0), Cut("down", (3, 7), 1)), 2)
+    assert [layout.bounds_in(piece) for piece in range(2)] == [
+        {"up": (0, 4), "down": (0, 4)},
+        {"up": (4, 7), "down": (4, 7)},
+    ]
+
+
+def test_shards_are_found_in_a_buffer_that_does_not_begin_its_memory() -> None:
+    layout = Layout((Cut("up", (2, 3), 0), Cut("down", (3, 2), 1)), 1)
+    up, down = layout.views(torch.arange(20)[4:16], 0)
+    assert up.tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert down.tolist() == [[10, 11], [12, 13], [14, 15]]

@@ -37,11 +37,13 @@ class StepFigures:
         at_peak: live bytes at the moment with the most.
         sent_bytes: bytes that a rank sends.
         operations: floating-point operations of a rank.
+        assumes_even_routing: as `gyre_trainer.accounting.step_cost.StepCost` has it.
     """
 
     at_peak: dict[Category, int]
     sent_bytes: int
     operations: int
+    assumes_even_routing: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -51,7 +53,9 @@ class StepFigures:
 
 def figures(cost: StepCost) -> StepFigures:
     """The figures of a step that was measured."""
-    return StepFigures(cost.timeline.peak(), cost.sent_bytes, cost.operations)
+    return StepFigures(
+        cost.timeline.peak(), cost.sent_bytes, cost.operations, cost.assumes_even_routing
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class FigureJobs:
             dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
             more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
             more.operations + times * (more.operations - few.operations),
+            more.assumes_even_routing,
         )
 
 

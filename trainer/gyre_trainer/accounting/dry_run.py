@@ -4,9 +4,9 @@ Every allocation, view and release is as in a real step, but without memory, and
 So a laptop measures one rank of a large job in seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
+from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.sharded_init import allocate
-from gyre_trainer.training.build import has_adapters, plain
+from gyre_trainer.training.build import encode_frozen, has_adapters, plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
@@ -38,26 +38,31 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
-            the shapes inside it depend on values.
+            the shapes inside it depend on values that are not known.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
     rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
-    with on_fake_ranks(num_ranks) as mesh:
+    values = KnownValues()
+    with on_fake_ranks(num_ranks, values) as mesh:
         rows = torch.zeros(
             config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64
         )
         model = distribute(config, strategy, mesh, rows.device, rules)
         allocate(model, rows.device)
         if strategy is Strategy.GYRE:
+            encode_frozen(model, config, mesh)
             add_fake_adapters(model, config, rows.device)
         try:
-            return measure_step(model, config, Examples(rows, rows, None))
+            cost = measure_step(
+                model, config, Examples(rows, rows, None), num_warm_up_tokens=rows.shape[1]
+            )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"what a step of {type(model).__name__} costs depends on the tokens' values, such "
                 f"as which experts they choose, so it cannot be planned ({error})"
             ) from error
+    return dataclasses.replace(cost, assumes_even_routing=values.assumes_even_routing)
 
 
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
@@ -82,32 +87,17 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
 
 
 @contextmanager
-def on_fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
-    """A context with a ring on which this process is rank 0; tensors made inside are fake."""
+def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator[DeviceMesh]:
+    """A context with a ring on which this process is rank 0; tensors made inside are fake.
+
+    Args:
+        num_ranks: of the ring.
+        values: keeps the values that are known; None for one that nobody asks.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
-        with FakeTensorMode(), _Pretending():  # type: ignore[no-untyped-call]
+        with FakeTensorMode(), values or KnownValues():
             yield mesh
     finally:
         dist.destroy_process_group()
-
-
-class _Pretending(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers that are read from a fake tensor are 1, and tensors are equal to each other.
-
-    The second is what tells that a norm can be recomputed.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 1
-        if func in (torch.ops.aten.equal.default, torch.ops.aten.allclose.default):
-            return True
-        return func(*args, **kwargs or {})

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gyre_trainer.accounting.dry_run import found_rules, on_fake_ranks
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
-from gyre_trainer.training.build import add_adapters, rotated
+from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, rotated
 from gyre_trainer.training.config import TrainConfig
 
 _Kind = tuple[str, str, int]
@@ -28,6 +30,9 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
     rules = found_rules(config, num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
         model = rotated(config, mesh, rules)
+        if encodes(config.model):
+            allocate(model, torch.device("cpu"))
+            encode_frozen(model, config, mesh)
         add_adapters(model, config)
         entries = plan_of(model).entries
     counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}

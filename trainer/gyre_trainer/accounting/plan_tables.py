@@ -56,6 +56,10 @@ class GivenRates:
 
 
 _MEASURED = GivenRates()
+_EVEN_ROUTING = (
+    "Assumed: every expert is chosen equally often. Where tokens choose otherwise, a rank has\n"
+    "more or fewer activations."
+)
 
 
 def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
@@ -113,10 +117,18 @@ def text(
             modules_table(*results, num_more_layers=jobs.num_more_layers),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
+            *_assumption(counted),
             _notes(rates, given),
             recommendation(counted, rates, memory_bytes),
         ]
     )
+
+
+def _assumption(columns: Mapping[Strategy, StepFigures]) -> list[str]:
+    """What was assumed of the tokens, if anything was."""
+    if not any(each.assumes_even_routing for each in columns.values()):
+        return []
+    return [_EVEN_ROUTING]
 
 
 def _notes(rates: Rates, given: GivenRates) -> str:
@@ -138,7 +150,9 @@ def shape_of(config: TrainConfig) -> tuple[int, int]:
 
 def peaks(costs: StepCosts) -> str:
     """A table of each strategy's live bytes at its peak, by category, and its bytes sent."""
-    return _peaks({strategy: figures(cost) for strategy, cost in costs.items()}, [])
+    columns = {strategy: figures(cost) for strategy, cost in costs.items()}
+    peaks_table = _peaks({str(strategy): each for strategy, each in columns.items()}, [])
+    return "\n\n".join([peaks_table, *_assumption(columns)])
 
 
 def _peaks(columns: Mapping[str, StepFigures], more: Sequence[Sequence[str]]) -> str:

@@ -19,7 +19,6 @@ from gyre_trainer.training.step import Stepper
 
 STEP = "step"
 BLOCK = "block"
-_NUM_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +30,22 @@ class StepCost:
             where a block's forward or backward begins.
         sent_bytes: bytes that this rank sent in the step.
         operations: floating-point operations of this rank in the step.
+        assumes_even_routing: whether shapes depend on which experts tokens choose, and each expert
+            was assumed to be chosen equally often.
     """
 
     timeline: Timeline
     sent_bytes: int
     operations: int
+    assumes_even_routing: bool = False
 
 
 def measure_step(
-    model: nn.Module, config: TrainConfig, examples: Examples, num_warm_up_steps: int = 1
+    model: nn.Module,
+    config: TrainConfig,
+    examples: Examples,
+    num_warm_up_steps: int = 1,
+    num_warm_up_tokens: int = 16,
 ) -> StepCost:
     """Take a few steps on the same examples and measure the last one. The model is trained by them.
 
@@ -52,6 +58,8 @@ def measure_step(
         examples: this rank's examples.
         num_warm_up_steps: steps before the one that is measured. Torch's own DDP needs two: it
             makes its buckets again in the second.
+        num_warm_up_tokens: of each example that these steps take: what they allocate for good does
+            not depend on more, where all parameters are used.
     """
     live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
     observer = _Observer(model, live)
@@ -63,7 +71,7 @@ def measure_step(
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
         for step in range(num_warm_up_steps):
-            stepper.take(_few(examples), step)
+            stepper.take(_few(examples, num_warm_up_tokens), step)
         live.mark(STEP)
         before = sent_bytes.total
         with Operations() as operations:
@@ -71,11 +79,8 @@ def measure_step(
         return StepCost(live.timeline().since(STEP), sent_bytes.total - before, operations.total)
 
 
-def _few(examples: Examples) -> Examples:
-    """The first tokens alone: what the first steps allocate for good does not depend on them."""
-    return Examples(
-        examples.inputs[:, :_NUM_WARM_UP_TOKENS], examples.targets[:, :_NUM_WARM_UP_TOKENS], None
-    )
+def _few(examples: Examples, num_tokens: int) -> Examples:
+    return Examples(examples.inputs[:, :num_tokens], examples.targets[:, :num_tokens], None)
 
 
 class _Observer:

@@ -4,7 +4,7 @@ Two ranks that call different modules of one shape would exchange weights withou
 compute with the wrong ones.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -16,8 +16,7 @@ from gyre_trainer.comm.spans import path_of
 _STEP_BITS, _ROUND_BITS, _NUMBER_BITS = 14, 6, 20
 
 
-@dataclass(frozen=True, slots=True)
-class HopIdentity:
+class HopIdentity(NamedTuple):
     """What one hop belongs to.
 
     Attributes:

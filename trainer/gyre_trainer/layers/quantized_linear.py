@@ -24,6 +24,16 @@ def is_quantized(module: nn.Module) -> bool:
     )
 
 
+def num_weights(model: nn.Module) -> int:
+    """The parameters of a model, those that are encoded included: weights, not their codes."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for module in filter(is_quantized, model.modules()):
+        layer: Any = module
+        codes, scales = layer._parameters["weight"], layer._parameters[SCALE]
+        total += layer.in_features * layer.out_features - codes.numel() - scales.numel()
+    return int(total)
+
+
 def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     """Encode the rows of a frozen linear layer that this rank owns; the float weights are gone.
 

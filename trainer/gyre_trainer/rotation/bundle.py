@@ -41,7 +41,7 @@ from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
 from gyre_trainer.shards.gradient_ring import GradientRing
 from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
 from gyre_trainer.shards.remote_slices import RemoteSlices
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
@@ -192,13 +192,14 @@ class _Gathered:
 
 
 class _Gather(torch.autograd.Function):
-    """From this rank's shards to the whole parameters."""
+    """From the parameters of which this rank has a shard to whole ones."""
 
     @staticmethod
     def forward(
-        ctx: Any, travel: _Travel, spent: list[bool], *shards: Tensor
+        ctx: Any, travel: _Travel, spent: list[bool], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.travel, ctx.spent, ctx.version = travel, spent, travel.version
+        ctx.specs = [spec_of(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
         return tuple(travel.gather())
 
@@ -212,7 +213,15 @@ class _Gather(torch.autograd.Function):
                 "changed between forward and backward"
             )
         ctx.spent.append(True)
-        return None, None, *travel.reduce(grads, ctx.needs_input_grad[2:])
+        found = travel.reduce(grads, ctx.needs_input_grad[2:])
+        return (
+            None,
+            None,
+            *(
+                grad if grad is None or spec is None else with_spec(grad, spec)
+                for grad, spec in zip(found, ctx.specs, strict=True)
+            ),
+        )
 
 
 class Bundle:
@@ -266,12 +275,10 @@ class Bundle:
         if gathered is None or gathered.of != of or gathered.spent:
             _release_other(self, travel.ring)
             gathered = _Gathered(of)
-            shards = [
-                sharded.local(parameter, cut.name)
-                for sharded in travel.sharded
-                for parameter, cut in zip(sharded.parameters, sharded.layout.cuts, strict=True)
-            ]
-            gathered.whole = _Gather.apply(travel, gathered.spent, *shards)  # type: ignore[no-untyped-call]
+            for sharded in travel.sharded:
+                for parameter, cut in zip(sharded.parameters, sharded.layout.cuts, strict=True):
+                    sharded.require_here(parameter, cut.name)
+            gathered.whole = _Gather.apply(travel, gathered.spent, *parameters)  # type: ignore[no-untyped-call]
             self._gathered = gathered
         return gathered.whole
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
@@ -22,10 +22,11 @@ from gyre_trainer.rotation.backward.recomputation import (
     autocast_of_now,
     recomputable,
 )
+from gyre_trainer.rotation.form import Arguments, Form, Missing
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
 
 _CONSTANTS = (
     Tensor,
@@ -86,16 +87,12 @@ def without(arguments: Any) -> Any:
     return tree_map(lambda leaf: None if isinstance(leaf, PerSlice) else leaf, arguments)
 
 
-class _Missing:
-    """Marks the position of a tensor in a flattened structure."""
-
-
 class Call:
     """One call of a rotated module.
 
     Attributes:
-        tensors: the inputs of the call in the graph around it: the sharded parameters' local
-            shards, then the replicated parameters, then the tensors among the arguments.
+        tensors: the inputs of the call in the graph around it: the sharded parameters, then the
+            replicated parameters, then the tensors among the arguments.
         recorded: whether a backward may follow.
         recomputed: whether backward computes the slices again. Then an input is kept only where
             nothing can compute it again.
@@ -108,14 +105,14 @@ class Call:
 
     def __init__(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._rotation = rotation
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        sharded_leaves = [
-            rotation.sharded.local(rotation.module.get_parameter(cut.name), cut.name)
-            for cut in rotation.layout.cuts
-        ]
+        self._arguments = Arguments(args, kwargs)
+        self._leaves = self._arguments.leaves
+        sharded = [parameter_at(rotation.module, cut.name) for cut in rotation.layout.cuts]
+        for parameter, cut in zip(sharded, rotation.layout.cuts, strict=True):
+            rotation.sharded.require_here(parameter, cut.name)
         replicated = [local_of(parameter_at(rotation.module, name)) for name in rotation.replicated]
-        arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.tensors = [*sharded_leaves, *replicated, *arguments]
+        self._specs = [spec_of(parameter) for parameter in sharded]
+        self.tensors = [*sharded, *replicated, *self._arguments.take_tensors()]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
@@ -126,17 +123,16 @@ class Call:
         self.recomputed = (
             self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
         )
-        self._leaves = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._autocast = autocast_of_now(rotation.sharded.flat.device)
         self._recomputations: list[Recomputation | None] = []
         self._kept_inputs: list[Recomputation | Tensor] = []
         self.inputs: list[Tensor] = []
-        self._output: tuple[list[Any], Any] | None = None
+        self._output: Form | None = None
 
     def _refuse_changeable(self) -> None:
         """Refuse objects that every slice would change, such as a cache of keys and values."""
         for leaf in self._leaves:
-            if isinstance(leaf, PerSlice) and not self.recorded:
+            if leaf is Missing or (isinstance(leaf, PerSlice) and not self.recorded):
                 continue
             if not _is_constant(leaf):
                 raise RotationError(
@@ -170,7 +166,12 @@ class Call:
             tensor.requires_grad_(takes)
             for tensor, takes in zip(inputs, self._take_grads, strict=True)
         ]
-        self.deferred = DeferredGrads({})
+        self.deferred = DeferredGrads(
+            {id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)}
+        )
+        self._defer = (
+            nullcontext() if self._rotation.is_compiled else DeferWeightGrads(self.deferred)
+        )
 
     def find_recomputations(self) -> None:
         """Find out how backward can get each argument without keeping it.
@@ -192,7 +193,7 @@ class Call:
             for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
         ]
         self.inputs.clear()
-        del self.deferred
+        del self.deferred, self._defer
 
     def restore_inputs(self) -> None:
         """Make all inputs available again."""
@@ -216,30 +217,28 @@ class Call:
             RotationError: the module returns something else than floating-point tensors.
         """
         rotation, pieces = self._rotation, self._rotation.pieces
-        weights, bounds, trained = {}, {}, []
+        weights, bounds, trained = {}, pieces.bounds_in(index), []
         for cut, view, trainable in zip(
             pieces.cuts, pieces.views(flat, index), self.trainable, strict=True
         ):
             leaf = view.detach().requires_grad_(trainable)
             if trainable:
                 trained.append(leaf)
-            start, stop = bounds[cut.name] = pieces.bounds(cut, index)
-            weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
+            if cut.padded:
+                start, stop = bounds[cut.name]
+                leaf = F.pad(leaf, (start, cut.shape[0] - stop))
+            weights[cut.name] = leaf
         inputs = dict(zip(rotation.replicated, self.inputs, strict=False))
-        arrived = iter(self.inputs[len(rotation.replicated) :])
-        leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
+        leaves = self._leaves
         if self._has_own:
             leaves = [
                 leaf.of_slice(index) if isinstance(leaf, PerSlice) else leaf for leaf in leaves
             ]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        self.deferred.sums = {
-            id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)
-        }
+        args, kwargs = self._arguments.call(leaves, self.inputs[len(rotation.replicated) :])
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
         with (
             swapped(rotation.module, {**weights, **inputs}),
-            nullcontext() if rotation.is_compiled else DeferWeightGrads(self.deferred),
+            self._defer if torch.is_grad_enabled() else nullcontext(),
             self._autocast(),
         ):
             current = ModuleSlice(rotation.slice_forward, weights, bounds, self.deferred)
@@ -248,10 +247,10 @@ class Call:
 
     def _tensors_of(self, output: Any) -> list[Tensor]:
         """The tensors of an output. The first slice's output gives the form and everything else."""
-        leaves, spec = tree_flatten(output)
+        form = Form([output])
+        tensors = form.take_tensors()
         if self._output is None:
-            self._output = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._output = form
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
             returned = f"a tensor of {wrong}" if wrong else type(output).__name__
@@ -264,11 +263,16 @@ class Call:
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
         """The module's output, in the form of a slice's output, with ``tensors`` as its tensors."""
         assert self._output is not None
-        leaves, spec = self._output
-        missing = iter(tensors)
-        return tree_unflatten(
-            [next(missing) if leaf is _Missing else leaf for leaf in leaves], spec
-        )
+        (output,) = self._output.filled(self._output.leaves, tensors)
+        return output
+
+    def of_parameters(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the trainable shards as those of their parameters."""
+        specs = [spec for spec, wanted in zip(self._specs, self.trainable, strict=True) if wanted]
+        return [
+            grad if spec is None else with_spec(grad, spec)
+            for grad, spec in zip(grads, specs, strict=True)
+        ]
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the inputs. Afterwards the call keeps nothing."""
@@ -276,5 +280,5 @@ class Call:
         self.inputs.clear()
         self.sums.clear()
         self._leaves.clear()
-        del self.deferred
+        del self.deferred, self._defer
         return grads

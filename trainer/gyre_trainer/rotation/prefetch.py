@@ -3,7 +3,7 @@
 See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
 
-from contextlib import ExitStack, closing
+from typing import Self
 from weakref import WeakKeyDictionary, ref
 
 from torch.autograd import Variable
@@ -14,10 +14,8 @@ from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.shards.remote_slices import RemoteSlices
 
 
-class SlicesInFlight(ExitStack):
-    """The slices of a rotation, or their pieces of one round, in flight.
-
-    Leaving the context waits for the hops in flight and puts the buffers back.
+class SlicesInFlight:
+    """The slices of a rotation, or their pieces of one round, in flight. A context that closes it.
 
     Attributes:
         own: the number of the own piece, and the piece as it travels.
@@ -26,14 +24,29 @@ class SlicesInFlight(ExitStack):
     """
 
     def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:
-        super().__init__()
         ring, pieces = rotation.sharded.ring, rotation.pieces
-        flat = self.enter_context(rotation.own_piece(round_))
+        self._pool = ring.pool
+        flat, self._buffer = rotation.own_piece(round_)
         self.own = pieces.piece(ring.rank, round_), flat
         forward = direction is Direction.CLOCKWISE
         hop = HopIdentity(rotation.number, forward, False, round_, 1)
-        self.remote = self.enter_context(closing(RemoteSlices(ring, flat, pieces, direction, hop)))
+        self.remote = RemoteSlices(ring, flat, pieces, direction, hop)
         self.version = rotation.sharded.version
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the hops in flight, and put the buffers back."""
+        buffer, self._buffer = self._buffer, None
+        try:
+            self.remote.close()
+        finally:
+            if buffer is not None:
+                self._pool.put(buffer)
 
 
 class Prefetch:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
@@ -150,7 +150,7 @@ class RingPass:
 
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
         flat = gradient_ring.finish().to(self._rotation.sharded.flat.dtype)
-        return layout.in_rounds(1).views(flat, self._ring.rank)
+        return self._call.of_parameters(layout.in_rounds(1).views(flat, self._ring.rank))
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:
@@ -225,7 +225,16 @@ class RingPass:
                 slice_grads.append(reduction.grad_of_slice(index, grad_output).to(dtype))
         found: _Grads = [None] * len(wanted)
         if edges and wanted:
-            found = torch.autograd.grad(edges, wanted, slice_grads, allow_unused=True)
+            # torch.autograd.grad takes as long again for checks of its arguments
+            found = _engine_run_backward(
+                tuple(edges),
+                tuple(slice_grads),
+                False,  # the graph is not kept
+                False,  # nor is one recorded
+                tuple(wanted),
+                True,  # some may be unused
+                accumulate_grad=False,
+            )
         of_inputs = iter(found[len(graph.weights) :])
         for total, leaf in zip(call.sums, call.inputs, strict=True):
             total.add(next(of_inputs) if leaf.requires_grad else None)

@@ -7,8 +7,7 @@ Backward sends the slices once more and returns an averaged gradient for the own
 optimizer applies in place. See [Note: The backward ring] in `ring_pass`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -150,22 +149,17 @@ class Rotation:
         compiled: Callable[..., Any] = torch.compile(self.forward, backend=self.policy.compiler)
         return compiled
 
-    @contextmanager
-    def own_piece(self, round_: int) -> Iterator[Tensor]:
-        """A context with the own slice's piece of a round as it travels.
+    def own_piece(self, round_: int) -> tuple[Tensor, Tensor | None]:
+        """The own slice's piece of a round as it travels, and the pool's buffer that it is in.
 
-        The piece is a view of the own slice, or a copy in the dtype of the computation.
+        Without a buffer the piece is a view of the own slice; else a copy in the dtype of the
+        computation, and the caller puts the buffer back.
         """
         flat = self.pieces.piece_in(
             self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
         )
         dtype = self.travelling_dtype
         if dtype == flat.dtype:
-            yield flat
-            return
-        pool = self.sharded.ring.pool
-        buffer = pool.take(self.pieces.numel(0), dtype, flat.device)
-        try:
-            yield buffer[: flat.numel()].copy_(flat)
-        finally:
-            pool.put(buffer)
+            return flat, None
+        buffer = self.sharded.ring.pool.take(self.pieces.numel(0), dtype, flat.device)
+        return buffer[: flat.numel()].copy_(flat), buffer

@@ -4,7 +4,7 @@ See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,7 @@ class SliceGrad:
                 part.zero_()
 
 
-@dataclass(frozen=True, slots=True)
-class _GradientPiece:
+class _GradientPiece(NamedTuple):
     """The gradient of one piece, on this rank or in flight to it.
 
     Attributes:

@@ -1,11 +1,14 @@
 """How parameters are cut, and where the shards of one slice lie in the flat buffer that travels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from torch import Tensor
+
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,10 @@ class Layout:
         largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
         return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
 
+    def bounds_in(self, piece: int) -> Mapping[str, tuple[int, int]]:
+        """The half-open range of the cut dim of each parameter that a piece holds, by name."""
+        return self._bounds_in[piece]
+
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
         """The half-open ranges of all pieces, in the order of their numbers."""
         return self._bounds[cut.name]
@@ -76,22 +83,32 @@ class Layout:
 
     def piece_in(self, flat: Tensor, piece: int) -> Tensor:
         """A piece, as a view of ``flat``, the buffer of its whole slice."""
+        if self.num_rounds == 1:
+            return flat
         start = sum(self._numels[piece % self.num_slices : piece : self.num_slices])
         return flat[start : start + self._numels[piece]]
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
         """The shards in ``flat``, the buffer of piece ``index``, in the order of the cuts."""
-        shapes, sizes = self._parts[index], self._sizes[index]
+        first = flat.storage_offset()
         return [
-            part.view(shape)
-            for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)
+            flat.as_strided(shape, stride, first + start)
+            for shape, stride, start in self._places[index]
         ]
 
     def only(self, wanted: Sequence[bool]) -> "Layout":
         """The layout of the cuts whose flag in ``wanted`` is true."""
-        return replace(
-            self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want)
-        )
+        if all(wanted):
+            return self
+        key = tuple(wanted)
+        if key not in self._narrowed:
+            cuts = tuple(cut for cut, want in zip(self.cuts, key, strict=True) if want)
+            self._narrowed[key] = replace(self, cuts=cuts)
+        return self._narrowed[key]
+
+    @cached_property
+    def _narrowed(self) -> dict[tuple[bool, ...], "Layout"]:
+        return {}
 
     @cached_property
     def _bounds(self) -> dict[str, list[tuple[int, int]]]:
@@ -102,6 +119,14 @@ class Layout:
         }
 
     @cached_property
+    def _bounds_in(self) -> list[dict[str, tuple[int, int]]]:
+        num_pieces = self.num_slices * self.num_rounds
+        return [
+            {name: bounds[piece] for name, bounds in self._bounds.items()}
+            for piece in range(num_pieces)
+        ]
+
+    @cached_property
     def _sizes(self) -> list[list[int]]:
         return [list(map(prod, shapes)) for shapes in self._parts]
 
@@ -109,6 +134,17 @@ class Layout:
     def _parts(self) -> list[list[tuple[int, ...]]]:
         num_pieces = self.num_slices * self.num_rounds
         return [[self._part_shape(cut, piece) for cut in self.cuts] for piece in range(num_pieces)]
+
+    @cached_property
+    def _places(self) -> list[list[_Place]]:
+        """Shape, stride and start of each shard in the buffer of each piece."""
+        return [
+            [
+                (shape, tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))), start)
+                for shape, start in zip(shapes, accumulate(sizes, initial=0), strict=False)
+            ]
+            for shapes, sizes in zip(self._parts, self._sizes, strict=True)
+        ]
 
     @cached_property
     def _numels(self) -> list[int]:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from gyre_trainer.comm.mesh import ring_axis, unnamed
 from gyre_trainer.shards.layout import slice_bounds
@@ -64,7 +65,17 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return None if grad is None else with_spec(grad, ctx.spec)
+
+
+def spec_of(parameter: Tensor) -> DTensorSpec | None:
+    """How a DTensor is cut; None for a plain tensor."""
+    return parameter._spec if isinstance(parameter, DTensor) else None
+
+
+def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor that is cut so, of which ``local`` is this rank's part; it takes no gradient."""
+    return DTensor(local.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def as_parameter(

@@ -4,7 +4,7 @@ See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +14,7 @@ from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class _Incoming:
+class _Incoming(NamedTuple):
     """A slice in flight to this rank: it fills ``flat``, the beginning of the pool's ``buffer``."""
 
     hop: Hop
@@ -47,7 +46,7 @@ class RemoteSlices:
             return None
         buffer = self._ring.pool.take(self._layout.numel(0), outgoing.dtype, outgoing.device)
         incoming = buffer[: self._layout.numel(self._piece(step))]
-        identity = replace(self._hop, step=step).pack()
+        identity = self._hop._replace(step=step).pack()
         hop = self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS, identity)
         return _Incoming(hop, buffer, incoming)
 

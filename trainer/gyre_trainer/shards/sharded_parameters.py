@@ -19,7 +19,7 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of, with_local
+from gyre_trainer.shards.local_shards import as_parameter, digest_of, with_local
 from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 
@@ -63,20 +63,19 @@ class ShardedParameters:
         """A number that grows with every write to a parameter."""
         return sum(parameter._version for parameter in self.parameters)
 
-    def local(self, parameter: Tensor, name: str) -> Tensor:
-        """The local shard of one of the parameters; a gradient of the shard reaches the parameter.
+    def require_here(self, parameter: Tensor, name: str) -> None:
+        """Require that the local shard of one of the parameters lies in ``flat``.
 
         Raises:
-            RotationError: the parameter no longer lies in ``flat``.
+            RotationError: it no longer does.
         """
-        local = local_of(parameter)
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         if not same_storage(local, self.flat):
             raise RotationError(
                 f"parameter {name} no longer lies in its rotated slice; "
                 "move or convert a model before it is rotated, and load states by copying "
                 "(load_state_dict without assign)"
             )
-        return local
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer import pretrained
-from gyre_trainer.errors import ConfigError
-from gyre_trainer.rotate import RotationPolicy, Rules, materialize, rotate_all
+from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.rotate import RotationPolicy, Rules, materialize, quantize_frozen, rotate_all
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
@@ -78,7 +78,8 @@ def build_model(
             adapters; None for the weights that the configuration says.
 
     Raises:
-        ConfigError: there is no such model of transformers, or no weights can be given to it.
+        ConfigError: there is no such model of transformers, or no weights can be given to it, or
+            its frozen weights cannot be encoded.
         CheckpointRejected: its folder has no weights of it, or damaged ones.
     """
     of_model, of_adapters = _sources(config.model, weights)
@@ -87,6 +88,7 @@ def build_model(
         pretrained.load(model, of_model, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)
+    encode_frozen(model, config, context.mesh)
     add_adapters(model, config)
     if of_adapters:
         assert isinstance(config.model, LibraryConfig)
@@ -117,6 +119,33 @@ def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path 
 def has_adapters(model: ModelConfig) -> bool:
     """Whether only adapters are trained."""
     return isinstance(model, LibraryConfig) and model.lora.rank > 0
+
+
+def encodes(model: ModelConfig) -> bool:
+    """Whether frozen linear layers are encoded."""
+    return isinstance(model, LibraryConfig) and model.lora.frozen != "float32"
+
+
+def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
+    """Encode the linear layers of a rotated model as the configuration says; all but the head.
+
+    Args:
+        model: with values, and without adapters.
+        config: of the run.
+        mesh: the mesh of the model.
+
+    Raises:
+        ConfigError: it has no linear layers that rotate by themselves.
+    """
+    to = config.model.lora.frozen if isinstance(config.model, LibraryConfig) else "float32"
+    if to == "float32":
+        return
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    heads = [path.rpartition(".")[2] for path, each in model.named_modules() if each is head]
+    try:
+        quantize_frozen(model.requires_grad_(False), to, mesh=mesh, keep=heads)
+    except RotationError as error:
+        raise ConfigError(f"`model.lora.frozen` is {to}, but {error}; leave it out") from error
 
 
 def add_adapters(model: nn.Module, config: TrainConfig) -> None:

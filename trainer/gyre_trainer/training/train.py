@@ -16,6 +16,7 @@ from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
+from gyre_trainer.layers.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
@@ -105,13 +106,10 @@ class Training:
             # TensorBoard and matplotlib, for one rank.
             from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415
 
-            num_parameters = sum(
-                parameter.numel() for parameter in self._stepper.model.parameters()
-            )
             facts = RunFacts(
                 self._loader.num_samples,
                 self._context.world_size,
-                num_parameters,
+                num_weights(self._stepper.model),
                 self._loader.step_of,
             )
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)

@@ -51,6 +51,8 @@ class FieldSpec:
         cast_from: with the codec `cast`, the codec and the dtype of what is stored.
         default: with the codec `default`, the bytes of every sample; nothing is stored.
         forms: how each schema of the shards stores the field; empty if all store it as this says.
+        row_lengths: that the rows of a batch may have, where a sample may be several rows; see
+            [Note: Rows of a batch] in `fetching.packed`. Empty where each sample is one row.
     """
 
     name: str
@@ -65,6 +67,7 @@ class FieldSpec:
     cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
     default: bytes = b""
     forms: "tuple[FieldSpec, ...]" = ()
+    row_lengths: tuple[int, ...] = ()
 
     @property
     def element_bytes(self) -> int:

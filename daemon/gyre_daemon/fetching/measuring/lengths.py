@@ -30,7 +30,7 @@ from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
@@ -313,10 +313,10 @@ class Measurer:
             room.release()
 
     async def _measure_portion(self, part: "_Part", plan: PortionPlan, into: Lengths) -> None:
-        reader = part.reader
+        reader, claims = part.reader, Claims(self._flow, plan.urgency)
         try:
-            async with reader.read(plan, self._flow, NOTHING_AHEAD, Delays()) as portion:
-                answers = await reader.work(Kind.MEASURE, portion, self._flow)
+            async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+                answers = await reader.work(Kind.MEASURE, portion, claims)
                 found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
                 if len(found) != into.size or (found < 0).any():
                     raise Overloaded(

@@ -8,7 +8,7 @@ from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.messages import Kind
@@ -76,5 +76,6 @@ class EngineVerifier:
         for some in reader.cut(extents, None):
             epochs = np.zeros(len(ids[some]), np.int64)
             plan = PortionPlan(ids[some], epochs, extents.part(some), some.start, None)
-            async with reader.read(plan, NO_JOB, NOTHING_AHEAD, Delays()) as portion:
-                await reader.work(Kind.VERIFY, portion, NO_JOB)
+            claims = Claims(NO_JOB, some.start)
+            async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
+                await reader.work(Kind.VERIFY, portion, claims)

@@ -175,15 +175,13 @@ class NodeCache:
                 )
                 self._pin(volume, np.unique(blocks[which]), copying)
 
-    def _arriving(
-        self, volume: Volume, block: int, reads: Reads, num_reads: int
-    ) -> asyncio.Task[None] | None:
-        """The task that fetches an absent block; None if its bytes are read past the cache."""
+    def _arriving(self, volume: Volume, block: int, reads: Reads, num_reads: int) -> _Fetch | None:
+        """The fetch of an absent block; None if its bytes are read past the cache."""
         fetch = self._fetching.get((volume, block))
         if fetch:
             self._counts.num_joined += num_reads
             fetch.claims.join(reads.flow, reads.urgency)
-            return fetch.task
+            return fetch
         self._counts.num_misses += num_reads
         is_admitted = (
             reads.block_bytes
@@ -197,13 +195,13 @@ class NodeCache:
 
     def _begin(
         self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None
-    ) -> asyncio.Task[None]:
+    ) -> _Fetch:
         claims = Claims(flow, urgency)
         fetching = self._fetch(volume, block, claims, delays)
         arriving = asyncio.create_task(fetching, name="fetch block")
         arriving.add_done_callback(_retrieve_error)
-        self._fetching[volume, block] = _Fetch(arriving, claims)
-        return arriving
+        fetch = self._fetching[volume, block] = _Fetch(arriving, claims)
+        return fetch
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for a block, if it is admitted and not too much is being fetched."""
@@ -257,10 +255,11 @@ class NodeCache:
         return True
 
     async def _copy_after(
-        self, arriving: asyncio.Task[None], volume: Volume, blocks: Integers, reads: Reads
+        self, arriving: _Fetch, volume: Volume, blocks: Integers, reads: Reads
     ) -> None:
         """Copy out of one block once it is present; if there was no room, read past it."""
-        await asyncio.shield(arriving)
+        with reads.claimed().told(arriving.claims.join):
+            await asyncio.shield(arriving.task)
         tier = Tier(volume.tier[blocks[0]])
         if tier >= Tier.MEMORY:
             await self._copy(tier, volume, blocks, reads)

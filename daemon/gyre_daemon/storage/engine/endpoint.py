@@ -34,6 +34,7 @@ from gyre_daemon.storage.engine.limit import AdaptiveLimit
 from gyre_daemon.storage.engine.request import Attempt, RangeRequest
 from gyre_daemon.storage.engine.retries import RetryBudget, pause_s
 from gyre_daemon.storage.response import (
+    Body,
     Response,
     Verdict,
     classify,
@@ -310,7 +311,7 @@ class Endpoint:
         self.admission.look_again()
         self._finish(request, b"", error)
 
-    def _finish(self, request: RangeRequest, data: bytes, error: GyreError | None) -> None:
+    def _finish(self, request: RangeRequest, data: Body, error: GyreError | None) -> None:
         finish = request.finish
         del request.finish  # it refers to the request: a cycle would wait for the collector
         finish(data, error)

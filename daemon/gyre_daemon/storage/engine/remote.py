@@ -15,7 +15,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.request import RangeRequest
-from gyre_daemon.storage.response import ByteRange
+from gyre_daemon.storage.response import Body, ByteRange
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 
@@ -100,13 +100,13 @@ class RemoteStorage:
         """The bytes `[start, stop)` of a shard."""
         arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        def finish(data: bytes, error: GyreError | None) -> None:
+        def finish(data: Body, error: GyreError | None) -> None:
             if arrived.done():
                 return
             if error:
                 arrived.set_exception(error)
             else:
-                arrived.set_result(data)
+                arrived.set_result(bytes(data))
 
         request = self._request((shard, start, stop), "stream", NO_JOB, 0, time.monotonic())
         request.finish = finish
@@ -149,7 +149,7 @@ class RemoteStorage:
             self._in_flight.pop(shared.key, None)
             self._endpoint.abandon(shared.request)
 
-    def _finish(self, shared: "_SharedRequest", data: bytes, error: GyreError | None) -> None:
+    def _finish(self, shared: "_SharedRequest", data: Body, error: GyreError | None) -> None:
         """A range has arrived or failed."""
         del self._in_flight[shared.key]
         for pending, pieces in shared.waiting:
@@ -181,7 +181,7 @@ class _PendingRead:
             reads.delays.num_requests += num_missing
 
     def take(
-        self, request: RangeRequest, pieces: _Pieces, data: bytes, error: GyreError | None
+        self, request: RangeRequest, pieces: _Pieces, data: Body, error: GyreError | None
     ) -> None:
         """Copy a range that has arrived, or fail."""
         if self._is_closed or self.done.done():
@@ -194,7 +194,7 @@ class _PendingRead:
             self.done.set_exception(error)
             return
         for begin, size, address in pieces:
-            ctypes.memmove(address, data[begin : begin + size] if begin else data, size)
+            ctypes.memmove(address, _source(data, begin, size), size)
         self._num_missing -= 1
         if not self._num_missing:
             self.done.set_result(None)
@@ -207,6 +207,13 @@ class _PendingRead:
             return
         if not delays.slowest or slowest.total_s > delays.slowest.total_s:
             delays.slowest = slowest.timing()
+
+
+def _source(data: Body, begin: int, size: int) -> "bytes | ctypes.Array[ctypes.c_char]":
+    """What `memmove` takes for a part of a body; a mapping is not copied for it."""
+    if isinstance(data, bytes):
+        return data[begin : begin + size] if begin else data
+    return (ctypes.c_char * size).from_buffer(data, begin)
 
 
 def _ranges(reads: Reads) -> Iterator[tuple[_Key, _Pieces]]:

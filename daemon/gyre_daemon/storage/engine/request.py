@@ -8,7 +8,7 @@ from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.fair import Flow, Turn
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
-from gyre_daemon.storage.response import ByteRange, Response
+from gyre_daemon.storage.response import Body, ByteRange, Response
 from gyre_daemon.storage.source import SentRequest
 
 
@@ -47,7 +47,7 @@ class RangeRequest:
     flow: Flow
     urgency: int
     asked_at: float
-    finish: Callable[[bytes, GyreError | None], None] = field(init=False)
+    finish: Callable[[Body, GyreError | None], None] = field(init=False)
     turns: tuple[Turn, ...] = ()
     hedge_turn: Turn | None = None
     attempts: "list[Attempt]" = field(default_factory=list)

@@ -23,11 +23,14 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from gyre_trainer.comm.shared_memory.files import SharedMemory, mapped
 from gyre_trainer.comm.transport import MispairedHop
 
 _MESSAGE = struct.Struct("=BBxxIQ")  # the kind, the stream, the number of a file, the identity
+_FD = struct.Struct("=i")  # a file descriptor beside a message
+_FD_SPACE = socket.CMSG_SPACE(_FD.size)
 
 # Tools that count or trace operators see by these what is sent. The operators do nothing: the copy
 # itself is no operator.
@@ -57,7 +60,8 @@ class Transfer:
     """
 
     def __init__(self, link: "Link", tensor: Tensor, identity: int, *, arrives: bool) -> None:
-        (torch.ops.gyre.recv if arrives else torch.ops.gyre.send)(tensor)
+        if torch._C._len_torch_dispatch_stack() or _profiler_enabled():
+            (torch.ops.gyre.recv if arrives else torch.ops.gyre.send)(tensor)
         self._link = link
         self.tensor = tensor
         self.arrives = arrives
@@ -235,12 +239,16 @@ class Link:
         identity: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
-        socket.send_fds(self._end, [_MESSAGE.pack(kind, stream, number, identity)], fds)
+        message = _MESSAGE.pack(kind, stream, number, identity)
+        if fds:
+            socket.send_fds(self._end, [message], fds)
+        else:
+            self._end.send(message)
 
     def _receive(self) -> bool:
         """Handle one message; False where there is none."""
         try:
-            message, fds, _, _ = socket.recv_fds(self._end, _MESSAGE.size, 1)
+            message, beside, _, _ = self._end.recvmsg(_MESSAGE.size, _FD_SPACE)
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -251,8 +259,9 @@ class Link:
         kind, stream, number, identity = _MESSAGE.unpack(message)
         match kind:
             case _Kind.MAP:
-                self._mapped[number] = mapped(fds[0])
-                os.close(fds[0])
+                (fd,) = _FD.unpack(beside[0][2])
+                self._mapped[number] = mapped(fd)
+                os.close(fd)
             case _Kind.UNMAP:
                 del self._mapped[number]
             case _Kind.OFFER:

@@ -10,6 +10,7 @@ in chunks, which bounds even the slice's logits.
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.head.logit_functions import LogitChain, LogitFunction
 from gyre_trainer.layers.linear import rows
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
@@ -48,6 +50,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
+    functions: Sequence[LogitFunction] = (),
 ) -> Tensor:
     """`F.cross_entropy(linear(x), targets, ...)`, in float32 or better, without the logits.
 
@@ -62,6 +65,9 @@ def linear_cross_entropy(
             2204.02311).
         reduction: "mean" over the tokens that are not ignored (NaN where all are), "sum", or
             "none": each token's own loss, 0 where it is ignored.
+        functions: what is done to the logits before, in this order, such as
+            `(Divided(30.0), Tanh(), Multiplied(30.0))` of
+            `gyre_trainer.layers.head.logit_functions` to cap them.
 
     Returns:
         A scalar, or with "none" a tensor shaped as ``targets``; float32, or float64 if ``x`` is.
@@ -77,7 +83,9 @@ def linear_cross_entropy(
     """
     flat = targets.flatten()
     counted = flat != ignore_index
-    statistics = _statistics(linear, x.flatten(0, -2), flat, counted, with_sum=label_smoothing > 0)
+    rule = StatisticsRule(linear.out_features, with_sum=label_smoothing > 0)
+    inputs = x.flatten(0, -2), flat, counted
+    statistics = _statistics(linear, rule, inputs, LogitChain(tuple(functions)))
     losses = _losses(statistics, linear.out_features, label_smoothing, z_loss).masked_fill(
         ~counted, 0
     )
@@ -98,23 +106,28 @@ def _losses(
 
 
 def _statistics(
-    linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: Tensor, *, with_sum: bool
+    linear: nn.Linear,
+    rule: "StatisticsRule",
+    inputs: tuple[Tensor, Tensor, Tensor],
+    chain: LogitChain,
 ) -> Tensor:
-    rule = StatisticsRule(linear.out_features, with_sum)
     if is_quantized(linear):
         raise RotationError(
             "the head has quantized weights, which a loss by slices of the vocabulary cannot read; "
             "name it in the `keep` of quantize_frozen"
         )
     if isinstance(linear, RotatedModule):
-        inputs = x_TD, targets_T, counted_T, *_whole_bias(linear)
-        statistics: Tensor = run(linear.rotation_by(rule), inputs, {})
+        # not a field of the rule: a number that differs in each step would make another rule of it
+        arguments = (*inputs, *_whole_bias(linear)), {"chain": chain}
+        statistics: Tensor = run(linear.rotation_by(rule), *arguments)
         return statistics
+    x_TD, targets_T, counted_T = inputs
     dtype = linear.outer_dtype if isinstance(linear, ReplicatedModule) else None
     x_TD, weight_VD = cast(x_TD, dtype), cast(local_of(linear.weight), dtype)
     bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
     classes = _Classes(0, linear.out_features, linear.out_features)
-    return _of_slice(x_TD, weight_VD, bias, targets_T, counted_T, classes, with_sum)
+    inputs = x_TD, targets_T, counted_T
+    return _of_slice(inputs, weight_VD, bias, classes, _Asked(rule.with_sum, chain))
 
 
 def _whole_bias(linear: RotatedModule) -> list[Tensor]:
@@ -144,15 +157,15 @@ class StatisticsRule(Rule):
         return rows(module)
 
     def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Statistics [S, T] of the slice's own classes."""
+        """Statistics [S, T] of the slice's own classes; ``chain`` is what is done to its logits."""
         x_TD, targets_T, counted_T, *whole_bias = args
         classes = _Classes(*current.bounds["weight"], self.num_classes)
         weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
         if whole_bias:
             bias_V = whole_bias[0][classes.start : classes.stop]
-        return _of_slice(
-            x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred
-        )
+        asked = _Asked(self.with_sum, kwargs["chain"])
+        inputs = x_TD, targets_T, counted_T
+        return _of_slice(inputs, weight_VD, bias_V, classes, asked, current.deferred)
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
@@ -201,19 +214,27 @@ class _Classes:
     total: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Whether the statistics contain the sum of the logits, and what is done to these before."""
+
+    with_sum: bool
+    chain: LogitChain
+
+
 def _of_slice(
-    x_TD: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     weight_VD: Tensor,
     bias_V: Tensor | None,
-    targets_T: Tensor,
-    counted_T: Tensor,
     classes: _Classes,
-    with_sum: bool,
+    asked: _Asked,
     deferred: DeferredGrads | None = None,
 ) -> Tensor:
     """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the sum."""
+    x_TD, targets_T, counted_T = inputs
     if classes.start == classes.stop:
-        nothing = torch.zeros(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
+        shape = 2 + asked.with_sum, len(x_TD)
+        nothing = torch.zeros(shape, dtype=_wide(x_TD.dtype), device=x_TD.device)
         nothing[0] = -torch.inf
         return nothing
     elsewhere = ~counted_T
@@ -224,8 +245,8 @@ def _of_slice(
     if classes.stop < classes.total:
         elsewhere = elsewhere | (targets_T >= classes.stop)
     places_T = torch.where(elsewhere, 0, targets_T - classes.start)
-    inputs = x_TD, weight_VD, bias_V, places_T, elsewhere
-    statistics: Tensor = _Statistics.apply(*inputs, with_sum, deferred or DeferredGrads({}))  # type: ignore[no-untyped-call]
+    tensors = x_TD, weight_VD, bias_V, places_T, elsewhere
+    statistics: Tensor = _Statistics.apply(*tensors, asked, deferred or DeferredGrads({}))  # type: ignore[no-untyped-call]
     return statistics
 
 
@@ -233,9 +254,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chunks(num_tokens: int, num_classes: int) -> list[slice]:
-    """Ranges of tokens whose logits are at most `_MAX_LOGITS` elements."""
-    size = max(1, _MAX_LOGITS // num_classes)
+def _chunks(num_tokens: int, num_elements: int) -> list[slice]:
+    """Ranges of tokens of at most `_MAX_LOGITS` elements, at so many for each token."""
+    size = max(1, _MAX_LOGITS // num_elements)
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
@@ -257,21 +278,22 @@ class _Statistics(torch.autograd.Function):
         bias_V: Tensor | None,
         places_T: Tensor,
         elsewhere_T: Tensor,
-        with_sum: bool,
+        asked: _Asked,
         deferred: DeferredGrads,
     ) -> Tensor:
         statistics = torch.empty(
-            2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device
+            2 + asked.with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device
         )
         for chunk in _chunks(len(x_TD), len(weight_VD)):
-            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
+            logits_TV = asked.chain.apply_(_logits(x_TD[chunk], weight_VD, bias_V))
             statistics[1, chunk] = logits_TV.gather(1, places_T[chunk, None]).squeeze(1)
-            if with_sum:
+            if asked.with_sum:
                 statistics[2, chunk] = logits_TV.sum(1)
             statistics[0, chunk] = torch.logsumexp(logits_TV, 1)
             del logits_TV  # the next ones must not exist beside them
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
+        ctx.chain = asked.chain
         ctx.deferred, ctx.sum, ctx.position = (
             deferred,
             deferred.sums.get(id(x_TD)),
@@ -292,16 +314,13 @@ class _Statistics(torch.autograd.Function):
         grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
 
         def add(chunk: slice) -> None:
-            grads_TV = (
-                _logits(x_TD[chunk], weight_VD, bias_V)
-                .sub_(log_sum_exp_T[chunk, None])
-                .exp_()
-                .mul_(grad_ST[0, chunk, None])
-            )
+            logits_TV, outputs = ctx.chain.record_(_logits(x_TD[chunk], weight_VD, bias_V))
+            grads_TV = logits_TV.sub_(log_sum_exp_T[chunk, None])
+            grads_TV.exp_().mul_(grad_ST[0, chunk, None])
             grads_TV.scatter_add_(1, places_T[chunk, None], grad_target_T[chunk, None])
             if len(grad_ST) > 2:
                 grads_TV += grad_ST[2, chunk, None]
-            grads_TV = grads_TV.to(x_TD.dtype)
+            grads_TV = ctx.chain.differentiate_(grads_TV, outputs).to(x_TD.dtype)
             if grad_x_TD is not None:
                 _add_product(grad_x_TD[chunk], grads_TV, weight_VD)
             if grad_weight_VD is not None:
@@ -311,7 +330,7 @@ class _Statistics(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V.add_(grads_TV.sum(0))
 
-        for chunk in _chunks(len(x_TD), len(weight_VD)):
+        for chunk in _chunks(len(x_TD), len(weight_VD) * (1 + ctx.chain.num_outputs)):
             add(chunk)
         return (
             grad_x_TD if ctx.sum is None else None,

@@ -5,13 +5,17 @@
 A model of `transformers` that is called with `labels` computes all logits and then their
 cross-entropy. Where it trains, its head returns `DeferredLogits`: a tensor with the shape and dtype
 of the logits, and without their memory. `float`, `view` and the like return such a tensor again,
-and `F.cross_entropy` computes the loss by slices of the vocabulary from the head's input. So shifts
-of labels, ignored targets and divisors are the library's own code. Every other function gets the
-logits, which the head computes then, and its result is what it is without this module.
+and so do functions of single logits that the loss can apply to a slice: division and multiplication
+by a number, and `tanh`. `F.cross_entropy` computes the loss by slices of the vocabulary from the
+head's input. So shifts of labels, ignored targets and divisors are the library's own code. Every
+other function gets the logits, which the head computes then, and its result is what it is without
+this module.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -22,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.head.cross_entropy import Reduction, linear_cross_entropy
+from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
 from gyre_trainer.layers.linear import LinearRule, WeightOnlyRule
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
@@ -37,9 +42,11 @@ class DefersLogits:
 
     Attributes:
         defers: whether the model computes a loss now.
+        asked: whether its caller does, as `asked_to_defer` says.
     """
 
     defers: bool = False
+    asked: bool = False
     rotation: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +78,22 @@ def defer_logits(model: nn.Module) -> None:
         module.register_forward_hook(_end, always_call=True)
 
 
+@contextmanager
+def asked_to_defer(head: nn.Module) -> Iterator[None]:
+    """A context in which a rotated model in training returns deferred logits without `labels`.
+
+    It is for callers that take their `F.cross_entropy`. Other heads compute their logits as ever.
+    """
+    if not isinstance(head, DefersLogits):
+        yield
+        return
+    head.asked = True
+    try:
+        yield
+    finally:
+        head.asked = False
+
+
 def _takes_labels(module: nn.Module) -> bool:
     return _LABELS in _signature(module).parameters
 
@@ -95,7 +118,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     head: Any = module.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, DefersLogits):
         given = _signature(module).bind_partial(module, *args, **kwargs).arguments
-        head.defers = given.get(_LABELS) is not None
+        head.defers = head.asked or given.get(_LABELS) is not None
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -114,7 +137,7 @@ def _is_recorded(head: Any, x: Tensor) -> bool:
 
 
 class DeferredLogits(Tensor):
-    """Logits (..., V) of features (..., D) that nobody has computed yet.
+    """Logits (..., V) of features (..., D) that nobody has computed yet, after some functions.
 
     A gradient cannot reach it: what torch does not announce to tensors of other classes, such as an
     `autograd.Function`, is an error that says what to do.
@@ -122,6 +145,7 @@ class DeferredLogits(Tensor):
 
     _source: "_Source"
     _x: Tensor
+    _functions: tuple[LogitFunction, ...]
     _compute: Callable[[], Tensor]
     _whole: Tensor | None
 
@@ -130,17 +154,23 @@ class DeferredLogits(Tensor):
         """The logits that ``head`` computes of ``x``."""
         source = _Source(head, x)
         dtype = head.rotation.policy.outer_dtype or x.dtype
-        return cls._made(source, x, dtype, lambda: head.logits(x))
+        return cls._made(source, x, (), dtype, lambda: head.logits(x))
 
     @classmethod
     def _made(
-        cls, source: "_Source", x: Tensor, dtype: torch.dtype, compute: Callable[[], Tensor]
+        cls,
+        source: "_Source",
+        x: Tensor,
+        functions: tuple[LogitFunction, ...],
+        dtype: torch.dtype,
+        compute: Callable[[], Tensor],
     ) -> "DeferredLogits":
         shape = (*x.shape[:-1], source.head.out_features)
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=x.device, requires_grad=True
         )
-        made._source, made._x, made._compute, made._whole = source, x, compute, None
+        made._source, made._x, made._functions = source, x, functions
+        made._compute, made._whole = compute, None
         with torch._C.DisableTorchFunctionSubclass():
             made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return made
@@ -162,11 +192,24 @@ class DeferredLogits(Tensor):
         self, function: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype | None = None
     ) -> "DeferredLogits":
         """The logits after ``function``, which are those of ``x`` in ``dtype``."""
-        return self._made(self._source, x, dtype or self.dtype, lambda: function(self.whole()))
+        compute = partial(self._computed_by, function)
+        return self._made(self._source, x, self._functions, dtype or self.dtype, compute)
+
+    def after(
+        self, applied: LogitFunction, function: Callable[[Tensor], Tensor]
+    ) -> "DeferredLogits":
+        """The logits after ``function``, which is ``applied`` to the logits of each slice."""
+        functions = (*self._functions, applied)
+        compute = partial(self._computed_by, function)
+        return self._made(self._source, self._x, functions, self.dtype, compute)
+
+    def _computed_by(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(self.whole())
 
     def cross_entropy(self, targets: Tensor, **options: Any) -> Tensor:
         """Their loss, in their dtype, by slices of the vocabulary."""
         self._source.require_unchanged()
+        options["functions"] = self._functions
         return linear_cross_entropy(self._source.head, self._x, targets, **options).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -290,6 +333,23 @@ def _item(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
     return logits.then(lambda whole: whole[index], logits._x[index])
 
 
+def _multiply(logits: DeferredLogits, factor: Any, **kwargs: Any) -> DeferredLogits | None:
+    if kwargs or not isinstance(factor, int | float):
+        return None
+    return logits.after(Multiplied(factor), lambda whole: whole * factor)
+
+
+def _divide(logits: DeferredLogits, divisor: Any, **kwargs: Any) -> DeferredLogits | None:
+    """For quotients that are not rounded to integers."""
+    if kwargs or not isinstance(divisor, int | float):
+        return None
+    return logits.after(Divided(divisor), lambda whole: whole / divisor)
+
+
+def _tanh(logits: DeferredLogits, **kwargs: Any) -> DeferredLogits | None:
+    return None if kwargs else logits.after(Tanh(), torch.tanh)
+
+
 _DEFERRING: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.float: _float,
@@ -298,6 +358,9 @@ _DEFERRING: dict[Any, Callable[..., Any]] = {
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
     Tensor.__getitem__: _item,
+    **dict.fromkeys((Tensor.mul, torch.mul), _multiply),
+    **dict.fromkeys((Tensor.div, torch.div), _divide),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
 }
 _PROPERTIES = "shape dtype device layout ndim requires_grad is_leaf grad grad_fn is_cpu is_cuda"
 _DESCRIBING: frozenset[Any] = frozenset(

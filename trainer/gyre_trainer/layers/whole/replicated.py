@@ -52,6 +52,8 @@ class ReplicatedModule(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
+        if self._reads_what_it_has():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         own = {
             name: cast(local_of(p), self.outer_dtype)
             for name, p in self.named_parameters(recurse=self.reads_inside)
@@ -60,6 +62,15 @@ class ReplicatedModule(ShardedModule):
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         with swapped(self, own):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _reads_what_it_has(self) -> bool:
+        """Whether plain tensors in the right dtype stand in the place of all it reads."""
+        assert isinstance(self, nn.Module)
+        return (
+            self.outer_dtype is None
+            and not self.reads_inside
+            and not any(isinstance(each, DTensor) for each in self._parameters.values())
+        )
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return cast(tensor, self.outer_dtype)
@@ -123,6 +134,8 @@ class ReplicatedGradients:
 
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
+        if self._ring.num_parts == 1:
+            return  # one rank's gradients are their own mean
         # not a flag: a backward that fails ends without its callbacks
         backward = torch._C._current_graph_task_id()
         if self._backward != backward and not self.postponed:

@@ -11,12 +11,11 @@ weight's gradient in parts adds each part to the buffer at once, and so waits fo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.rotation.output_reduction import RunningSum
@@ -26,8 +25,7 @@ _UNBIND = (torch.unbind, Tensor.unbind)
 _Position = tuple[int, int | None]  # position and entry
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGradProduct:
+class WeightGradProduct(NamedTuple):
     """The gradient of a weight as the product of two matrices.
 
     Attributes:
@@ -142,8 +140,8 @@ class _Linear(torch.autograd.Function):
         return F.linear(source, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # Only the backward of a ring pass comes here, and it records no graph.
         source, weight = ctx.saved_tensors
         grad = _rows(grad_output)
         position, entry = ctx.where

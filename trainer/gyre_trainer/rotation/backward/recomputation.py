@@ -6,7 +6,7 @@ functions save theirs, so `torch.utils.checkpoint` around them drops them as wel
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 Compute = Callable[..., Tensor]
+_NOTHING = nullcontext()
 
 
 def recomputed(compute: Compute, *inputs: Tensor) -> Tensor:
@@ -134,8 +135,12 @@ def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager
 
     The cached weights would belong to a remote slice.
     """
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+    if enabled:
+        return autocast
+    return lambda: autocast() if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -3,18 +3,16 @@
 See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.sharded_parameters import same_storage
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightView:
+class _WeightView(NamedTuple):
     """Where a saved view of the weights lies in the slice's buffer."""
 
     offset: int
@@ -22,8 +20,7 @@ class _WeightView:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedTensor:
+class _SavedTensor(NamedTuple):
     """Any other saved tensor, and its version when it was saved."""
 
     tensor: Tensor
@@ -42,6 +39,7 @@ class SavedTensors:
     def __init__(self, flat: Tensor, name: str) -> None:
         """``flat`` is the slice's weights, and ``name`` the module's, for messages."""
         self.flat: Tensor | None = flat
+        self._storage = flat.untyped_storage()._cdata
         self._name = name
 
     def recording(self) -> saved_tensors_hooks:
@@ -49,8 +47,8 @@ class SavedTensors:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> _WeightView | _SavedTensor:
-        assert self.flat is not None
-        if same_storage(tensor, self.flat):
+        # the caller holds the slice while it records, so no other storage has this number
+        if tensor.untyped_storage()._cdata == self._storage:
             return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
         return _SavedTensor(tensor.detach(), tensor._version)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.layers.head.deferred_logits import asked_to_defer
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.models.gpt import GPT
@@ -62,8 +63,10 @@ class LossHead(nn.Module):
         return self.head.weight
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The mean cross-entropy of the targets that were set before."""
-        assert self.targets_BT is not None
+        """The mean cross-entropy of the targets that were set before; the logits without any."""
+        if self.targets_BT is None:
+            logits: Tensor = self.head(x_BTD)
+            return logits
         if self.weights_BT is None:
             self.loss = linear_cross_entropy(self.head, x_BTD, self.targets_BT)
         else:
@@ -76,7 +79,8 @@ class LibraryLoss:
     """The loss of a causal language model of `transformers`.
 
     Where the model returns what its head computes, the head computes the loss at once, by slices of
-    the vocabulary. Other models scale or cap their logits; these exist as a whole then.
+    the vocabulary. Other models scale or cap their logits: in training a rotated head defers these,
+    and their loss goes through slices too; otherwise they exist as a whole.
 
     Attributes:
         head: computes the loss.
@@ -115,11 +119,12 @@ class LibraryLoss:
             loss, self.head.loss = self.head.loss, None
             if loss is not None and output.logits is loss:
                 return loss
-            self._is_fused = False
-        logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
-        losses_BT = F.cross_entropy(
-            logits_BTV.flatten(0, -2).float(), targets_BT.flatten(), reduction="none"
-        ).view_as(targets_BT)
+            self._is_fused, self.head.targets_BT = False, None
+        with asked_to_defer(self.head.head):
+            logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
+        logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
+        losses = F.cross_entropy(logits, targets_BT.flatten(), reduction="none")
+        losses_BT = losses.view_as(targets_BT)
         return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
 
     def _call(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Any:

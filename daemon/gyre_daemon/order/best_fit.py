@@ -1,0 +1,122 @@
+"""Best-fit decreasing: the longest document first, each into the fullest sequence with room for it.
+
+Documents of one length are alike, so whole groups of them are put into whole groups of sequences:
+the work grows with the number of different lengths and not with that of documents.
+
+Where sequences have several lengths, a document that fits nowhere begins a sequence of the smallest
+length that holds it. So every sequence has a document that is too long for the next smaller length,
+and shorter documents fill up what it leaves.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gyre_daemon.order.shuffle.permutation import Int64Array
+
+
+class Fitted(NamedTuple):
+    """What P sequences consist of.
+
+    Attributes:
+        numbers: int64 [M], the parts, sequence after sequence.
+        counts: int64 [P], how many parts each sequence has.
+        capacities: int64 [P], the tokens that each has room for.
+    """
+
+    numbers: Int64Array
+    counts: Int64Array
+    capacities: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """What is in sequences that are filled alike.
+
+    Attributes:
+        before: what was put there before.
+        length: of the parts that were put there last.
+        each: how many of them each sequence has.
+        capacity: of a sequence.
+    """
+
+    before: "_Filling | None"
+    length: int
+    each: int
+    capacity: int
+
+
+_Group = tuple[int, _Filling]  # how many sequences are filled alike, and with what
+
+
+def best_fit(lengths: Int64Array, capacities: Sequence[int]) -> Fitted:
+    """Best-fit decreasing.
+
+    Within a sequence longer parts come first; parts of one length are used in the order in which
+    they are given.
+
+    Args:
+        lengths: int64 [M], in `[1, capacities[-1]]`.
+        capacities: that a sequence may have, rising.
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    next_of = dict(zip(distinct.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
+    nothing = np.empty(0, np.int64)
+    numbers, sizes, rooms = [nothing], [nothing], [nothing]
+    for count, filling in _groups(distinct[::-1].tolist(), counts[::-1].tolist(), capacities):
+        columns: list[Int64Array] = []
+        last: _Filling | None = filling
+        while last:
+            begin, end = next_of[last.length], next_of[last.length] + last.each * count
+            next_of[last.length] = end
+            columns.append(by_length[begin:end].reshape(count, last.each))
+            last = last.before
+        rows = np.concatenate(columns[::-1], axis=1)
+        numbers.append(rows.reshape(-1))
+        sizes.append(np.full(count, rows.shape[1]))
+        rooms.append(np.full(count, filling.capacity))
+    return Fitted(np.concatenate(numbers), np.concatenate(sizes), np.concatenate(rooms))
+
+
+def _groups(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> Iterator[_Group]:
+    """The sequences that best-fit decreasing makes of so many parts of each falling length."""
+    room: list[int] = []  # the different numbers of free tokens, in rising order
+    groups: dict[int, list[_Group]] = {}
+
+    def add(free: int, group: _Group) -> None:
+        if free not in groups:
+            groups[free] = []
+            bisect.insort(room, free)
+        groups[free].append(group)
+
+    def take(free: int) -> _Group:
+        group = groups[free].pop()
+        if not groups[free]:
+            del groups[free]
+            room.remove(free)
+        return group
+
+    for length, count in zip(lengths, counts, strict=True):
+        left = count
+        while left:
+            fullest = bisect.bisect_left(room, length)
+            if fullest < len(room):
+                free = room[fullest]
+                num_sequences, filling = take(free)
+                capacity = filling.capacity
+            else:
+                capacity = free = capacities[bisect.bisect_left(capacities, length)]
+                num_sequences, filling = left, None
+            # the fullest sequence stays the fullest until the next part does not fit there
+            each = min(free // length, left)
+            num_filled = min(num_sequences, left // each)
+            if filling and num_filled < num_sequences:
+                add(free, (num_sequences - num_filled, filling))
+            add(free - each * length, (num_filled, _Filling(filling, length, each, capacity)))
+            left -= num_filled * each
+    for free in room:
+        yield from groups[free]

@@ -1,0 +1,89 @@
+"""What a call of a rotated module does around the module's own forward."""
+
+import torch
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.rotate import RotationPolicy, rotate
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack
+
+from tests.distributed.conftest import StartRanks
+
+
+class Watched(MLP):
+    """An MLP that notes how many modes see torch's functions while it runs."""
+
+    seen: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(_get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+def modes_of_calls(policy: RotationPolicy) -> dict[str, list[int]]:
+    """The number of modes in each visit of a forward with gradients, and of one without."""
+    mlp = Watched(4, 6)
+    mlp.seen = []
+    rotate(mlp, mesh=make_mesh("cpu"), policy=policy, rule=MLPRule())
+    mlp(torch.ones(2, 4))  # the first call is checked, and so makes others
+    found = {}
+    for name, mode in (("with", torch.enable_grad()), ("without", torch.no_grad())):
+        mlp.seen = []
+        with mode:
+            mlp(torch.ones(2, 4))
+        found[name] = mlp.seen
+    return found
+
+
+def test_only_visits_that_record_a_graph_watch_torchs_functions(ranks: StartRanks) -> None:
+    for found in ranks(2).run(modes_of_calls, RotationPolicy()):
+        assert found == {"with": [1, 1], "without": [0, 0]}
+    for found in ranks(2).run(modes_of_calls, RotationPolicy(recompute=True)):
+        assert found == {"with": [0, 0], "without": [0, 0]}
+
+
+def refusal_after(what: str) -> str:
+    """What a call of an MLP says whose layer was replaced or lost."""
+    mlp = MLP(4, 6)
+    rotate(mlp, mesh=make_mesh("cpu"))
+    if what == "replaced":
+        mlp.up = nn.Sequential(mlp.up)  # type: ignore[assignment]
+    elif what == "deleted":
+        del mlp.up
+    else:
+        del mlp.up.weight
+    try:
+        mlp(torch.ones(2, 4))
+    except RotationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_module_that_was_changed_after_it_was_rotated_is_refused(ranks: StartRanks) -> None:
+    refusal = (
+        "RotatedMLP was changed after it was rotated, such as by adapters: its parameter "
+        "up.weight is gone; change the model first, then rotate it"
+    )
+    for what in ("replaced", "deleted", "without its weight"):
+        assert ranks(1).run(refusal_after, what) == [refusal]
+
+
+def kinds_of_gradients(bundle_numel: int) -> list[tuple[bool, bool]]:
+    """For each parameter: whether its gradient is a DTensor, and cut as the parameter is."""
+    policy = RotationPolicy(bundle_numel=bundle_numel)
+    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"), policy=policy)
+    mlp(torch.ones(2, 4)).sum().backward()
+    found = []
+    for parameter in mlp.parameters():
+        grad = parameter.grad
+        assert isinstance(parameter, DTensor)
+        assert isinstance(grad, DTensor)
+        found.append((grad.is_contiguous(), grad._spec == parameter._spec))
+    return found
+
+
+def test_gradients_are_cut_as_their_parameters_are(ranks: StartRanks) -> None:
+    for bundle_numel in (0, 1000):
+        assert ranks(2).run(kinds_of_gradients, bundle_numel) == [[(True, True)] * 2] * 2

@@ -1,0 +1,72 @@
+"""The form of a call's arguments, or of an output: everything in it but its tensors.
+
+A module is called once for each slice, so its arguments are put together as often. Of an argument
+that is no container nothing has to be found out; torch's functions for nested ones take longer than
+an operator does.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import NoneType
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_PLAIN = (Tensor, NoneType, bool, int, float, str)
+
+
+class Missing:
+    """Marks the position of a tensor."""
+
+
+class Form:
+    """The form of some values, each of them nested or not.
+
+    Attributes:
+        leaves: of all values, in their order, with `Missing` in place of each tensor.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.leaves: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._specs: list[TreeSpec | None] = []  # None for a leaf
+        for value in values:
+            leaves, spec = ([value], None) if isinstance(value, _PLAIN) else tree_flatten(value)
+            self._specs.append(spec)
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self._tensors.append(leaf)
+                    leaf = Missing  # noqa: PLW2901
+                self.leaves.append(leaf)
+
+    def take_tensors(self) -> list[Tensor]:
+        """The tensors among the leaves. The form keeps them no longer."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def filled(self, leaves: Iterable[Any], tensors: Iterable[Tensor]) -> list[Any]:
+        """The values, with other ``leaves``, and with ``tensors`` in the places of `Missing`."""
+        arrived = iter(tensors)
+        found = (next(arrived) if leaf is Missing else leaf for leaf in leaves)
+        return [next(found) if spec is None else _nested(found, spec) for spec in self._specs]
+
+
+def _nested(leaves: Iterator[Any], spec: TreeSpec) -> Any:
+    return tree_unflatten(islice(leaves, spec.num_leaves), spec)
+
+
+class Arguments(Form):
+    """The form of the arguments of a call."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().__init__((*args, *kwargs.values()))
+        self._num_args, self._names = len(args), tuple(kwargs)
+
+    def call(
+        self, leaves: Iterable[Any], tensors: Iterable[Tensor]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments; see `filled`."""
+        values = self.filled(leaves, tensors)
+        named = zip(self._names, values[self._num_args :], strict=True)
+        return values[: self._num_args], dict(named)
