@@ -181,7 +181,7 @@ class _Daemon:
             partial(keep_records, self._cache, workers) if self._cache else None,
             allow_modules=is_private,
         )
-        self._measurer = Measurer(sidecars, workers, reports)
+        self._measurer = Measurer(sidecars, workers, reports, self._cache)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
             Budget(config.memory_budget),

@@ -50,8 +50,8 @@ class Packed:
         stored: the field of the documents that is packed, as it is stored.
         column: its number among the stored fields.
         sequences: which documents are in which sequence.
-        mask_column: the number of the documents' own loss mask among the fields that transforms
-            make; None where they have none.
+        mask_column: the number of the documents' own loss mask, which a transform made, among the
+            stored fields; None where they have none.
         mixed: what the documents of a mixture add; None for those of one dataset.
     """
 
@@ -66,6 +66,14 @@ class Packed:
     def num_samples(self) -> int:
         """P: of sequences, or of groups of them where they have several lengths."""
         return self.sequences.num_samples
+
+    @cached_property
+    def read(self) -> dict[int, FieldSpec]:
+        """The fields of documents that are read, by their numbers."""
+        read = {self.column: self.stored}
+        if self.mask_column is not None:
+            read[self.mask_column] = replace(self.stored, name=LOSS_MASK, dtype=np.dtype(np.bool_))
+        return read
 
     @cached_property
     def fields(self) -> Sequence[FieldSpec]:
@@ -154,7 +162,7 @@ def pack(
     Args:
         index: of the documents.
         fields: theirs.
-        num_made: how many of these transforms make, which come first.
+        num_made: how many of these transforms make, which come first; 0 where any may be packed.
         corrupt: int64 [C], documents that are left out, in rising order.
         config: how.
         mixture: of which these are the documents; None for those of one dataset.

@@ -44,7 +44,7 @@ class Fetcher:
         self._dataset = dataset
         self._workers = workers
         packed = dataset.packed
-        self._specs = [packed.stored] if packed else stored_fields(dataset.fields)
+        self._specs = [*packed.read.values()] if packed else stored_fields(dataset.fields)
         self.stored = [StoredField.of(spec) for spec in self._specs]
         self.indexed_names = [spec.name for spec in indexed_fields(dataset.fields)]
         self._finishes = packed is not None or any(field.finishes for field in self.stored)

@@ -7,8 +7,9 @@ them.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,7 @@ from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -32,10 +34,12 @@ from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.local.gather import memory_at
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.kept import RECORD_BLOCKS, RecordIndex
+from gyre_daemon.transforms.kept import RECORD_BLOCKS, Held, RecordIndex
 from gyre_daemon.transforms.transform import Cost
 
 _Record = npt.NDArray[np.uint8]
+# Blocks that are read at once to be kept: they are twice in memory meanwhile.
+_FILLED_AT_ONCE_BYTES = 4 << 20
 # Samples that are transformed together: as many as a worker is given at once.
 _MAX_TOGETHER: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
 
@@ -55,9 +59,37 @@ def keep_records(
     """The storage of records, behind the node's cache; see `transforms.kept.Keep`."""
     assert isinstance(prefix, TransformedDataset)
     records = MadeStorage(prefix, index, shard, threads)
-    begins, ends = index.starts[:-1], index.starts[1:]
-    blocks = BlockMap(np.zeros_like(begins), begins, ends)
-    return CachedRecords(records, shard.name, cache, lambda _: blocks, RECORD_BLOCKS)
+
+    def block_map(size: int) -> BlockMap:
+        table = index.blocks(size)
+        borders = index.starts[table.first_sample(np.arange(table.num_blocks + 1))]
+        return BlockMap(np.zeros_like(borders[1:]), borders[:-1], borders[1:])
+
+    cached = CachedRecords(records, shard.name, cache, block_map, RECORD_BLOCKS)
+    if prefix.held:
+        records.begin(_fill(cached, index, prefix.held), "keep records")
+    return cached
+
+
+async def _fill(cached: CachedRecords, index: RecordIndex, held: Held) -> None:
+    """Read the blocks once of which all records are held: so the cache has them."""
+    try:
+        table = index.blocks(RECORD_BLOCKS)
+        first = table.first_sample(np.arange(table.num_blocks + 1))
+        is_there = np.diff(index.starts) == 0
+        is_there[held.ids()] = True
+        whole = np.flatnonzero(np.logical_and.reduceat(is_there, first[:-1]))
+        begin, end = index.starts[first[whole]], index.starts[first[whole + 1]]
+        together = (np.cumsum(end - begin) - (end - begin)) // _FILLED_AT_ONCE_BYTES
+        for which in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(together)) + 1):
+            for block in whole[which].tolist():
+                held.hand_over(range(first[block], first[block + 1]))
+            memories = [np.empty(size, np.uint8) for size in (end - begin)[which].tolist()]
+            await cached.read(Reads.into(memories, [0] * len(which), begin[which].tolist()))
+    except Exception as error:  # jobs have these records made again, and get the error
+        log_event("records not kept", {"reason": error}, logging.WARNING)
+    finally:
+        held.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +131,25 @@ class MadeStorage:
         self._fetcher = TransformingFetcher(prefix, threads, 0, _no_epochs)
         self._wishes: dict[Flow, list[_Wish]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = prefix.held
+
+    def begin(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Do something in the background."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`."""
         reads = plan.part(slice(None))
         self._bounds.check(reads)
         reads, claims = reads.nonempty(), reads.claimed()
-        of = np.searchsorted(self._starts, reads.start, side="right") - 1
-        ids, rows = np.unique(of, return_inverse=True)
+        pieces = pieces_of(reads, self._starts)
+        ids, rows = np.unique(pieces.sample, return_inverse=True)
         wishes = [self._wish(sample_id, claims) for sample_id in ids.tolist()]
         records = await asyncio.gather(*wishes)
-        work = partial(self._copy, records, rows, reads.start - self._starts[of], reads)
+        begins = pieces.start - self._starts[pieces.sample]
+        work = partial(self._copy, records, rows, begins, pieces)
         await self._threads.run_of(claims, reads.num_bytes, work)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -138,12 +178,14 @@ class MadeStorage:
     def _wish(self, sample_id: int, claims: Claims) -> "asyncio.Future[_Record]":
         """A record, which is made with all that the same job asks for meanwhile."""
         wish = _Wish(sample_id, claims, asyncio.get_running_loop().create_future())
+        held = self._held.take(sample_id) if self._held else None
+        if held is not None:
+            wish.record.set_result(held)
+            return wish.record
         flow, _ = claims.first
         if flow not in self._wishes:
             self._wishes[flow] = []
-            task = asyncio.create_task(self._make_all(flow), name="make records")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.begin(self._make_all(flow), "make records")
         self._wishes[flow].append(wish)
         return wish.record
 
@@ -194,6 +236,27 @@ class MadeStorage:
         return [
             np.concatenate([memory[begin:end] for begin, end in its]) for its in places.tolist()
         ]
+
+
+def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
+    """Reads of at least one byte, each in one record; their samples are the numbers of records.
+
+    Args:
+        reads: each may go over several records, and some of these may be empty.
+        starts: of all records.
+    """
+    stop = reads.start + reads.size
+    first = np.searchsorted(starts, reads.start, side="right") - 1
+    counts = np.searchsorted(starts, stop - 1, side="right") - first
+    of = np.repeat(np.arange(len(reads)), counts)
+    record = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts) + first[of]
+    begin = np.maximum(reads.start[of], starts[record])
+    end = np.minimum(stop[of], starts[record + 1])
+    target = reads.target[of] + (begin - reads.start[of]).astype(np.uint64)
+    pieces = replace(
+        reads, shard=reads.shard[of], start=begin, size=end - begin, target=target, sample=record
+    )
+    return pieces.nonempty()
 
 
 def _no_epochs(first_step: int, num_steps: int) -> Int64Array:

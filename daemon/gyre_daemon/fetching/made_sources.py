@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import stored_fields
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.made import MadeStorage
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import (
     KeptDataset,
     RecordIndex,
@@ -26,7 +23,6 @@ from gyre_daemon.transforms.kept import (
     kept_as,
     record_shard,
 )
-from gyre_daemon.transforms.measured import MeasuredIndex
 
 Tables = Sequence[Mapping[str, Any]]
 
@@ -36,7 +32,7 @@ class _Made:
     """One source that was made: of which dataset, how, and what."""
 
     stored: Dataset
-    transformed: TransformedDataset
+    transformed: Made
     made: KeptDataset
 
 
@@ -53,7 +49,7 @@ class MadeSources:
         self._transforms, self._threads = transforms, threads
         self._made: dict[str, _Made] = {}
 
-    def of(self, name: str, dataset: TransformedDataset) -> KeptDataset:
+    def of(self, name: str, dataset: Made) -> KeptDataset:
         """What the transforms make of a dataset, as a dataset of records.
 
         Args:
@@ -63,7 +59,7 @@ class MadeSources:
         Raises:
             ConfigError: a transform draws random numbers.
         """
-        if dataset.random:
+        if isinstance(dataset, TransformedDataset) and dataset.random:
             raise ConfigError(
                 f"the source `{name}` has the transform {dataset.random[0]}, which draws random "
                 "numbers for each epoch, and a mixture reads sources as they always are; give the "
@@ -72,35 +68,30 @@ class MadeSources:
         last = self._made.get(name)
         if last and _is_same(last, dataset):
             return last.made
-        made = self._make(dataset)
-        self._made[name] = _Made(dataset.source.stored, dataset, made)
+        made = dataset if isinstance(dataset, KeptDataset) else self._make(dataset)
+        both = f"{dataset.fingerprint} {dataset.transforms}".encode()
+        fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
+        shards = made.storage.shards
+        made = replace(made, shards=shards, fingerprint=fingerprint, transforms="", made=())
+        self._made[name] = _Made(dataset.stored, dataset, made)
         return made
 
     def _make(self, dataset: TransformedDataset) -> KeptDataset:
-        lengths = np.empty((dataset.index.num_samples, 0), np.int32)
         passed = dataset.fields[len(dataset.made) :]
-        stored = dataset.source.fields
-        sized = dataset.measured or MeasuredIndex(
-            dataset.index, stored_fields(stored), dataset.made, passed, lengths
-        )
-        prefix = replace(
-            self._transforms.for_records(dataset),
-            chosen=as_records(dataset.made, passed),
-            measured=sized,
-        )
-        index = RecordIndex(dataset.source, prefix.fields, sized)
+        prefix = self._transforms.for_records(dataset.sized_fully())
+        prefix = replace(prefix, chosen=as_records(dataset.made, passed))
+        index = RecordIndex(dataset.source, prefix.fields, prefix.measured)
         shard = record_shard(index, dataset.source, dataset.recipe)
         storage = MadeStorage(prefix, index, shard, self._threads)
-        made = kept_as(dataset.source, prefix, index, storage)
-        both = f"{dataset.fingerprint} {dataset.transforms}".encode()
-        fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
-        return replace(made, shards=[shard], fingerprint=fingerprint, transforms="")
+        return kept_as(dataset.source, prefix, index, storage)
 
 
-def _is_same(last: _Made, dataset: TransformedDataset) -> bool:
+def _is_same(last: _Made, dataset: Made) -> bool:
     before = last.transformed
+    if isinstance(before, KeptDataset) or isinstance(dataset, KeptDataset):
+        return before is dataset
     return (
-        last.stored is dataset.source.stored
+        last.stored is dataset.stored
         and (before.recipe, before.transforms) == (dataset.recipe, dataset.transforms)
         and before.fingerprint == dataset.fingerprint
     )

@@ -145,15 +145,16 @@ def locate_packed(
     index: SampleIndex, packed: Packed, plan: GroupPlan
 ) -> tuple[PackedRows, Extents]:
     """The parts of all sequences of a plan, and where they lie in storage."""
-    rows, column = rows_of(packed, plan), slice(packed.column, packed.column + 1)
+    rows, columns = rows_of(packed, plan), [*packed.read]
+    items = np.array([spec.dtype.itemsize for spec in packed.read.values()])
     found = index.locate(rows.documents)
-    start, size = found.start[:, column], found.size[:, column]
-    lengths = (rows.lengths * packed.stored.dtype.itemsize)[:, None]
+    start, size = found.start[:, columns], found.size[:, columns]
+    lengths = rows.lengths[:, None] * items
     if packed.config.overlong in ("split", "truncate"):
         size = lengths
         if rows.begins is not None:
-            start = start + rows.begins[:, None] * packed.stored.dtype.itemsize
-    absent = None if found.absent is None else found.absent[:, column]
+            start = start + rows.begins[:, None] * items
+    absent = None if found.absent is None else found.absent[:, columns]
     return rows, Extents(found.shard, start, size, lengths, absent)
 
 
@@ -180,12 +181,10 @@ def _lay_out(packed: Packed, rows: PackedRows, plan: BatchPlan) -> BatchLayout:
         if spec.ragged:
             places.add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (tokens.num_rows + 1,))
         bases[spec.name] = begin
-    written = [(packed.stored.name, packed.stored.dtype.itemsize)]
-    if packed.mask_column is not None:
-        written.append((LOSS_MASK, 1))
-    destinations = np.empty((len(tokens.starts), len(written), 2), np.int64)
-    for column, (name, item) in enumerate(written):
-        destinations[:, column, 0] = bases[name] + tokens.starts * item
+    destinations = np.empty((len(tokens.starts), len(packed.read), 2), np.int64)
+    for column, spec in enumerate(packed.read.values()):
+        item = spec.dtype.itemsize
+        destinations[:, column, 0] = bases[spec.name] + tokens.starts * item
         destinations[:, column, 1] = destinations[:, column, 0] + rows.lengths * item
     return places.finished(destinations)
 
@@ -193,7 +192,10 @@ def _lay_out(packed: Packed, rows: PackedRows, plan: BatchPlan) -> BatchLayout:
 def write_packed(
     packed: Packed, rows: PackedRows, plan: GroupPlan, layout: GroupLayout, memory: memoryview
 ) -> None:
-    """Write everything that is not read, in the places that no document takes."""
+    """Write everything that is not read, in the places that no document takes.
+
+    Masks of the documents must be there already: they say which tokens can be targets.
+    """
     size = plan.sample_ids.shape[1]
     for number, offset in enumerate(layout.offsets.tolist()):
         batch = layout.batches[number]
@@ -217,7 +219,10 @@ def _fill(
     ends = np.append(begins[1:], num_places)
     position = views[POSITION].reshape(-1)
     position[:] = np.arange(num_places) - np.repeat(begins, ends - begins)
-    np.greater(views[POSITION], 0, out=views[LOSS_MASK])
+    can_be_targets = views[POSITION] > 0
+    if packed.mask_column is not None:
+        can_be_targets &= views[LOSS_MASK]
+    views[LOSS_MASK][:] = can_be_targets
     ids, counts = views[packed.stored.name].reshape(-1), views[LOSS_MASK].reshape(-1)
     for begin, end in tokens.gaps.tolist():
         ids[begin:end] = packed.config.padding_id

@@ -40,6 +40,9 @@ _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # Samples that killed or stopped a process. A stream does not try them again, in no epoch: each
 # would cost it one more deadline.
 _MAX_GIVEN_UP = 1024
+# Room for what is made to be measured, in parts of what is stored: the ids of a text take about as
+# much as the text, decoded sound some times of its file. What has no room is made again.
+_ROOM_FACTOR, _MIN_ROOM_BYTES = 4, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class PortionPlan:
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
             Those that need it may come to need it more urgently.
         lengths: int64 [n, R], the elements of each ragged field that is made; None to measure them.
+        keeps: whether what is made to be measured is wanted, as far as there is room for it.
     """
 
     sample_ids: Int64Array
@@ -91,6 +95,7 @@ class PortionPlan:
     extents: Extents
     urgency: int
     lengths: Int64Array | None
+    keeps: bool = False
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -99,7 +104,7 @@ class PortionPlan:
         """Some of its samples."""
         lengths = None if self.lengths is None else self.lengths[some]
         ids, epochs, extents = self.sample_ids[some], self.epochs[some], self.extents.part(some)
-        return PortionPlan(ids, epochs, extents, self.urgency, lengths)
+        return PortionPlan(ids, epochs, extents, self.urgency, lengths, self.keeps)
 
     @property
     def alone(self) -> GroupPlan:
@@ -118,6 +123,7 @@ class ReadPortion:
         made: int64 [M, n + 1], the byte where each sample of each made field begins, and the end of
             the last.
         request: the bytes of the encoded `Portion`.
+        room: the bytes where samples lie that were made to be measured; see `Portion.room`.
     """
 
     plan: PortionPlan
@@ -125,6 +131,7 @@ class ReadPortion:
     staged: GroupLayout
     made: Int64Array
     request: range
+    room: range
 
 
 class PortionReader:
@@ -185,7 +192,9 @@ class PortionReader:
         began = time.monotonic()
         staged = self._staged.make(plan.alone, plan.extents.tensor_bytes)
         outputs, made, end = self._outputs(plan, staged)
-        request = ENCODER.encode(self._request(plan, staged, outputs))
+        room = range(end, end + _room_bytes(staged.num_bytes) * plan.keeps)
+        end = pages(room.stop)
+        request = ENCODER.encode(self._request(plan, staged, outputs, room))
         where = range(end, end + len(request))
         async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
@@ -196,7 +205,7 @@ class PortionReader:
             await self._reader.fill_for(claims, fetch, staging, ahead, own)
             delays.add_requests(own)
             delays.read_s = max(delays.read_s, time.monotonic() - began)
-            yield ReadPortion(plan, exchange, staged, made, where)
+            yield ReadPortion(plan, exchange, staged, made, where, room)
 
     async def work(self, kind: Kind, portion: ReadPortion, claims: Claims) -> list[Done]:
         """Have a portion transformed or measured; returns the answers, in the order of the samples.
@@ -252,7 +261,9 @@ class PortionReader:
             end = pages(end + int(ends[-1]))
         return outputs, made, end
 
-    def _request(self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output]) -> Portion:
+    def _request(
+        self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output], room: range
+    ) -> Portion:
         source, (batch,) = self._dataset.source.fields, staged.batches
         begins = {spec.name: spec.offset_bytes for spec in batch.tensors}
         inputs = []
@@ -268,7 +279,8 @@ class PortionReader:
             columns = offsets.astype("<i8").tobytes(), sizes.astype("<i8").tobytes()
             inputs.append(Input(spec.name, name_of(spec.dtype), spec.shape, spec.ragged, *columns))
         ids, epochs = plan.sample_ids.tobytes(), plan.epochs.tobytes()
-        return Portion(self._dataset.recipe, self._seed, ids, epochs, inputs, outputs)
+        kept = [room.start, room.stop] if room else []
+        return Portion(self._dataset.recipe, self._seed, ids, epochs, inputs, outputs, kept)
 
     def _corrupt(self, plan: PortionPlan, number: int, failure: SampleFailed) -> CorruptSample:
         """The error for a sample that was refused."""
@@ -291,3 +303,8 @@ class PortionReader:
                 "reason": failure.reason,
             },
         )
+
+
+def _room_bytes(stored_bytes: int) -> int:
+    """Room for what is made of so many stored bytes."""
+    return min(max(_ROOM_FACTOR * stored_bytes, _MIN_ROOM_BYTES), _MAX_PORTION_BYTES)

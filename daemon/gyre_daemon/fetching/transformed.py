@@ -51,7 +51,8 @@ class TransformingFetcher:
         self._portions = PortionReader(dataset, threads, seed)
         self._layouts = LayoutMaker(dataset.fields)
         stored = [spec.name for spec in stored_fields(dataset.source.fields)]
-        own = [spec.name for spec in stored_fields(dataset.fields)]
+        # those of documents, where they are packed
+        own = [spec.name for spec in stored_fields(dataset.chosen or ())]
         # the columns of the stored fields that pass, as they are in the slot and in the source
         self._passed = [
             (column, stored.index(name))
@@ -119,8 +120,6 @@ class TransformingFetcher:
         epochs = self._epochs(plan.first_step, len(plan)).reshape(-1)
         if fetch.rows is not None:
             epochs = np.repeat(epochs, np.diff(fetch.rows.bounds))
-        work = partial(self._write_own, fetch, slot)
-        await self._threads.run_of(claims, 0, work)
         lengths = np.empty((len(ids), 0), np.int64)
         if self._dataset.measured:
             lengths = self._dataset.measured.lengths[ids].astype(np.int64)
@@ -130,6 +129,8 @@ class TransformingFetcher:
                 part = PortionPlan(ids[some], epochs[some], extents, plan.first_step, lengths[some])
                 fill = self._fill_portion(claims, part, fetch, some.start, slot, ahead, delays)
                 tasks.create_task(fill)
+        work = partial(self._write_own, fetch, slot)
+        await self._threads.run_of(claims, 0, work)
         if delays.num_requests:
             delays.storage_s = delays.read_s
         delays.finish_s = time.monotonic() - began - delays.read_s
@@ -187,21 +188,18 @@ class TransformingFetcher:
         assert rows
         into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
         some = slice(begin, begin + len(portion.plan))
-
-        def parts(column: int, made: int, item: int) -> Iterator[tuple[slice, slice]]:
-            starts = portion.made[made][:-1]
-            if rows.begins is not None:
-                starts = starts + rows.begins[some] * item
-            places = fetch.layout.destinations[some, column].tolist()
-            for (at, end), start in zip(places, starts.tolist(), strict=True):
-                yield slice(at, end), slice(start, start + end - at)
-
+        passed = dict(self._passed)
         with slot.arena.lease():
-            for there, here in parts(0, packed.column, packed.stored.dtype.itemsize):
-                into[there] = memory[here]
-            if packed.mask_column is not None:  # what is there says which tokens can be targets
-                for there, here in parts(1, packed.mask_column, 1):
-                    into[there] &= memory[here]
+            for number, (column, spec) in enumerate(packed.read.items()):
+                if column in passed:
+                    starts = portion.staged.destinations[:, passed[column], 0]
+                else:
+                    starts = portion.made[column][:-1]
+                if rows.begins is not None:
+                    starts = starts + rows.begins[some] * spec.dtype.itemsize
+                places = fetch.layout.destinations[some, number].tolist()
+                for (at, end), start in zip(places, starts.tolist(), strict=True):
+                    into[at:end] = memory[start : start + end - at]
 
 
 def _runs(num: int, begin: int, size: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,6 @@ from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.service import convert
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.sessions.resumption import Resumption
-from gyre_daemon.transforms.declared import TransformedDataset
 
 # Samples in one answer, each some 40 bytes: a gRPC client takes 4 MiB.
 _MAX_LOCATED = 50_000
@@ -47,9 +46,7 @@ class StepLocator:
         """
         name, config = self._opener.resolve(request.dataset, caller)
         dataset = await self._opener.open_dataset(name, config, None)
-        stored = dataset
-        if isinstance(dataset, TransformedDataset) and not dataset.packed:
-            stored = dataset.stored
+        stored = dataset if dataset.packed else dataset.stored
         order = decode_cursor(request.cursor).order
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
             order, request.cursor, dataset.transforms, grow=False, changed_transforms=True

@@ -35,7 +35,9 @@ from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
-from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
+from gyre_daemon.transforms.kept import STEP as CACHE
+from gyre_daemon.transforms.kept import KeptDataset
 
 
 class SessionOpener:
@@ -96,9 +98,7 @@ class SessionOpener:
         dataset = await self.open_dataset(name, config, declared)
         order = requests.fitted(order, request.order, dataset, request.cursor)
         order = self._joined(owner, request, order, dataset)
-        stored = dataset
-        if isinstance(dataset, TransformedDataset) and not dataset.packed:
-            stored = dataset.stored
+        stored = dataset if dataset.packed else dataset.stored
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
             order,
             request.cursor,
@@ -152,8 +152,9 @@ class SessionOpener:
             return await self._catalog.open(name, config)
         dataset = await self._transformed(name, config, tables, by_client=declared is not None)
         pack = config.pack
-        if pack and pack.field not in [spec.name for spec in dataset.made_ragged]:
-            there = ", ".join(spec.name for spec in dataset.made_ragged) or "none"
+        made = [spec.name for spec in dataset.fields[: dataset.num_made] if spec.ragged]
+        if pack and pack.field not in made:
+            there = ", ".join(made) or "none"
             raise InvalidRequest(
                 f"`pack` names the field {pack.field!r:.100}, which the transforms do not make; of "
                 f"those whose samples differ in length they make {there}; name one of these, or "
@@ -177,16 +178,30 @@ class SessionOpener:
         self, config: DatasetConfig, documents: Dataset
     ) -> TransformedDataset:
         """A dataset without the filter of its definition, with its transforms, measured."""
-        dataset = await self._fastest(documents, config.transforms, by_client=False)
+        dataset = await self._documents_to_filter(config, documents)
         return await self._measurer.measured(dataset, config)
 
-    async def _measured(
-        self, dataset: TransformedDataset, config: DatasetConfig
+    async def _documents_to_filter(
+        self, config: DatasetConfig, documents: Dataset
+    ) -> TransformedDataset:
+        tables = [each for each in config.transforms if each["name"] != CACHE]
+        dataset = await self._fastest(config, documents, tables, by_client=False)
+        assert isinstance(dataset, TransformedDataset)
+        return dataset
+
+    async def _measured(self, dataset: Made, config: DatasetConfig) -> Made:
+        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
+        if isinstance(dataset, KeptDataset):
+            return dataset
+        return await self._measured_chain(dataset, config)
+
+    async def _measured_chain(
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> TransformedDataset:
         """See `Measurer.measured`; a filter may have measured the samples already."""
         lengths = self._late.lengths_of(dataset)
         if lengths is None:
-            return await self._measurer.measured(dataset, config)
+            return await self._measurer.measured(dataset, config, keeps=keeps)
         return with_measured(dataset, config, Measured(lengths, []))
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
@@ -201,11 +216,28 @@ class SessionOpener:
             return
         stored = await self._catalog.stored(name, config)
         if asked_of(config.filter, stored.fields).lengths:  # the filter waits for them
-            dataset = await self._fastest(stored, config.transforms, by_client=False)
-        else:
-            dataset = await self._transformed(name, config, config.transforms, by_client=False)
+            filtered = await self._documents_to_filter(config, stored)
+            async for measuring in self._progress(filtered, config):
+                yield measuring
+            return
+        documents = await self._catalog.open(name, replace(config, pack=None))
+        before = await self._transforms.before_cache(documents, config.transforms)
+        if before and _must_be_ready(*before):
+            prefix = await self._engines.fastest(before[0])
+            async for measuring in self._progress(prefix, config, keeps=True):
+                if measuring.task and measuring.task.done():  # what is held becomes records
+                    await self._fastest(config, documents, config.transforms, by_client=False)
+                yield measuring
+        dataset = await self._fastest(config, documents, config.transforms, by_client=False)
+        if isinstance(dataset, TransformedDataset):
+            async for measuring in self._progress(dataset, config):
+                yield measuring
+
+    async def _progress(
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+    ) -> AsyncIterator[Measuring]:
         if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(dataset, config):
+            async for measuring in self._measurer.progress(dataset, config, keeps=keeps):
                 yield measuring
 
     async def _transformed(
@@ -215,15 +247,35 @@ class SessionOpener:
         tables: Sequence[Mapping[str, Any]],
         *,
         by_client: bool,
-    ) -> TransformedDataset:
+    ) -> Made:
         documents = await self._catalog.open(name, replace(config, pack=None))
-        return await self._fastest(documents, tables, by_client=by_client)
+        return await self._fastest(config, documents, tables, by_client=by_client)
 
     async def _fastest(
-        self, documents: Dataset, tables: Sequence[Mapping[str, Any]], *, by_client: bool
-    ) -> TransformedDataset:
-        dataset = await self._transforms.apply(documents, tables, by_client=by_client)
+        self,
+        config: DatasetConfig,
+        documents: Dataset,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> Made:
+        ready = partial(self._ready, config)
+        dataset = await self._transforms.apply(documents, tables, ready, by_client=by_client)
+        if isinstance(dataset, KeptDataset):
+            return dataset
         return await self._engines.fastest(dataset)
+
+    async def _ready(
+        self,
+        config: DatasetConfig,
+        prefix: TransformedDataset,
+        is_last: bool,
+    ) -> TransformedDataset:
+        """What transforms before `cache` make, by their engine, and measured; see `Ready`."""
+        prefix = await self._engines.fastest(prefix)
+        if _must_be_ready(prefix, is_last):
+            return await self._measured_chain(prefix, config, keeps=True)
+        return prefix
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.
@@ -312,3 +364,11 @@ class SessionOpener:
             )
         may_read = partial(self._policy.may_read, owner)
         return replace(order, start_position=self._sessions.hot_position(dataset, order, may_read))
+
+
+def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
+    """Whether what is before `cache` is measured by itself.
+
+    Records of one size are tried by the transforms behind them, if there are any.
+    """
+    return is_last or bool(prefix.made_ragged)

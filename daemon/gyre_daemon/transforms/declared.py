@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from gyre_daemon.datasets.chunks.exchange import ExchangeRoom
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.fair import NO_JOB
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.transforms.dtypes import BFLOAT16, dtype_of, name_of
-from gyre_daemon.transforms.kept import Keep, KeptDataset, cut, kept, record_fields
-from gyre_daemon.transforms.measured import MeasuredIndex
+from gyre_daemon.transforms.kept import Held, Keep, KeptDataset, as_records, cut, kept
+from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
 from gyre_daemon.transforms.messages import (
     ENCODER,
     RECIPE_DECODER,
@@ -73,6 +73,7 @@ class TransformedDataset(Dataset):
         engines: programs that may transform them faster, the fastest first.
         measured: the lengths of the ragged fields that are made; None while they are not known.
         random: the names of transforms that may draw random numbers.
+        held: records that were made when it was measured; None for none.
     """
 
     source: Dataset
@@ -84,6 +85,7 @@ class TransformedDataset(Dataset):
     engines: Sequence[str] = ()
     measured: MeasuredIndex | None = None
     random: Sequence[str] = ()
+    held: Held | None = None
 
     @property
     def stored(self) -> Dataset:
@@ -97,8 +99,11 @@ class TransformedDataset(Dataset):
 
     @property
     def num_made(self) -> int:
-        """See `Dataset.num_made`."""
-        return len(self.made)
+        """See `Dataset.num_made`: what was made before `cache` and passes since counts, too."""
+        before = self.source.made if isinstance(self.source, KeptDataset) else ()
+        names = {spec.name for spec in before}
+        passed = (self.chosen or ())[len(self.made) :]
+        return len(self.made) + sum(spec.name in names for spec in passed)
 
     @property
     def made_ragged(self) -> Sequence[FieldSpec]:
@@ -109,6 +114,24 @@ class TransformedDataset(Dataset):
     def is_read_in_groups(self) -> bool:
         """Whether several small batches are best read together: not if that takes much longer."""
         return self.source.is_read_in_groups and self.cost == "light"
+
+    def with_lengths(self, lengths: Lengths) -> "TransformedDataset":
+        """The dataset with the lengths of its samples, int32 [N, R]."""
+        passed = self.fields[len(self.made) :]
+        stored = stored_fields(self.source.fields)
+        index = MeasuredIndex(self.source.index, stored, self.made, passed, lengths)
+        return replace(self, measured=index)
+
+    def sized_fully(self) -> "TransformedDataset":
+        """The dataset with an index of its own fields, where it makes none to be measured."""
+        if self.measured:
+            return self
+        return self.with_lengths(np.empty((self.source.index.num_samples, 0), np.int32))
+
+
+Made = TransformedDataset | KeptDataset
+# Takes what the transforms before `cache` make, and whether none follows; returns it measured.
+Ready = Callable[[TransformedDataset, bool], Awaitable[TransformedDataset]]
 
 
 class Transforms:
@@ -138,42 +161,72 @@ class Transforms:
         self._installed = installed
         self._keep = keep
         self._allow_modules = allow_modules
-        self._kept: OrderedDict[tuple[Storage, str, bytes], KeptDataset] = OrderedDict()
+        self._kept: OrderedDict[tuple[Storage, str, bytes, str], KeptDataset] = OrderedDict()
 
     async def apply(
-        self, dataset: Dataset, declared: Sequence[Mapping[str, Any]], *, by_client: bool
-    ) -> TransformedDataset:
+        self,
+        dataset: Dataset,
+        declared: Sequence[Mapping[str, Any]],
+        ready: Ready,
+        *,
+        by_client: bool,
+    ) -> Made:
         """The dataset with its samples transformed.
 
         Args:
             dataset: as it is stored.
             declared: tables with a `name` and options; at least one.
+            ready: see `Ready`.
             by_client: whether a client declares them, and not the operator.
 
         Raises:
             ConfigError: a transform is unknown, or does not fit the dataset or its options.
             NotAllowed: a transform is not served here.
             Overloaded: no process can be started.
+            GyreError: from `ready`.
         """
-        allow_modules = self._allow_modules
-        allow_files = allow_modules or not by_client
-        steps = to_steps(
-            declared, self._installed, allow_modules=allow_modules, allow_files=allow_files
-        )
+        steps = self._steps(declared, by_client=by_client)
         described = await self._described(dataset, steps)
         place = cut(steps, described.random)
-        source = dataset
-        if place >= 0:
-            source = await self._records(dataset, steps[:place])
-            # What follows is known by all of the chain, `cache` left out: it changes nothing.
-            declared = [*declared[:place], *declared[place + 1 :]]
-            del described.versions[place]
+        if place < 0:
+            made = self._transformed(dataset, steps, described, self._pool)
+            return replace(made, transforms=_fingerprint(declared, described))
+        is_last = place + 1 == len(steps)
+        prefix = await self._prefix(dataset, steps[:place], declared[:place])
+        source = self._records(dataset, await ready(prefix, is_last))
+        if is_last:
+            return source
+        # What follows is known by all of the chain, `cache` left out: it changes nothing.
+        declared = [*declared[:place], *declared[place + 1 :]]
+        del described.versions[place]
         fingerprint = _fingerprint(declared, described)
-        if place >= 0:
-            described = await self._described(source, steps[place + 1 :])
+        rest = steps[place + 1 :]
+        made = self._transformed(source, rest, await self._described(source, rest), self._pool)
         names = tuple(step.name for step in steps)
-        made = self._transformed(source, steps[place + 1 :], described, self._pool)
-        return replace(made, transforms=fingerprint, transform_names=names)
+        made = replace(made, transforms=fingerprint, transform_names=names)
+        return made if made.made_ragged else made.sized_fully()
+
+    async def before_cache(
+        self, dataset: Dataset, declared: Sequence[Mapping[str, Any]]
+    ) -> tuple[TransformedDataset, bool] | None:
+        """What `apply` hands to `ready`, of an operator's transforms; None where it does not.
+
+        Raises:
+            GyreError: as `apply`.
+        """
+        steps = self._steps(declared, by_client=False)
+        place = cut(steps, (await self._described(dataset, steps)).random)
+        if place < 0:
+            return None
+        prefix = await self._prefix(dataset, steps[:place], declared[:place])
+        return prefix, place + 1 == len(steps)
+
+    def _steps(self, declared: Sequence[Mapping[str, Any]], *, by_client: bool) -> list[Step]:
+        allow_modules = self._allow_modules
+        allow_files = allow_modules or not by_client
+        return to_steps(
+            declared, self._installed, allow_modules=allow_modules, allow_files=allow_files
+        )
 
     async def _described(self, dataset: Dataset, steps: Sequence[Step]) -> Described:
         recipe = ENCODER.encode(Recipe(list(steps), _source(dataset)))
@@ -182,21 +235,31 @@ class Transforms:
             raise ConfigError(described.error)
         return described
 
-    async def _records(self, dataset: Dataset, steps: Sequence[Step]) -> KeptDataset:
-        """What the transforms before `cache` make; the same object for all who ask for the same."""
+    async def _prefix(
+        self, dataset: Dataset, steps: Sequence[Step], declared: Sequence[Mapping[str, Any]]
+    ) -> TransformedDataset:
+        """What the transforms before `cache` make."""
         if self._keep is None:
             raise ConfigError(
                 "a chain has the transform `cache`, and this daemon has no cache; set cache_memory"
             )
         described = await self._described(dataset, steps)
         prefix = self._transformed(dataset, steps, described, self._pool_of_records)
-        passed = prefix.fields[len(prefix.made) :]
-        prefix = replace(prefix, chosen=record_fields(prefix.made, passed))
-        key = dataset.storage, dataset.fingerprint, prefix.recipe
+        return replace(prefix, transforms=_fingerprint(declared, described))
+
+    def _records(self, dataset: Dataset, prefix: TransformedDataset) -> KeptDataset:
+        """Its records; the same object for all who ask for the same."""
+        assert self._keep
+        # those that cannot be transformed are part of what `transforms` tells
+        key = dataset.storage, dataset.fingerprint, prefix.recipe, prefix.transforms
         if key not in self._kept:
-            self._kept[key] = kept(dataset, prefix, prefix.recipe, self._keep)
+            fields = as_records(prefix.made, prefix.fields[len(prefix.made) :])
+            prefix = replace(prefix.sized_fully(), chosen=fields)
+            self._kept[key] = kept(prefix, dataset, prefix.recipe, self._keep)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
+        elif prefix.held:
+            prefix.held.release()
         self._kept.move_to_end(key)
         return self._kept[key]
 

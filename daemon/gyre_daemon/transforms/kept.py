@@ -3,16 +3,19 @@
 [Note: How transformed samples are cached] The step `cache` cuts a chain in two. What the transforms
 before it make of a sample draws no random numbers, so it is the same for every seed, epoch and job.
 It is a record, and all records lie one behind the other in one large shard, which nobody stores: a
-read from it has the samples transformed. Before it lies the node's cache, with
-blocks of one record each. So memory, disk, eviction by next use and counters are those of any
-cached shard. The transforms behind the step read their samples there, as from a dataset.
+read from it has the samples transformed. Before it lies the node's cache. Its blocks are one record
+each where all records have one size, and else some records that lie behind one another. So memory,
+disk, eviction by next use and counters are those of any cached shard. The transforms behind the
+step read their samples there, as from a dataset; where none follows, batches are read there.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import (
@@ -24,15 +27,26 @@ from gyre_daemon.datasets.formats import (
 )
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_equal_samples
+from gyre_daemon.order.shuffle.blocks import (
+    BlockTable,
+    BlockTables,
+    blocks_of_equal_samples,
+    blocks_that_begin_at,
+)
 from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.transforms.messages import Step
 
 STEP = "cache"
-# No order has blocks of this size, so it can stand for blocks of one record.
+# No order has blocks of this size, so it can stand for the blocks of the cache.
 RECORD_BLOCKS = 1
+# Records of different sizes that begin within so many bytes are one block. Each block takes whole
+# pages and a mapping of its own, of which a process may have 65,530, so single documents
+# are too small. With larger blocks, first batches wait for records of later ones. Blocks grow
+# with the dataset, because the cache keeps some arrays of all of them.
+_BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
 _AT_ONCE = 1 << 16  # samples whose sizes are looked up together
 
 
@@ -44,7 +58,11 @@ class RecordIndex:
     """
 
     def __init__(
-        self, source: Dataset, fields: Sequence[FieldSpec], sized: SampleIndex | None = None
+        self,
+        source: Dataset,
+        fields: Sequence[FieldSpec],
+        sized: SampleIndex | None = None,
+        left_out: Int64Array = NO_SAMPLES,
     ) -> None:
         """Lay out the records.
 
@@ -52,17 +70,17 @@ class RecordIndex:
             source: the samples as they are stored.
             fields: of the records.
             sized: knows their sizes; None where all records have one size.
+            left_out: int64 [L], samples that nobody reads. Where sizes differ, their records are
+                empty, so that nothing has to make them.
         """
         self.fields = fields
-        self._source, self._sized = source.index, sized
+        self._source, self._sized, self._left_out = source.index, sized, left_out
         self._sizes = np.array([spec.element_bytes for spec in stored_fields(fields)], np.int64)
         self.starts = self._find_starts()
         self._bounds = located_bounds(self)
         names = [spec.name for spec in indexed_fields(source.fields)]
         self._indexed = [names.index(spec.name) for spec in indexed_fields(fields)]
-        self._records = BlockTables(
-            lambda size: blocks_of_equal_samples(np.array([self.num_samples]), size, size)
-        )
+        self._records = BlockTables(self._cut)
 
     @property
     def num_samples(self) -> int:
@@ -91,12 +109,14 @@ class RecordIndex:
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
-        return b"records" + (self._sized or self._source).digest()
+        left_out = self._left_out.astype("<i8").tobytes() if self._sized else b""
+        return b"records" + (self._sized or self._source).digest() + left_out
 
     def _sizes_of(self, sample_ids: Int64Array) -> Int64Array:
         """Int64 [n, F], the bytes of each field that is not indexed."""
         if self._sized:
-            return self._sized.locate(sample_ids).tensor_bytes
+            sizes = self._sized.locate(sample_ids).tensor_bytes
+            return np.where(np.isin(sample_ids, self._left_out)[:, None], 0, sizes)
         return np.broadcast_to(self._sizes, (len(sample_ids), len(self._sizes)))
 
     def _find_starts(self) -> Int64Array:
@@ -106,6 +126,32 @@ class RecordIndex:
             sizes.append(self._sizes_of(ids).sum(axis=1))
         return np.cumsum(np.concatenate(sizes))
 
+    def _cut(self, size: int) -> BlockTable:
+        """The blocks of the cache; none is without bytes, unless all records are."""
+        if not self._sized:
+            return blocks_of_equal_samples(np.array([self.num_samples]), size, size)
+        last_byte = max(int(self.starts[-1]) - 1, 0)
+        block_bytes = max(_BLOCK_BYTES, last_byte // _MAX_BLOCKS + 1)
+        block = np.minimum(self.starts[:-1], last_byte) // block_bytes
+        begins = np.diff(block, prepend=-1, append=block[-1:] + 1)
+        return blocks_that_begin_at(np.flatnonzero(begins))
+
+
+class Held(Protocol):
+    """Records that were made before the cache could take them; each is handed out once."""
+
+    def ids(self) -> Int64Array:
+        """Int64, the samples whose records are held, ascending."""
+
+    def hand_over(self, sample_ids: Iterable[int]) -> None:
+        """Give back the memory of records that the cache is about to take."""
+
+    def take(self, sample_id: int) -> npt.NDArray[np.uint8] | None:
+        """A record, which is held no longer; None if it is not there."""
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptDataset(Dataset):
@@ -113,14 +159,24 @@ class KeptDataset(Dataset):
 
     Attributes:
         source: the samples as they are stored.
+        made: the fields that transforms made, which come first; empty where those behind it, or a
+            mixture, do not ask.
+        failed: int64 [C], the samples that could not be transformed and that others replace.
     """
 
     source: Dataset
+    made: Sequence[FieldSpec] = ()
+    failed: Int64Array = field(default_factory=lambda: NO_SAMPLES, repr=False)
 
     @property
     def stored(self) -> Dataset:
         """See `Dataset.stored`."""
         return self.source.stored
+
+    @property
+    def num_made(self) -> int:
+        """See `Dataset.num_made`."""
+        return len(self.made)
 
 
 def cut(steps: Sequence[Step], random: Sequence[int]) -> int:
@@ -161,26 +217,6 @@ def as_records(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[F
     ]
 
 
-def record_fields(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[FieldSpec]:
-    """The fields of records.
-
-    Args:
-        made: by the transforms before `cache`.
-        passed: the fields that they leave as they are.
-
-    Raises:
-        ConfigError: the samples of a field differ in length.
-    """
-    fields = as_records(made, passed)
-    for spec in fields:
-        if spec.ragged:
-            raise ConfigError(
-                f"`{STEP}`: the samples of {spec.name!r:.100} differ in length there; give them "
-                "one length before it, as resize with two lengths, center_crop or crop_or_pad do"
-            )
-    return fields
-
-
 def record_shard(index: RecordIndex, source: Dataset, recipe: bytes) -> Shard:
     """The shard of all records, whose version changes with all that they are made of."""
     digest = hashlib.blake2b(recipe, digest_size=16)
@@ -197,18 +233,26 @@ def record_shard(index: RecordIndex, source: Dataset, recipe: bytes) -> Shard:
 Keep = Callable[["Dataset", RecordIndex, Shard], Storage]
 
 
-def kept(source: Dataset, prefix: Dataset, recipe: bytes, keep: Keep) -> KeptDataset:
+def kept(prefix: Dataset, source: Dataset, recipe: bytes, keep: Keep) -> KeptDataset:
     """The samples that the transforms before `cache` make, as a dataset.
 
     Args:
+        prefix: as these transforms make them, with fields as they lie in records.
         source: the samples as they are stored.
-        prefix: as these transforms make them.
         recipe: of these transforms.
         keep: makes the storage.
     """
-    index = RecordIndex(source, prefix.fields)
+    differ = any(spec.ragged for spec in prefix.fields)
+    sized = prefix.sized if differ else None
+    index = RecordIndex(source, prefix.fields, sized, prefix.corrupt)
     shard = record_shard(index, source, recipe)
-    return kept_as(source, prefix, index, keep(prefix, index, shard))
+    found = kept_as(source, prefix, index, keep(prefix, index, shard))
+    return replace(
+        found,
+        transform_names=(*prefix.transform_names, STEP),
+        made=prefix.fields[: prefix.num_made],
+        failed=np.setdiff1d(prefix.corrupt, source.corrupt),
+    )
 
 
 def kept_as(source: Dataset, prefix: Dataset, index: RecordIndex, storage: Storage) -> KeptDataset:

@@ -148,6 +148,8 @@ class Portion(msgspec.Struct, frozen=True):
         epochs: int64 [n].
         inputs: what the chain reads.
         outputs: what it makes; empty where it is only measured.
+        room: where what is made to be measured goes, sample after sample with all fields of each;
+            the first byte of the exchange and the end. Empty where nobody wants it.
     """
 
     recipe: bytes
@@ -156,6 +158,7 @@ class Portion(msgspec.Struct, frozen=True):
     epochs: bytes
     inputs: list[Input]
     outputs: list[Output]
+    room: Annotated[list[int], Meta(max_length=2)] = []
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -167,6 +170,7 @@ class Done(msgspec.Struct, frozen=True):
         reason: why.
         cpu_s: processor time that it took.
         lengths: to `MEASURE`, int32 [n, R], the elements of each field in which samples differ.
+        num_kept: to `MEASURE`, the first samples that are whole in the room of the portion.
     """
 
     failed: int = -1
@@ -174,6 +178,7 @@ class Done(msgspec.Struct, frozen=True):
     reason: str = ""
     cpu_s: float = 0.0
     lengths: bytes = b""
+    num_kept: int = 0
 
 
 RECIPE_DECODER = msgspec.msgpack.Decoder(Recipe)

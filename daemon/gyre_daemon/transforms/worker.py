@@ -124,7 +124,7 @@ class _Worker:
         if kind == Kind.VERIFY:
             return self._verify(chain, portion, samples, numbers)
         scratch = chain.scratch() if kind == Kind.MEASURE else None
-        lengths = []
+        lengths, room = [], _Room(memory, *(portion.room or (0, 0)))
         for number in numbers:
             sample_id, epoch = samples.identity(number)
             rng = self._generators.of(portion.seed, epoch, sample_id)
@@ -136,10 +136,12 @@ class _Worker:
                     samples.put_ragged(number, ragged)
                 else:
                     lengths.append([len(each) for each in ragged])
+                    room.put(chain, scratch, ragged)
             except TransformFailed as error:
                 return Done(number, error.name, error.reason[:_MAX_REASON_CHARS])
         cpu_s = time.process_time() - began_s
-        return Done(cpu_s=cpu_s, lengths=np.array(lengths, "<i4").tobytes())
+        told = np.array(lengths, "<i4").tobytes()
+        return Done(cpu_s=cpu_s, lengths=told, num_kept=room.num_kept)
 
     def _verify(self, chain: Chain, portion: Portion, samples: "_Samples", numbers: range) -> Done:
         """Compare what a chain makes with what it makes without its engine."""
@@ -168,6 +170,35 @@ class _Worker:
             )
         finally:
             os.close(descriptor)
+
+
+class _Room:
+    """Where samples that are made to be measured are kept as long as there is room.
+
+    Attributes:
+        num_kept: how many are there, from the first one on.
+    """
+
+    def __init__(self, memory: mmap.mmap, begin: int, end: int) -> None:
+        self._memory, self._at, self._end = memory, begin, end
+        self.num_kept = 0
+
+    def put(self, chain: Chain, fixed: Sample, ragged: list[np.ndarray[Any, Any]]) -> None:
+        """Keep one sample, its fields in the order of `made`; one that is too large ends it."""
+        if self._at == self._end:
+            return
+        values = {**fixed, **dict(zip(chain.ragged, ragged, strict=True))}
+        made = b"".join(
+            np.ascontiguousarray(values[name], field.dtype).tobytes()
+            for name, field in chain.made.items()
+        )
+        end = self._at + len(made)
+        if end > self._end:
+            self._end = self._at
+            return
+        self._memory[self._at : end] = made
+        self._at = end
+        self.num_kept += 1
 
 
 class _Samples:

@@ -15,7 +15,7 @@ from gyre_client.errors import ConfigError, CorruptSample
 from numpy.testing import assert_array_equal
 from PIL import Image
 
-from tests.conftest import Daemon, to_toml
+from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.daemons import status
 from tests.waiting import until
 
@@ -71,7 +71,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def epoch(
-    daemon: Daemon, transform: Chain | None, dataset: str = "sound", **options: Any
+    daemon: Daemon,
+    transform: Chain | None,
+    dataset: str = "sound",
+    *,
+    bypasses: bool = False,
+    **options: Any,
 ) -> tuple[list[dict[str, np.ndarray[Any, Any]]], int]:
     """The batches of a job, and how many records were decoded: the reads that missed the cache."""
     before = status(daemon).cache
@@ -79,7 +84,7 @@ def epoch(
     with Loader(dataset, address=daemon.address, transform=transform, **values) as loader:
         batches = [{name: each.numpy().copy() for name, each in batch.items()} for batch in loader]
     after = status(daemon).cache
-    assert after.num_past == before.num_past
+    assert bypasses or after.num_past == before.num_past
     return batches, after.num_misses - before.num_misses
 
 
@@ -104,6 +109,27 @@ def test_the_second_seed_job_and_epoch_decode_nothing(daemon: Daemon) -> None:
         assert not num_found
 
 
+@pytest.mark.parametrize("order", ["full", "block"])
+def test_a_cache_that_is_too_small_changes_no_batch(
+    gyred: StartDaemon, tmp_path: Path, order: str
+) -> None:
+    """A tenth of the records has room; those that are needed first stay."""
+    table = {"uri": write(tmp_path / "images"), "format": "parquet", "cache": False}
+    limit = NUM * 40 * 44 * 3 // 10
+    small = gyred({"cache_memory": limit, "datasets": {"sound": table}})
+    options: dict[str, Any] = {"order": order}
+    if order == "block":
+        options |= {"io_block_bytes": 4096, "window_blocks": 2}
+    for seed in (1, 2):
+        wanted, _ = epoch(small, [*DECODE, *RANDOM], seed=seed, **options, bypasses=True)
+        found, num_decoded = epoch(small, CACHED, seed=seed, **options, bypasses=True)
+        assert_equal(found, wanted)
+        assert num_decoded
+    assert status(small).cache.memory_bytes <= limit
+    if order == "block":
+        assert status(small).cache.num_evicted
+
+
 def test_a_daemon_that_starts_again_has_them_on_disk(daemon: Daemon) -> None:
     chain = [*DECODE[:1], {"name": "center_crop", "size": 32}, *CACHE, *RANDOM]
     wanted, _ = epoch(daemon, chain, order="sequential")
@@ -113,6 +139,17 @@ def test_a_daemon_that_starts_again_has_them_on_disk(daemon: Daemon) -> None:
     found, num_decoded = epoch(daemon, chain, order="sequential")
     assert_equal(found, wanted)
     assert not num_decoded
+
+
+def test_images_of_several_sizes_are_kept_too(daemon: Daemon) -> None:
+    chain = [*DECODE[:1], {"name": "resize", "size": 30}, {"name": "flatten"}]
+    before = status(daemon).num_samples_transformed
+    found = [epoch(daemon, [*chain, *CACHE], seed=seed)[0] for seed in (3, 4)]
+    assert status(daemon).num_samples_transformed == before
+    for seed, batches in zip((3, 4), found, strict=True):
+        wanted, _ = epoch(daemon, chain, seed=seed)
+        assert_equal(batches, wanted)
+        assert len({tuple(each) for batch in wanted for each in batch["image_shape"].tolist()}) > 1
 
 
 def test_what_ends_with_the_cache_and_what_a_definition_declares(daemon: Daemon) -> None:

@@ -1,8 +1,8 @@
 """Filters that compare stored columns or lengths that transforms make: see `filtering.late`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
 
-# Takes a dataset as it is stored; returns it with the transforms of its definition, measured.
+# Takes a dataset as it is stored; returns it with the transforms of its definition, measured, and
+# nothing cached: what a filter leaves has other records than all of it.
 Measure = Callable[[DatasetConfig, Dataset], Awaitable[TransformedDataset]]
 
 
@@ -23,15 +24,15 @@ class _Filtered:
     """A dataset that was filtered: of which one, how, and what is left.
 
     Attributes:
-        recipe: of the transforms whose lengths were compared; empty for none.
-        lengths: what these make of the samples that are left.
+        transforms: tells the transforms whose lengths were compared; empty for none.
+        lengths: what these make of the samples that are left, by field.
     """
 
     stored: Dataset
     config: DatasetConfig
     left: Dataset
-    recipe: bytes = b""
-    lengths: Lengths | None = None
+    transforms: str = ""
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)
 
 
 class LateFilters:
@@ -77,25 +78,29 @@ class LateFilters:
 
     def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
         """What is known of the lengths of a filtered dataset's samples under its transforms."""
+        names = [spec.name for spec in dataset.made_ragged]
         for kept in self._kept.values():
-            if kept.left is dataset.stored and kept.recipe == dataset.recipe:
-                return kept.lengths
+            is_its = kept.left is dataset.stored and kept.transforms == dataset.transforms
+            if is_its and names and kept.lengths.keys() >= set(names):
+                return np.stack([kept.lengths[name] for name in names], axis=1)
         return None
 
     async def _filter(self, asked: Asked, config: DatasetConfig, dataset: Dataset) -> _Filtered:
         columns = [await self._columns.read(dataset, name) for name in asked.columns]
-        made = {}
-        measured: TransformedDataset | None = None
+        lengths: dict[str, Lengths] = {}
+        transforms = ""
         if asked.lengths and config.transforms:
             measured = await self._measure(config, dataset)
-            dataset_lengths = measured.measured.lengths if measured.measured else np.empty((0, 0))
-            for place, spec in enumerate(measured.made_ragged):
-                if spec.name in asked.lengths:
-                    made[spec.name] = dataset_lengths[:, place].astype(np.int64)
+            transforms = measured.transforms
+            for place, spec in enumerate(measured.made_ragged if measured.measured else ()):
+                lengths[spec.name] = measured.measured.lengths[:, place]  # type: ignore[union-attr]
+        made = {
+            name: each.astype(np.int64) for name, each in lengths.items() if name in asked.lengths
+        }
         left, ids = await asyncio.to_thread(apply_late, dataset, config.filter, columns, made)
-        if measured and measured.measured and config.on_corrupt != "replace":
-            lengths = measured.measured.lengths[ids]
-            return _Filtered(dataset, config, left, measured.recipe, lengths)
+        if lengths and config.on_corrupt != "replace":
+            some = {name: each[ids] for name, each in lengths.items()}
+            return _Filtered(dataset, config, left, transforms, some)
         return _Filtered(dataset, config, left)
 
 

@@ -20,18 +20,22 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
-from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
+from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.measured import Lengths, MeasuredIndex
+from gyre_daemon.transforms.kept import KeptDataset
+from gyre_daemon.transforms.measured import Lengths
 from gyre_daemon.transforms.messages import Kind
 
 SUFFIX = ".gyre-lengths"
@@ -72,6 +76,8 @@ class Measuring:
         num_samples: of the shards that are done.
         shard: the name of the one done last.
         task: does it.
+        num_waiting: who waits for it.
+        held: what is made meanwhile, where it is wanted; for the first that takes it.
     """
 
     goes_on: bool
@@ -82,6 +88,19 @@ class Measuring:
     shard: str = ""
     task: "asyncio.Task[Measured] | None" = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    num_waiting: int = 0
+    held: HeldRecords | None = None
+
+    def take_held(self) -> HeldRecords | None:
+        """What is held; whoever takes it releases it."""
+        held, self.held = self.held, None
+        return held
+
+    def release_if_unwanted(self) -> None:
+        """Hold nothing once it is over and nobody waits."""
+        if self.held and self.task and self.task.done() and not self.num_waiting:
+            self.held.release()
+            self.held = None
 
     def after(self, shard: str, num_samples: int, *, was_kept: bool) -> None:
         """One more shard is done."""
@@ -101,7 +120,11 @@ class Measurer:
     """
 
     def __init__(
-        self, sidecars: SidecarStore, threads: FairExecutor, reports: CorruptReports
+        self,
+        sidecars: SidecarStore,
+        threads: FairExecutor,
+        reports: CorruptReports,
+        cache: NodeCache | None,
     ) -> None:
         """Measure nothing yet.
 
@@ -109,15 +132,19 @@ class Measurer:
             sidecars: keep what was measured.
             threads: the daemon's.
             reports: of samples that cannot be transformed and that others replace.
+            cache: the node's.
         """
         self.sidecars, self.threads, self._reports = sidecars, threads, reports
+        self._cache = cache
         self._flow = Flow("measuring")
         self._found: dict[_Key, Measuring] = {}
 
     async def measured(
-        self, dataset: TransformedDataset, config: DatasetConfig
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> TransformedDataset:
         """The dataset with the lengths of its samples; waits until all are measured.
+
+        Where the caller `keeps` what is made, it has what is held, too, and must release that.
 
         A caller that no longer waits does not stop the measuring. Where others replace corrupt
         samples, they replace those that cannot be transformed, too.
@@ -129,28 +156,34 @@ class Measurer:
         """
         if not is_measured(dataset, config):
             return dataset
-        async for measuring in self.progress(dataset, config):
+        async for measuring in self.progress(dataset, config, keeps=keeps):
             if measuring.task and measuring.task.done():
-                return with_measured(dataset, config, measuring.task.result())
+                found = with_measured(dataset, config, measuring.task.result())
+                return replace(found, held=measuring.take_held()) if keeps else found
         raise AssertionError("measuring ends with a result")
 
     async def progress(
-        self, dataset: TransformedDataset, config: DatasetConfig
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> AsyncIterator[Measuring]:
         """The state of the measuring, whenever it has moved; at last its task is done.
 
         Raises:
             GyreError: as `measured`.
         """
-        measuring = self._begun(dataset, goes_on=config.on_corrupt == "replace")
+        measuring = self._begun(dataset, goes_on=config.on_corrupt == "replace", keeps=keeps)
         assert measuring.task
-        while not measuring.task.done():
-            measuring.moved.clear()
-            await measuring.moved.wait()
-            if not measuring.task.done():
-                yield measuring
-        measuring.task.result()
-        yield measuring
+        measuring.num_waiting += 1
+        try:
+            while not measuring.task.done():
+                measuring.moved.clear()
+                await measuring.moved.wait()
+                if not measuring.task.done():
+                    yield measuring
+            measuring.task.result()
+            yield measuring
+        finally:
+            measuring.num_waiting -= 1
+            measuring.release_if_unwanted()
 
     def close(self) -> None:
         """Stop what is being measured; shards that are done stay measured."""
@@ -159,11 +192,13 @@ class Measurer:
                 measuring.task.cancel()
         self._found.clear()
 
-    def _begun(self, dataset: TransformedDataset, *, goes_on: bool) -> Measuring:
+    def _begun(self, dataset: TransformedDataset, *, goes_on: bool, keeps: bool) -> Measuring:
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
         measuring = self._found.pop(key, None)
         if measuring is None:
             measuring = Measuring(goes_on, len(dataset.shards))
+            if keeps and self._cache:
+                measuring.held = HeldRecords(dataset, self._cache)
             measuring.task = asyncio.create_task(self._measure(dataset, measuring))
             measuring.task.add_done_callback(lambda task: self._ended(key, measuring))
             done = [each for each, its in self._found.items() if its.task and its.task.done()]
@@ -175,6 +210,7 @@ class Measurer:
     def _ended(self, key: _Key, measuring: Measuring) -> None:
         """Wake those that wait; one that failed is tried again by the next that asks."""
         measuring.moved.set()
+        measuring.release_if_unwanted()
         task = measuring.task
         if task and (task.cancelled() or task.exception()) and self._found.get(key) is measuring:
             del self._found[key]
@@ -188,7 +224,7 @@ class Measurer:
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
-            part = _Part(dataset, reader, shard, ids, measuring.goes_on)
+            part = _Part(dataset, reader, shard, ids, measuring.goes_on, measuring.held)
             lengths[ids], found, was_kept = await self._shard(part)
             listed = dataset.shards[shard]
             failures += [
@@ -247,9 +283,10 @@ class Measurer:
                 extents = dataset.index.locate(some)
                 for its in part.reader.cut(extents, None):
                     epochs = np.zeros(its.stop - its.start, np.int64)
-                    plan = PortionPlan(some[its], epochs, extents.part(its), begin, None)
                     into = _Into(lengths, failures, begin + its.start)
                     await room.acquire()
+                    keeps = bool(part.held and part.held.has_room)
+                    plan = PortionPlan(some[its], epochs, extents.part(its), begin, None, keeps)
                     tasks.create_task(self._portion(part, plan, into, room))
         return lengths, sorted(failures, key=lambda each: each.sample)
 
@@ -261,7 +298,7 @@ class Measurer:
             while left:
                 begin, some = left.pop()
                 try:
-                    await self._measure_portion(part.reader, some, into.lengths_at(begin, some))
+                    await self._measure_portion(part, some, into.lengths_at(begin, some))
                 except CorruptSample as error:
                     if not part.goes_on:
                         raise
@@ -275,19 +312,21 @@ class Measurer:
         finally:
             room.release()
 
-    async def _measure_portion(
-        self, reader: PortionReader, plan: PortionPlan, into: Lengths
-    ) -> None:
-        claims = Claims(self._flow, plan.urgency)
+    async def _measure_portion(self, part: "_Part", plan: PortionPlan, into: Lengths) -> None:
+        reader, claims = part.reader, Claims(self._flow, plan.urgency)
         try:
             async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
                 answers = await reader.work(Kind.MEASURE, portion, claims)
+                found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
+                if len(found) != into.size or (found < 0).any():
+                    raise Overloaded(
+                        "a process that measures samples gave a wrong answer; try again"
+                    )
+                into[:] = found.reshape(into.shape)
+                if part.held and len(answers) == 1:  # not one by one, each at the same place
+                    part.held.hold(portion, into.astype(np.int64), answers[0].num_kept)
         except ExceptionGroup as errors:  # of records that are made before they are kept
             raise first_error(errors) from errors
-        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-        if len(found) != into.size or (found < 0).any():
-            raise Overloaded("a process that measures samples gave a wrong answer; try again")
-        into[:] = found.reshape(into.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +338,7 @@ class _Part:
         reader: of the dataset.
         shard: its number.
         ids: int64 [n], of its samples.
-        goes_on: see `Measuring`.
+        goes_on, held: see `Measuring`.
     """
 
     dataset: TransformedDataset
@@ -307,6 +346,7 @@ class _Part:
     shard: int
     ids: Int64Array
     goes_on: bool
+    held: HeldRecords | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,18 +421,16 @@ def with_measured(
     Raises:
         CorruptSample: too many samples cannot be transformed.
     """
-    if found.failures:
+    before = dataset.source.failed if isinstance(dataset.source, KeptDataset) else NO_SAMPLES
+    if found.failures or len(before):
         num_before, num_samples = len(dataset.corrupt), dataset.index.num_samples
-        check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
+        if found.failures:
+            check_limit(dataset.name, found.failures, num_samples, config.max_corrupt, num_before)
         failed = np.array([each.sample_id for each in found.failures], np.int64)
+        failed = np.union1d(before, failed)
         # which samples are replaced is part of what is done to samples: the data are the same
         digest = hashlib.blake2b(dataset.transforms.encode(), digest_size=8)
         digest.update(failed.astype("<i8").tobytes())
         corrupt = np.union1d(dataset.corrupt, failed)
         dataset = replace(dataset, corrupt=corrupt, transforms=digest.hexdigest())
-    if not dataset.made_ragged:
-        return dataset
-    passed = [spec for spec in dataset.fields if spec not in dataset.made]
-    stored = stored_fields(dataset.source.fields)
-    index = MeasuredIndex(dataset.source.index, stored, dataset.made, passed, found.lengths)
-    return replace(dataset, measured=index)
+    return dataset.with_lengths(found.lengths) if dataset.made_ragged else dataset
