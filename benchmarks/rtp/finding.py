@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from gyre_trainer.layers.block_finder import BlockFinder
+from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.known_modules import is_of_known_class
 from torch import nn
 

@@ -27,9 +27,9 @@ from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
-from gyre_trainer.layers.block_finder import BlockFinder
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
+from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known

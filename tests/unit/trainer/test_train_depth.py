@@ -109,11 +109,13 @@ def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
         dry_run(config({"config": experts}), Strategy.GYRE, 2)
 
 
-def test_logits_that_are_scaled_exist_as_a_whole_under_every_strategy() -> None:
+def test_logits_that_are_scaled_exist_as_a_whole_unless_they_rotate() -> None:
     scaled = LLAMA | {"model_type": "granite", "logits_scaling": 3.0, "num_hidden_layers": 1}
+    whole = 4 * 2 * 16 * 128
     for strategy in Strategy:
         live = dry_run(config({"config": scaled}), strategy, 2).timeline.live
-        assert live[:, CATEGORIES.index(Category.LOGITS)].max() >= 4 * 2 * 16 * 128, strategy
+        most = live[:, CATEGORIES.index(Category.LOGITS)].max()
+        assert most < whole if strategy is Strategy.GYRE else most >= whole, strategy
 
 
 def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:

@@ -23,7 +23,7 @@ from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distr
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.found_blocks import find_rule
+from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.sharded_init import allocate

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gyre_trainer.layers.found_blocks import find_rule
+from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.rotation.rule import Rule
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

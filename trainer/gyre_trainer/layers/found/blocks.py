@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found_experts import find_experts_rule
+from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotation.rule import Rule, swapped
 from gyre_trainer.shards.layout import Layout
