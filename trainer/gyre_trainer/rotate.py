@@ -147,7 +147,7 @@ def rotate_all(
     rules: Rules | None = None,
     sync_from: int | None = None,
     verify: bool | None = None,
-    find_blocks: bool = False,
+    find_blocks: bool = True,
     min_numel: int = 0,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
