@@ -33,6 +33,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    state: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that puts no DistributedDataParallel around models."""
@@ -55,6 +56,9 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         pretrained.load(model or self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir) / _OPTIMIZER)
