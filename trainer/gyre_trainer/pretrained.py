@@ -14,61 +14,35 @@ must see the same folder.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.errors import (
-    CheckpointFailed,
-    CheckpointRejected,
-    RotationError,
-    TrainError,
-)
+from gyre_trainer.adapter_files import has_adapters, is_adapted, load_adapters, save_adapters
+from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.shards.local_shards import local_of, place_of
 from gyre_trainer.shards.sharded_init import allocate
-from gyre_trainer.shards.tensor_files import (
-    Part,
-    StoredTensor,
-    layout_of,
-    read_header,
-    read_part,
-    write_part,
+from gyre_trainer.shards.stored_weights import (
+    Files,
+    Target,
+    agreed,
+    read_targets,
+    stored_dtype,
+    targets_of,
+    write_targets,
 )
+from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # As transformers has it. Smaller files load in parallel from object storage; each is one more open.
 _MAX_FILE_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A parameter or buffer of the model.
-
-    Attributes:
-        names: all its names; a tied one has several, the first is the one that is saved.
-        whole: the tensor, a DTensor if it is sharded.
-        local: this rank's part.
-        part: where that is in the whole.
-        is_written_here: whether this rank writes its part; of replicated ones one rank does.
-    """
-
-    names: tuple[str, ...]
-    whole: Tensor
-    local: Tensor
-    part: Part
-    is_written_here: bool
 
 
 def load(
@@ -82,6 +56,7 @@ def load(
 
     Afterwards every parameter and persistent buffer has the values of the files, cast to its dtype.
     On `meta`, it is given memory first, and other buffers are computed by their constructors.
+    From a folder with adapters of peft, a `PeftModel` takes these alone.
 
     Args:
         model: rotated or not.
@@ -94,19 +69,15 @@ def load(
         CheckpointRejected: on every rank: a file is damaged, a parameter is missing or of another
             shape, or a file has tensors that the model has not; the message names them.
     """
+    if is_adapted(model) and has_adapters(Path(path)):
+        load_adapters(model, Path(path))
+        return
     allocate(model, torch.device(device))
-    with _agreed("loading weights"):
+    with agreed("loading weights"):
         stored = _renamed(model, _stored_tensors(Path(path)), key_mapping)
-        targets = list(_targets(model))
+        targets = _targets(model)
         _require_all_used(model, targets, stored, path)
-        sources = [_found(target, stored, path) for target in targets]
-        with ExitStack() as files, torch.no_grad():
-            fds: dict[Path, int] = {}
-            for target, found in zip(targets, sources, strict=True):
-                if found.path not in fds:
-                    fds[found.path] = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
-                    files.callback(os.close, fds[found.path])
-                _read(fds[found.path], found, target)
+        read_targets(targets, stored, path)
 
 
 def save_pretrained(
@@ -117,6 +88,8 @@ def save_pretrained(
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Write a model as `transformers` does; collective. The folder may exist.
+
+    Of a `PeftModel` its adapters alone are written, as peft does, each in one file.
 
     Args:
         model: rotated or not. Where it has a `config` and a `generation_config` of transformers,
@@ -130,52 +103,16 @@ def save_pretrained(
         CheckpointFailed: on every rank: a file could not be written; files of the same names that
             were there before are as they were.
     """
-    folder, targets = Path(path), list(_targets(model))
+    folder = Path(path)
+    if is_adapted(model):
+        save_adapters(model, folder, dtype=dtype)
+        return
+    targets = _targets(model)
     files = _files(folder, targets, dtype, max_file_bytes)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    temporary = {name: folder / f".{name}.incomplete" for name in files}
-    try:
-        with _agreed("creating the files of the weights"):
-            if is_first:
-                folder.mkdir(parents=True, exist_ok=True)
-                for name, (header, places) in files.items():
-                    _create(temporary[name], header, places)
-        with _agreed("writing weights"):
-            for name, (_, places) in files.items():
-                _write(temporary[name], targets, places)
-        with _agreed("finishing the files of the weights"):
-            if is_first:
-                _finish(model, folder, files, temporary, dtype)
-    except TrainError:
-        if is_first:
-            for each in temporary.values():
-                with suppress(OSError):  # the folder may not exist
-                    each.unlink()
-        raise
+    write_targets(folder, targets, files, lambda: _finish(model, folder, files, dtype))
 
 
-@contextmanager
-def _agreed(what: str) -> Iterator[None]:
-    """A context for what all ranks do; where it fails on one, every rank raises that error."""
-    told: tuple[bool, str] | None = None
-    cause: Exception | None = None
-    try:
-        yield
-    except (TrainError, OSError) as error:
-        is_rejected = isinstance(error, CheckpointRejected)
-        told, cause = (is_rejected, str(error) if is_rejected else f"{what} failed: {error}"), error
-    everyone = [told]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        with collective(what):
-            dist.all_gather_object(everyone, told)
-    for rank, each in enumerate(everyone):
-        if each is not None:
-            kind, where = (CheckpointRejected, CheckpointFailed)[not each[0]], f"rank {rank}: "
-            raise kind(f"{where if len(everyone) > 1 else ''}{each[1]}") from cause
-
-
-def _targets(model: nn.Module) -> Iterator[_Target]:
+def _targets(model: nn.Module) -> list[Target]:
     """Parameters and persistent buffers, each once."""
     for path, module in model.named_modules():
         if is_quantized(module):
@@ -183,19 +120,7 @@ def _targets(model: nn.Module) -> Iterator[_Target]:
                 f"{path} has quantized weights, which no file of the library's layout holds; load "
                 "before quantize_frozen, and save adapters by peft's save_pretrained"
             )
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            names.setdefault(tensor, []).append(name)
-    for whole, found in names.items():
-        shape = tuple(whole.shape) or (1,)
-        local, is_first = whole.detach(), not dist.is_initialized() or dist.get_rank() == 0
-        start, stop, dim = 0, shape[0], 0
-        if isinstance(whole, DTensor):
-            local = local_of(whole).detach()
-            if (place := place_of(whole)) is not None:
-                dim, start, stop, is_first = place.dim, place.start, place.stop, place.is_first
-        yield _Target(tuple(found), whole, local, Part(shape, dim, start, stop), is_first)
+    return targets_of(model.state_dict(keep_vars=True))
 
 
 def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -242,7 +167,7 @@ def _with_prefix(key: str, prefix: str, known: Mapping[str, object]) -> str:
 
 
 def _require_all_used(
-    model: nn.Module, targets: list[_Target], stored: Mapping[str, object], path: object
+    model: nn.Module, targets: list[Target], stored: Mapping[str, object], path: object
 ) -> None:
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     known = {name for target in targets for name in target.names}
@@ -258,44 +183,14 @@ def _require_all_used(
         )
 
 
-def _found(target: _Target, stored: Mapping[str, StoredTensor], path: object) -> StoredTensor:
-    name = next((name for name in target.names if name in stored), None)
-    if name is None:
-        raise CheckpointRejected(f"{path} has no {target.names[0]}")
-    found = stored[name]
-    if found.shape != tuple(target.whole.shape):
-        raise CheckpointRejected(
-            f"{name} in {found.path} has the shape {list(found.shape)}, "
-            f"but {list(target.whole.shape)} in the model"
-        )
-    if found.dtype.is_floating_point != target.whole.dtype.is_floating_point:
-        raise CheckpointRejected(
-            f"{name} in {found.path} is {found.dtype}, but {target.whole.dtype} in the model"
-        )
-    return found
-
-
-def _read(fd: int, found: StoredTensor, target: _Target) -> None:
-    local = target.local
-    if local.dtype == found.dtype and local.device.type == "cpu" and local.is_contiguous():
-        read_part(fd, found, target.part, local)
-    else:
-        values = torch.empty(local.shape, dtype=found.dtype)
-        read_part(fd, found, target.part, values)
-        local.copy_(values)
-
-
-_Files = Mapping[str, tuple[bytes, dict[str, StoredTensor]]]
-
-
 def _files(
-    folder: Path, targets: list[_Target], dtype: torch.dtype | None, max_file_bytes: int
-) -> _Files:
+    folder: Path, targets: list[Target], dtype: torch.dtype | None, max_file_bytes: int
+) -> Files:
     """Header and places of each file, by its name."""
     groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
     size = 0
     for target in targets:
-        stored = _stored_dtype(target.whole, dtype)
+        stored = stored_dtype(target.whole, dtype)
         num_bytes = target.whole.numel() * stored.itemsize
         if groups[-1] and size + num_bytes > max_file_bytes:
             groups.append([])
@@ -310,41 +205,13 @@ def _files(
     }
 
 
-def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _create(path: Path, header: bytes, places: Mapping[str, StoredTensor]) -> None:
-    """A file of its final size, which other ranks can write to."""
-    with path.open("wb") as file:
-        file.write(header)
-        end = max((each.offset + each.num_bytes for each in places.values()), default=len(header))
-        file.truncate(end)
-
-
-def _write(path: Path, targets: list[_Target], places: Mapping[str, StoredTensor]) -> None:
-    """Write this rank's parts of the tensors in one file, and wait until they are stored."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for target in targets:
-            place = places.get(target.names[0])
-            if place is not None and target.is_written_here:
-                write_part(fd, place, target.part, target.local.cpu().to(place.dtype).contiguous())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _finish(
     model: nn.Module,
     folder: Path,
-    files: _Files,
-    temporary: Mapping[str, Path],
+    files: Files,
     dtype: torch.dtype | None,
 ) -> None:
-    """Give the files their names, remove those of an earlier save, and write the others."""
-    for name, path in temporary.items():
-        path.replace(folder / name)
+    """Remove the files of an earlier save, and write the others."""
     if len(files) > 1:
         total = sum(each.num_bytes for _, places in files.values() for each in places.values())
         weight_map = {key: name for name, (_, places) in files.items() for key in places}
@@ -361,7 +228,7 @@ def _finish(
     if save_config is not None:
         described: Any = deepcopy(config)
         described.architectures = [own_class(model).__name__]
-        described.dtype = str(_stored_dtype(next(model.parameters()), dtype)).removeprefix("torch.")
+        described.dtype = str(stored_dtype(next(model.parameters()), dtype)).removeprefix("torch.")
         described.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

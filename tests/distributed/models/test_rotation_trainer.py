@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor
@@ -89,3 +91,53 @@ def test_the_best_model_is_loaded_at_the_end(ranks: StartRanks, tmp_path: Path) 
         expected = dict(best.named_parameters())
         assert parameters.keys() == expected.keys()
         assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+def adapted(base: Any, modules_to_save: list[str] | None) -> Any:
+    """With adapters as peft makes them: they change nothing until they are trained."""
+    import peft
+
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=3, target_modules=["q_proj", "up_proj"], modules_to_save=modules_to_save
+    )
+    return peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
+
+
+def trained_adapters(
+    folder: Path, modules_to_save: list[str] | None, checkpoint: str | None
+) -> tuple[Tensor, list[float]]:
+    """Logits after a run, and its losses of evaluation."""
+    with torchrun():
+        model = adapted(llama(), modules_to_save)
+        rotate_all(model, mesh=make_mesh("cpu"))
+        losses = trained(
+            model, folder, resume=checkpoint, eval_strategy="steps", eval_steps=1, save_steps=2
+        )
+        pretrained.save_pretrained(model, folder / "result")
+        with torch.no_grad():
+            return model.eval()(input_ids=tokens(0)).logits, losses
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
+def test_adapters_are_saved_in_the_layout_of_peft(
+    ranks: StartRanks, tmp_path: Path, modules_to_save: list[str] | None
+) -> None:
+    import peft
+
+    found = ranks(2).run(trained_adapters, tmp_path / "run", modules_to_save, None)
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    for folder in (checkpoint, tmp_path / "run" / "result"):
+        names = {each.name for each in folder.iterdir()}
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+        assert "model.safetensors" not in names
+        model = peft.PeftModel.from_pretrained(llama(), str(folder), autocast_adapter_dtype=False)
+        with torch.no_grad():
+            expected = model.eval()(input_ids=tokens(0)).logits
+        for logits, _ in found:
+            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    halfway = str(tmp_path / "run" / "checkpoint-2")
+    resumed = ranks(2).run(trained_adapters, tmp_path / "again", modules_to_save, halfway)
+    for (logits, losses), (again, since) in zip(found, resumed, strict=True):
+        torch.testing.assert_close(again, logits, rtol=1e-9, atol=1e-9)
+        assert since[-2:] == pytest.approx(losses[-2:], rel=1e-9)

@@ -18,7 +18,8 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     """A Trainer for a model of `transformers` that is rotated, or sharded by FSDP2.
 
     Checkpoints and the saved model have the library's layout; each rank writes its part of the
-    files, and any number of ranks can resume.
+    files, and any number of ranks can resume. Of a model with adapters of peft these are saved, in
+    peft's layout.
 
     Raises:
         RotationError: the arguments have `bf16` or `fp16`, which are for whole weights.
