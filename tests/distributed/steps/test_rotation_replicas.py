@@ -155,12 +155,14 @@ def refusal(program: Any) -> str:
     return "nothing was refused"
 
 
-def seeds_of_their_own() -> None:
+def shards_of_their_own() -> None:
     mesh = make_mesh("cpu", replicate=2)
     with torch.device("meta"):
         model = build(UNEVEN)
     rotate_all(model, mesh=mesh)
-    materialize(model, seed=mesh.get_local_rank("replicate"))
+    materialize(model, seed=0)
+    with torch.no_grad():
+        local_of(model.embedding.weight).add_(mesh.get_local_rank("replicate"))
     model.loss(*batch(0, UNEVEN.vocab_size))
 
 
@@ -192,8 +194,8 @@ def modules_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (seeds_of_their_own, ["embedding", "one replica", "seed"]),
-        (norms_of_their_own, ["Sequential", "one replica"]),
+        (shards_of_their_own, ["embedding", "one replica", "seed"]),
+        (norms_of_their_own, ["0.weight of Sequential", "one rank"]),
         (values_of_their_own, ["0.weight has values of digest", "rank 2", "sync_from=0"]),
         (modules_of_their_own, ["replicas", "other modules"]),
     ],

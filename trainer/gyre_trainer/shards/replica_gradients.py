@@ -59,7 +59,7 @@ class ReplicaGradients:
                 parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
         if not self._is_compared and not isinstance(self._flat, FakeTensor):
             self._is_compared = True
-            require_equal_replicas([self._flat], self._ring, name)
+            _require_equal_replicas(self._flat, self._ring, name)
 
     def touch(self) -> None:
         """Note a parameter's gradient; the module's last one starts the all-reduce."""
@@ -169,18 +169,15 @@ def _backwards_of(ring: Ring) -> _Backwards:
     return _BACKWARDS[ring]
 
 
-def require_equal_replicas(tensors: Sequence[Tensor], ring: Ring, name: str) -> None:
-    """Refuse tensors that differ among the replicas of the ring. Collective.
+def _require_equal_replicas(flat: Tensor, ring: Ring, name: str) -> None:
+    """Refuse shards that differ among the replicas of the ring. Collective.
 
     Raises:
         RotationError: on every rank of all replicas.
     """
     assert ring.replicas is not None
-    digest = 0
-    for tensor in tensors:
-        digest = (digest * 31 + digest_of(tensor)) % 2**55
-    device = tensors[0].device if tensors else torch.device("cpu")
-    differs = torch.tensor(int(_differs(digest, [ring.replicas], device)), device=device)
+    device = flat.device
+    differs = torch.tensor(int(_differs(digest_of(flat), [ring.replicas], device)), device=device)
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=ring.group)
     if differs.item():
         raise RotationError(

@@ -15,9 +15,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from gyre_trainer.comm.mesh import groups_of
+from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import place_of
 from gyre_trainer.shards.meta_buffers import make_buffers
@@ -101,7 +105,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
 
     Raises:
         RotationError: a parameter has no distribution, or a buffer on `meta` cannot be made; the
-            message names it.
+            message names it. Or the ranks of a rotated model have different seeds.
 
     Example:
         with torch.device("meta"):
@@ -109,6 +113,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
         rotate_all(model, mesh=make_mesh("cuda"))
         materialize(model, seed=0, device="cuda")
     """
+    _require_one_seed(model, seed)
     allocate(model, torch.device(device))
     filled: set[str] = set()
     if isinstance(model, HasInits):
@@ -126,6 +131,28 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
             )
         fill(parameter, inits[name], seed=seed, name=name)
     _clear_padding(model)
+
+
+def _require_one_seed(model: nn.Module, seed: int) -> None:
+    """Refuse different seeds on the ranks of a rotated model, whose shards would not fit together.
+
+    Collective.
+    """
+    meshes = (each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    mesh = next(meshes, None)
+    halves = divmod(seed, 2**32)
+    if mesh is None:
+        return
+    extremes = torch.tensor([halves, [-each for each in halves]], device=mesh.device_type)
+    with collective("comparing the seeds of materialize"):
+        for group in groups_of(mesh):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if isinstance(extremes, FakeTensor) or not extremes.sum(0).any():
+        return  # a dry run has no other ranks
+    raise RotationError(
+        f"materialize got the seed {seed} on rank {dist.get_rank()} and another one on another "
+        "rank, so the shards would be of different models; pass the same seed on all ranks"
+    )
 
 
 @torch.no_grad()

@@ -22,16 +22,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.layers.whole.read_parameters import ReadableParameters
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
-from gyre_trainer.shards.local_shards import as_parameter, local_of
-from gyre_trainer.shards.replica_gradients import require_equal_replicas
+from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 
@@ -99,7 +97,7 @@ class ReplicatedGradients:
         self._groups = groups_of(mesh)
         self._ring = ring_of(mesh)
         self._backward: int | None = None
-        self._is_compared = self._ring.replicas is None
+        self._is_compared = False
         self._watched = WeakIdKeyDictionary()
         self.watch()
 
@@ -126,11 +124,33 @@ class ReplicatedGradients:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
-    def compare(self, name: str) -> None:
-        """The first time, refuse values that differ among the replicas of the ring."""
-        if not self._is_compared and not any(isinstance(p, FakeTensor) for p in self._parameters):
-            self._is_compared = True
-            require_equal_replicas([local_of(p) for p in self._parameters], self._ring, name)
+    def compare(self, model: nn.Module) -> None:
+        """The first time, refuse values that differ among the ranks; collective.
+
+        Raises:
+            RotationError: on every rank, with the first such parameter of the model.
+        """
+        if self._is_compared:
+            return
+        values = [local_of(p).detach() for p in self._parameters]
+        if any(isinstance(each, FakeTensor) for each in values):
+            return
+        self._is_compared = True
+        digests = [digest_of(each) for each in values]
+        extremes = torch.tensor(
+            [digests, [-each for each in digests]], device=self._mesh.device_type
+        )
+        with self._ring.hang_diagnosis.collective("comparing replicated parameters"):
+            for group in self._groups:
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        different = {self._parameters[place] for place in extremes.sum(0).nonzero().flatten()}
+        if different:
+            name = next(name for name, p in model.named_parameters() if p in different)
+            raise RotationError(
+                f"{name} of {own_class(model).__name__} has other values on one rank than on "
+                "another, so they would train different models; give all ranks the same values, "
+                "with one seed, one checkpoint or sync_from=0"
+            )
 
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
@@ -263,7 +283,7 @@ def _watch(module: nn.Module, _args: Any) -> None:
         require_whole(module)
         averaging.add(list(added.values()))
     averaging.watch()
-    averaging.compare(path_of(module))
+    averaging.compare(module)
 
 
 def _take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:
