@@ -1,7 +1,7 @@
 """Transforms of images, compared with Pillow, with torch, and with torchvision's description.
 
-No build of torchvision fits torch's builds for processors. `torchvision_box` is its documented
-algorithm, and its pixels are those of Pillow (for images of Pillow) and of
+torchvision's operators do not load beside torch's builds for processors, so it is not called here.
+`torchvision_box` is its documented algorithm, and its pixels are those of Pillow (for images of Pillow) and of
 `torch.nn.functional.interpolate` (for tensors, which it calls).
 """
 
