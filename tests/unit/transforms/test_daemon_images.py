@@ -1,8 +1,8 @@
 """Transforms of images, compared with Pillow, with torch, and with torchvision's description.
 
 torchvision's operators do not load beside torch's builds for processors, so it is not called here.
-`torchvision_box` is its documented algorithm, and its pixels are those of Pillow (for images of Pillow) and of
-`torch.nn.functional.interpolate` (for tensors, which it calls).
+`torchvision_box` is its documented algorithm, and its pixels are those of Pillow (for images of
+Pillow) and of `torch.nn.functional.interpolate` (for tensors, which it calls).
 """
 
 import io
