@@ -94,11 +94,11 @@ def write(folder: Path) -> list[int]:
         path = folder / f"folder/{number % NUM_CLASSES:02}/{number:05}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    for kind in ("tars", "parquet"):
-        (folder / kind).mkdir()
+    for kind in ("stored/tars", "parquet"):
+        (folder / kind).mkdir(parents=True)
     for shard in range(NUM_TARS):
         numbers = range(shard, NUM_IMAGES, NUM_TARS)
-        with tarfile.open(folder / f"tars/{shard}.tar", "w") as archive:
+        with tarfile.open(folder / f"stored/tars/{shard}.tar", "w") as archive:
             for number in numbers:
                 for name, data in (
                     ("jpg", images[number]),
@@ -195,7 +195,7 @@ def batches(contender: str, folder: Path, address: str) -> Iterator[Any]:
         import webdataset  # noqa: PLC0415  # one contender's alone
 
         warnings.simplefilter("ignore")
-        tars = sorted(map(str, (folder / "tars").glob("*.tar")))
+        tars = sorted(map(str, (folder / "stored/tars").glob("*.tar")))
         if rest == "object storage":
             url = (folder / "url").read_text()
             tars = [f"{url}/tars/{Path(each).name}" for each in tars]
@@ -334,7 +334,7 @@ def main() -> None:
         sizes = write(folder)
         datasets: dict[str, dict[str, Any]] = {
             "folder": {"uri": str(folder / "folder"), "format": "files"},
-            "tars": {"uri": str(folder / "tars"), "format": "webdataset"},
+            "tars": {"uri": str(folder / "stored/tars"), "format": "webdataset"},
             "parquet": {"uri": str(folder / "parquet"), "format": "parquet"},
         }
         runs = [(each, 1) for each in CONTENDERS] + [(each, 2) for each in IN_PAIRS]
@@ -345,7 +345,7 @@ def main() -> None:
         ]
         found: dict[tuple[str, int], list[tuple[float, float]]] = {run: [] for run in runs}
         stack = ExitStack()
-        objects = stack.enter_context(object_server(folder))
+        objects = stack.enter_context(object_server(folder / "stored"))
         objects.follow(FIRST_BYTE)
         (folder / "url").write_text(objects.url)
         settings = {f"storage.{key}": value for key, value in objects.storage_settings.items()}
