@@ -18,33 +18,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.base import Arrays, array_of
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
-from gyre_daemon.errors import CorruptSample, Overloaded, first_error
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.measuring.held import HeldRecords
-from gyre_daemon.fetching.portions import PortionPlan, PortionReader
-from gyre_daemon.order.shuffle.permutation import Int64Array
+from gyre_daemon.fetching.measuring.shards import AT_ONCE, ShardMeasurer, ShardPart
+from gyre_daemon.fetching.portions import PortionReader
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.measured import Lengths
-from gyre_daemon.transforms.messages import Kind
 
-SUFFIX = ".gyre-lengths"
-_LENGTHS, _VERSION, _VERSION_WITH_FAILURES = "lengths", "lengths/1", "lengths and failures/1"
-# Samples whose places are looked up together.
-_AT_ONCE = 1 << 16
-# Portions that are under way at once: enough for all processes while others are read, and few
-# enough that the portions of jobs have their turns soon.
-_MAX_PORTIONS = 32
 # Chains whose lengths are kept in memory: 4 bytes for each sample. Others are read from sidecars.
 _MAX_KEPT = 8
 
@@ -136,7 +123,7 @@ class Measurer:
         """
         self.sidecars, self.threads, self._reports = sidecars, threads, reports
         self._cache = cache
-        self._flow = Flow("measuring")
+        self._shards = ShardMeasurer(sidecars)
         self._found: dict[_Key, Measuring] = {}
 
     async def measured(
@@ -224,8 +211,8 @@ class Measurer:
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
-            part = _Part(dataset, reader, shard, ids, measuring.goes_on, measuring.held)
-            lengths[ids], found, was_kept = await self._shard(part)
+            part = ShardPart(dataset, reader, shard, ids, measuring.goes_on, measuring.held)
+            lengths[ids], found, was_kept = await self._shards.measured(part)
             listed = dataset.shards[shard]
             failures += [
                 CorruptRecord(*listed.place_of(each.offset), int(ids[each.sample]), each.reason)
@@ -243,174 +230,20 @@ class Measurer:
                 log_event("samples cannot be transformed", about, logging.WARNING)
         return Measured(lengths, failures)
 
-    async def _shard(self, part: "_Part") -> tuple[Lengths, list[Damage], bool]:
-        """The lengths of a shard's samples, its failures, and whether both were known before.
-
-        The numbers of failures are places in the part.
-        """
-        dataset, num = part.dataset, len(part.ids)
-        listed, shape = dataset.shards[part.shard], (num, len(dataset.made_ragged))
-        chain, kind = await asyncio.to_thread(_identities, part)
-        sidecars = self.sidecars.sibling(f".{chain}{SUFFIX}")
-        key = SidecarKey(dataset.uri, listed.name, listed.size_bytes, listed.version, kind)
-
-        def check(arrays: Arrays) -> None:
-            found = array_of(arrays, _LENGTHS, np.int32, 2)
-            if found.shape != shape or (found < 0).any():
-                raise ValueError("its lengths are not those of the shard's samples")
-            if part.goes_on:
-                from_arrays(arrays, num)
-
-        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
-        if arrays is not None:
-            return arrays[_LENGTHS], from_arrays(arrays, num) if part.goes_on else [], True
-        try:
-            lengths, failures = await self._lengths_of(part)
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        arrays = {_LENGTHS: lengths, **(to_arrays(failures) if part.goes_on else {})}
-        await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
-        return lengths, failures, False
-
-    async def _lengths_of(self, part: "_Part") -> tuple[Lengths, list[Damage]]:
-        dataset, ids = part.dataset, part.ids
-        lengths = np.zeros((len(ids), len(dataset.made_ragged)), np.int32)
-        failures: list[Damage] = []
-        room = asyncio.Semaphore(_MAX_PORTIONS)
-        async with asyncio.TaskGroup() as tasks:
-            for begin in range(0, len(ids), _AT_ONCE):
-                some = ids[begin : begin + _AT_ONCE]
-                extents = dataset.index.locate(some)
-                for its in part.reader.cut(extents, None):
-                    epochs = np.zeros(its.stop - its.start, np.int64)
-                    into = _Into(lengths, failures, begin + its.start)
-                    await room.acquire()
-                    keeps = bool(part.held and part.held.has_room)
-                    plan = PortionPlan(some[its], epochs, extents.part(its), begin, None, keeps)
-                    tasks.create_task(self._portion(part, plan, into, room))
-        return lengths, sorted(failures, key=lambda each: each.sample)
-
-    async def _portion(
-        self, part: "_Part", plan: PortionPlan, into: "_Into", room: asyncio.Semaphore
-    ) -> None:
-        try:
-            left = [(0, plan)]
-            while left:
-                begin, some = left.pop()
-                try:
-                    await self._measure_portion(part, some, into.lengths_at(begin, some))
-                except CorruptSample as error:
-                    if not part.goes_on:
-                        raise
-                    number = _number(some, error)
-                    into.failures.append(_failure(into.first + begin + number, part, error))
-                    left += [
-                        (begin + each.start, some.part(each))
-                        for each in (slice(0, number), slice(number + 1, len(some)))
-                        if each.start < each.stop
-                    ]
-        finally:
-            room.release()
-
-    async def _measure_portion(self, part: "_Part", plan: PortionPlan, into: Lengths) -> None:
-        reader, claims = part.reader, Claims(self._flow, plan.urgency)
-        try:
-            async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
-                answers = await reader.work(Kind.MEASURE, portion, claims)
-                found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-                if len(found) != into.size or (found < 0).any():
-                    raise Overloaded(
-                        "a process that measures samples gave a wrong answer; try again"
-                    )
-                into[:] = found.reshape(into.shape)
-                if part.held and len(answers) == 1:  # not one by one, each at the same place
-                    part.held.hold(portion, into.astype(np.int64), answers[0].num_kept)
-        except ExceptionGroup as errors:  # of records that are made before they are kept
-            raise first_error(errors) from errors
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The samples of one shard.
-
-    Attributes:
-        dataset: as it is transformed.
-        reader: of the dataset.
-        shard: its number.
-        ids: int64 [n], of its samples.
-        goes_on, held: see `Measuring`.
-    """
-
-    dataset: TransformedDataset
-    reader: PortionReader
-    shard: int
-    ids: Int64Array
-    goes_on: bool
-    held: HeldRecords | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Into:
-    """Where the results of a portion go.
-
-    Attributes:
-        lengths: of all samples of the shard.
-        failures: of the shard.
-        first: the place of the portion in the shard.
-    """
-
-    lengths: Lengths
-    failures: list[Damage]
-    first: int
-
-    def lengths_at(self, begin: int, plan: PortionPlan) -> Lengths:
-        """Those of a part of the portion."""
-        return self.lengths[self.first + begin :][: len(plan)]
-
 
 def is_measured(dataset: TransformedDataset, config: DatasetConfig) -> bool:
     """Whether each sample of a dataset is transformed once before it is served."""
     return bool(dataset.made_ragged) or config.on_corrupt == "replace"
 
 
-def _number(plan: PortionPlan, error: CorruptSample) -> int:
-    """Which sample of a portion an error is about."""
-    (found,) = np.nonzero(plan.sample_ids == int(error.facts["sample_id"]))
-    return int(found[0])
-
-
-def _failure(place: int, part: _Part, error: CorruptSample) -> Damage:
-    """An error as damage of the shard, where it may name a file and a byte of that."""
-    extents = part.dataset.stored.index.locate(np.array([int(error.facts["sample_id"])]))
-    start, shard = int(extents.start[0, 0]), part.dataset.shards[int(extents.shard[0])]
-    offset = start - shard.place_of(start)[1] + int(error.facts["offset"])
-    by, reason = error.facts.get("transform"), str(error.facts["reason"])
-    return Damage(place, offset, f"{by}: {reason}" if by else reason)
-
-
 def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
     """How many samples each shard has."""
     counts = np.zeros(num_shards, np.int64)
-    for begin in range(0, index.num_samples, _AT_ONCE):
-        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+    for begin in range(0, index.num_samples, AT_ONCE):
+        ids = np.arange(begin, min(begin + AT_ONCE, index.num_samples))
         counts += np.bincount(index.locate(ids).shard, minlength=num_shards)
     found: list[int] = counts.tolist()
     return found
-
-
-def _identities(part: _Part) -> tuple[str, str]:
-    """What tells a chain from others, and what tells these samples under it from others."""
-    dataset, ids = part.dataset, part.ids
-    version = _VERSION_WITH_FAILURES if part.goes_on else _VERSION
-    # the recipe begins behind `cache`
-    all_of_it = dataset.recipe + dataset.transforms.encode() + version.encode()
-    chain = hashlib.blake2b(all_of_it, digest_size=8)
-    samples = hashlib.blake2b(all_of_it, digest_size=16)
-    for begin in range(0, len(ids), _AT_ONCE):
-        extents = dataset.stored.index.locate(ids[begin : begin + _AT_ONCE])
-        samples.update(extents.start.astype("<i8").tobytes())
-        samples.update(extents.size.astype("<i8").tobytes())
-    return chain.hexdigest(), f"{version} {samples.hexdigest()}"
 
 
 def with_measured(
