@@ -68,12 +68,14 @@ def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> No
     """Checks the sample ids of a step.
 
     Raises:
-        DaemonFault: There are not as many as the rank reads, or not as many marks.
+        DaemonFault: There are not as many as the rank reads, or not as many marks; or transforms
+            were left out.
     """
     wanted = request.order.global_batch_size // (request.world_size or 1)
     for name, num in (("sample ids", len(response.sample_ids)), ("marks", len(response.mask))):
         if num != wanted and (num or name == "sample ids"):
             raise DaemonFault(f"the daemon planned {num} {name} for a step of {wanted} samples")
+    _check_transforms(request.transforms, response.transforms)
 
 
 def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexProgress]:
@@ -130,12 +132,14 @@ def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintPro
         yield progress
 
 
-def check_located(response: pb.LocateStepResponse) -> None:
+def check_located(response: pb.LocateStepResponse, request: pb.LocateStepRequest) -> None:
     """Checks where a daemon says that samples are stored.
 
     Raises:
-        DaemonFault: It names a shard or a source that it does not list, or has too few rows.
+        DaemonFault: It names a shard or a source that it does not list, has too few rows, or left
+            transforms out.
     """
+    _check_transforms(request.transforms, response.transforms)
     samples = [sample for row in response.rows for sample in row.samples]
     num_shards, num_sources = len(response.shards), max(1, len(response.sources))
     if any(each.shard >= num_shards or each.source >= num_sources for each in samples):
@@ -186,9 +190,13 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
             "pages"
         )
     check_fields(opened.fields)
-    if request.transforms.transforms and not opened.transforms:
+    _check_transforms(request.transforms, opened.transforms)
+
+
+def _check_transforms(asked: pb.TransformList, applied: str) -> None:
+    if asked.transforms and not applied:
         raise DaemonFault(
-            "the daemon serves samples as they are stored, although transforms were asked for; it "
+            "the daemon takes samples as they are stored, although transforms were asked for; it "
             "may be of an older version"
         )
 

@@ -238,7 +238,7 @@ class Connection:
     def locate_step(self, request: pb.LocateStepRequest) -> pb.LocateStepResponse:
         """Returns the samples that a job read in one step, and where they are stored."""
         response = self._call(self._stub.LocateStep, request, OPEN_TIMEOUT_S)
-        check_located(response)
+        check_located(response, request)
         return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:

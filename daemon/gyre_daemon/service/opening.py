@@ -94,7 +94,7 @@ class SessionOpener:
         name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
         self._sessions.count_request(owner, reader.job)
-        declared = request.transforms if request.HasField("transforms") else None
+        declared = requests.declared(request)
         dataset = await self.open_dataset(name, config, declared)
         order = requests.fitted(order, request.order, dataset, request.cursor)
         order = self._joined(owner, request, order, dataset)
