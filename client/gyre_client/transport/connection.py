@@ -206,7 +206,10 @@ class Connection:
     def index(
         self, dataset: pb.DatasetRef, *, with_checksums: bool = False, engine: str = ""
     ) -> Iterator[pb.IndexProgress]:
-        """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
+        """Builds the missing parts of the dataset's index and checksums; yields once per shard.
+
+        Then it yields as columns are read that its filter compares, and as samples are measured.
+        """
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums, engine=engine)
         return checked_progress(self._messages(self._stub.IndexDataset, request))
 

@@ -22,6 +22,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.indexing import IndexService
 from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
@@ -78,6 +79,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
+        self._indexes = IndexService(catalog, self._opener, policy)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
@@ -120,20 +122,9 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
-        name, config = self._opener.resolve_stored(request.dataset, caller)
-        if request.engine not in ("", "local") and not self._policy.is_admin(caller):
-            raise NotAllowed(
-                f"{caller.name} is no operator of this daemon, and only those may have shards "
-                "scanned by Ray; leave the engine out"
-            )
-        indexing = self._catalog.index(
-            name, config, with_checksums=request.checksums, engine=request.engine
-        )
-        async with contextlib.aclosing(indexing):
+        async with contextlib.aclosing(self._indexes.index(caller, request)) as indexing:
             async for progress in indexing:
-                yield convert.from_progress(progress)
-        async for measuring in self._opener.measuring(name, config):
-            yield convert.from_measuring(measuring)
+                yield progress
 
     @answers_errors
     async def LintDataset(

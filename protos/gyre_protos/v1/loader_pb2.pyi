@@ -781,6 +781,7 @@ class IndexProgress(_message.Message):
     FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     WAS_APPENDED_FIELD_NUMBER: _builtins.int
+    COLUMN_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
@@ -803,11 +804,15 @@ class IndexProgress(_message.Message):
         """shards that the dataset has lost since then; with the last shard"""
 
     @_builtins.property
-    def measured(self) -> Global___MeasuringProgress:
-        """Measuring follows the last shard, where the dataset's transforms make fields whose samples differ in length. Nothing else is set in
-        its messages but num_shards; there are at most num_shards + 1 of them.
+    def column(self) -> Global___ColumnProgress:
+        """Two more passes over the shards may follow the last shard. Nothing else is set in their messages but num_shards, and of each pass
+        there are at most num_shards + 1. First columns are read, one after the other, where the dataset's filter compares values that its
+        index does not know. Then samples are measured, where its transforms make fields whose samples differ in length; twice where
+        some do so before the step `cache` and others behind it.
         """
 
+    @_builtins.property
+    def measured(self) -> Global___MeasuringProgress: ...
     def __init__(
         self,
         *,
@@ -821,17 +826,51 @@ class IndexProgress(_message.Message):
         fingerprint_before: _builtins.str = ...,
         removed: _abc.Iterable[_builtins.str] | None = ...,
         was_appended: _builtins.bool = ...,
+        column: Global___ColumnProgress | None = ...,
         measured: Global___MeasuringProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_column", b"_column", "_measured", b"_measured", "column", b"column", "measured", b"measured"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "measured", b"measured", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_column", b"_column", "_measured", b"_measured", "change", b"change", "column", b"column", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "measured", b"measured", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__column: _TypeAlias = _typing.Literal["column"]  # noqa: Y015
+    _WhichOneofArgType__column: _TypeAlias = _typing.Literal["_column", b"_column"]  # noqa: Y015
     _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
     _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__column) -> _WhichOneofReturnType__column | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
 
 Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
+
+@_typing.final
+class ColumnProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHARDS_DONE_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """of the stored field"""
+    shards_done: _builtins.int
+    """whose values are read"""
+    num_reused: _builtins.int
+    """that were read before"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shards_done: _builtins.int = ...,
+        num_reused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_reused", b"num_reused", "shards_done", b"shards_done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColumnProgress: _TypeAlias = ColumnProgress  # noqa: Y015
 
 @_typing.final
 class MeasuringProgress(_message.Message):
