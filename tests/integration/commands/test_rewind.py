@@ -19,6 +19,7 @@ from tests.batches import take
 from tests.conftest import StartDaemon
 from tests.mixtures import FIRST, text_of, write_sources
 from tests.packing import documents
+from tests.tokenizers import make_tokenizer
 
 G = 4
 Rewind = Callable[..., tuple[int, str]]
@@ -215,6 +216,28 @@ def test_a_script_that_declares_its_transforms_itself(
         assert status == code, text
         if not code:
             assert texts[ids[0]].rstrip() in text
+
+
+def test_a_path_and_the_file_of_a_tokenizer(
+    private_daemon: None, tmp_path: Path, rewind: Rewind
+) -> None:
+    texts = ["cat the mat " * (1 + each % 5) for each in range(30)]
+    (tmp_path / "docs").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "docs" / "0.parquet")
+    path = str(make_tokenizer(tmp_path / "tokenizer.json"))
+    chain = [{"name": "tokenize", "field": "text", "tokenizer": path, "end": 1}]
+    (tmp_path / "chain.json").write_text(json.dumps(chain))
+    pack: dict[str, Any] = {"field": "tokens", "length": 64, "overlong": "split"}
+    docs = str(tmp_path / "docs")
+    with Loader(docs, batch_size=G, transform=chain, pack=pack) as loader:
+        batch = next(loader)
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    flags = ("--dataset", docs, "--transforms", tmp_path / "chain.json", *PACK)
+    status, text = rewind(tmp_path / "cursor", "--step", "0", *flags, "--json", "--num", "1")
+    assert status == 0, text
+    (found,) = json.loads(text)["steps"]
+    ids = [each["sample_id"] for row in found["rows"] for each in row["samples"]]
+    assert ids == batch["document_id"].tolist()
 
 
 def first_of(tokens: list[int]) -> str:
