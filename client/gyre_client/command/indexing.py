@@ -58,6 +58,7 @@ class Indexed:
     Attributes:
         last: The last message about it, which has the totals.
         num_reused: How many shards were not scanned again.
+        columns: The columns that the filter of the dataset compares, by name.
         measured: Of how many shards the transformed samples were measured; None without transforms
             that need it.
         changes: What happened to each shard, by its name: a key of `_MEANINGS`, or "kept".
@@ -65,6 +66,7 @@ class Indexed:
 
     last: pb.IndexProgress = field(default_factory=pb.IndexProgress)
     num_reused: int = 0
+    columns: dict[str, pb.ColumnProgress] = field(default_factory=dict)
     measured: pb.MeasuringProgress | None = None
     changes: dict[str, str] = field(default_factory=dict)
 
@@ -73,6 +75,11 @@ class Indexed:
         """Returns the finished index; until then, the bar shows the progress."""
         indexed = cls()
         for each in progress:
+            if each.HasField("column"):
+                indexed.columns[each.column.name] = each.column
+                note = f"{each.column.name} read"
+                bar.update(each.column.shards_done, each.num_shards, note)
+                continue
             if each.HasField("measured"):
                 indexed.measured = each.measured
                 bar.update(each.measured.shards_done, each.num_shards, "measured")
@@ -91,6 +98,10 @@ class Indexed:
             "num_shards": self.last.num_shards,
             "num_reused": self.num_reused,
             "num_samples": self.last.num_samples,
+            "columns": {
+                name: {"num_shards": each.shards_done, "num_reused": each.num_reused}
+                for name, each in self.columns.items()
+            },
             "num_measured": self.measured.shards_done if self.measured else 0,
             "shards": self.changes,
             "fingerprint": self.last.fingerprint,
@@ -112,6 +123,12 @@ class Indexed:
             ("fingerprint", self.last.fingerprint),
             ("cursors", self._cursors(counts["changed"])),
         ]
+        for name, column in self.columns.items():
+            text = (
+                f"{name} of {column.shards_done:,} shards, {column.num_reused:,} of them read "
+                "before"
+            )
+            pairs.append(("column", text))
         if its := self.measured:
             text = f"of {its.shards_done:,} shards, {its.num_reused:,} of them measured before"
             pairs.append(("lengths", text))

@@ -10,6 +10,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of, option, size_bytes, stages, steps
 from gyre_client.command.mixing import plan_mixture
+from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
 from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT64, whole
@@ -36,13 +37,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     about = "one step, or those from A to before B"
     add("--step", type=steps, metavar="S|A:B", help=about)
 
-    add = parser.add_argument_group("the samples of steps (--step)").add_argument
+    group = parser.add_argument_group("the samples of steps (--step)")
+    add = group.add_argument
     about = "share out each step by linear=A and quadratic=B times lengths; repeatable"
     add("--balance", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
     about = "make batches of similar lengths by field=NAME and window_batches=W; repeatable"
     add("--bucket", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
     about = "how the job's dataset has grown, as `gyre status` shows it, such as 0:50000,3:80000"
     add("--stages", type=stages, metavar="EPOCH:SAMPLES,...", help=about)
+    add_transforms_argument(group)
     add("--rank", type=int, default=0, help="whose samples, counted from 0 (0)")
     add("--world-size", type=int, default=1, help="the number of ranks (1)")
 
@@ -70,6 +73,11 @@ def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         )
     if args.job and not args.sources:
         raise InvalidRequest("--job says whose weights count, and belongs to --sources")
+    if args.transforms is not None and (args.sources or args.cost):
+        raise InvalidRequest(
+            "--transforms belongs to --step without --sources: neither costs nor what sources "
+            "contribute are planned with the transforms of a script; leave it out"
+        )
     if args.sources:
         return plan_mixture(connection, args, _order(args, args.world_size, args.order))
     return _costs(connection, args) if args.cost else _steps(connection, args)
@@ -87,6 +95,7 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         rank=whole("rank", args.rank, 0, args.world_size - 1),
         world_size=args.world_size,
         stages=args.stages,
+        transforms=transforms_of(args),
     )
     values: list[dict[str, Any]] = []
     texts, padding, shorter = [], [], []

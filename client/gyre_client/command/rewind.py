@@ -13,6 +13,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import add_definition_arguments, dataset_of, steps
 from gyre_client.command.describe import sample_text
 from gyre_client.command.run_files import RunFiles, read_run
+from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
 from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.display.media import Picture
 from gyre_client.display.samples import Sample, Value, sample_of_step
@@ -39,16 +40,17 @@ def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a name, a path or a URI; the run's own if absent"
     parser.add_argument("--dataset", metavar="DATASET", help=about)
     add_definition_arguments(parser)
+    add_transforms_argument(parser)
     parser.set_defaults(prepare=_prepare)
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Reads the run's files, which say what its dataset is.
+    """Reads the run's files, which say what its dataset is, and the file of its transforms.
 
     Raises:
         InvalidRequest: They do not, or cannot be read.
     """
-    args.files = read_run(args.run_path)
+    args.files, args.chain = read_run(args.run_path), transforms_of(args)
     if args.dataset is None:
         if not args.files.dataset:
             raise InvalidRequest(f"{args.run_path} does not name its dataset: give --dataset")
@@ -64,11 +66,13 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     num = whole("num", args.num, 0, MAX_UINT32)
     decode = _decoder(args.tokenizer)
     files: RunFiles = args.files
+    request = pb.LocateStepRequest(
+        dataset=dataset_of(args), cursor=files.cursor, transforms=args.chain
+    )
     values: list[dict[str, Any]] = []
     more: list[str | Picture] = []
     found = []
     for step in range(first, stop):
-        request = pb.LocateStepRequest(dataset=dataset_of(args), cursor=files.cursor)
         setattr(request, "batch" if files.counts_batches else "step", step)
         located = connection.locate_step(request)
         found.append(located)

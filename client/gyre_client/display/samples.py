@@ -92,12 +92,15 @@ def sample_of_step(
 ) -> Sample:
     """Returns one row of a global batch of a job.
 
-    Its fields are as they are stored, where that makes a row of its own; packed ones are as served.
+    Its fields are as they are stored. Where documents are packed or batches have buckets, lengths
+    that transforms make decide what a row is, and they are as served.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
     """
     is_packed = any(sample.num_tokens for each in located.rows for sample in each.samples)
+    is_as_served = is_packed or located.order.HasField("bucket")
+    given = request.transforms if request.HasField("transforms") else None
     asked = pb.OpenSessionRequest(
         dataset=request.dataset,
         order=located.order,
@@ -106,8 +109,8 @@ def sample_of_step(
         step=located.batch,
         reader=reader(None, row, located.order.global_batch_size),
         prefetch_batches=1,
-        transforms=None if is_packed else pb.TransformList(),
-        changed_transforms=True,
+        transforms=given if is_as_served else pb.TransformList(),
+        changed_transforms=not is_as_served,
     )
     opened = connection.open_session(asked)
     has_mask = located.order.tail == pb.TAIL_PAD

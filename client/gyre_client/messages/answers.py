@@ -6,6 +6,7 @@ process maps, allocates and waits for.
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ _MAX_ID_CHARS = 128
 # Of an index: a daemon lists a million shards, and each has a path of at most 4 KiB.
 _MAX_SHARDS = 1 << 24
 _MAX_NAMES_CHARS = 1 << 30
+_MAX_COLUMNS = 1000  # that a filter compares; a daemon reads one of at most 1,000 characters
 _MAX_BOUNDS = 100  # of a histogram; a daemon sends 21
 _MAX_FINDINGS = 100_000  # of the checks of a dataset; a daemon names no more
 
@@ -68,37 +70,46 @@ def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> No
     """Checks the sample ids of a step.
 
     Raises:
-        DaemonFault: There are not as many as the rank reads, or not as many marks.
+        DaemonFault: There are not as many as the rank reads, or not as many marks; or transforms
+            were left out.
     """
     wanted = request.order.global_batch_size // (request.world_size or 1)
     for name, num in (("sample ids", len(response.sample_ids)), ("marks", len(response.mask))):
         if num != wanted and (num or name == "sample ids"):
             raise DaemonFault(f"the daemon planned {num} {name} for a step of {wanted} samples")
+    _check_transforms(request.transforms, response.transforms)
 
 
 def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexProgress]:
     """Yields the messages about an index, which come to an end.
 
-    Each is about another shard; behind them, as many and one more may be about measuring.
+    Each is about another shard. Behind them, as many and one more may be about each column that is
+    read, and twice as many about measuring, which may be done twice.
 
     Raises:
         DaemonFault: There are more than that, or the number of shards changes or can be none; or
             what was removed comes before the end.
     """
     num_shards = num_chars = 0
-    for number, progress in enumerate(messages, 1):
+    nums: Counter[tuple[str, str]] = Counter()
+    for progress in messages:
         num_shards = num_shards or progress.num_shards
         _check_count("the dataset's num_shards", progress.num_shards, 1, _MAX_SHARDS)
-        num_chars += len(progress.shard)
+        kind = next((each for each in ("column", "measured") if progress.HasField(each)), "")
+        nums[kind, progress.column.name] += 1
+        number = nums[kind, progress.column.name]
+        most = {"": num_shards, "column": num_shards + 1, "measured": 2 * (num_shards + 1)}[kind]
+        num_chars += len(progress.shard) + len(progress.column.name)
         if (
-            number > (2 * num_shards + 1 if progress.HasField("measured") else num_shards)
+            number > most
+            or len(nums) > _MAX_COLUMNS
             or progress.num_shards != num_shards
             or num_chars > _MAX_NAMES_CHARS
             or (progress.removed and number != num_shards)
         ):
             raise DaemonFault(
-                f"the daemon sent message {number} about an index of {num_shards} shards, which "
-                "does not fit those before"
+                f"the daemon sent message {nums.total()} about an index of {num_shards} shards, "
+                "which does not fit those before"
             )
         yield progress
 
@@ -130,12 +141,14 @@ def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintPro
         yield progress
 
 
-def check_located(response: pb.LocateStepResponse) -> None:
+def check_located(response: pb.LocateStepResponse, request: pb.LocateStepRequest) -> None:
     """Checks where a daemon says that samples are stored.
 
     Raises:
-        DaemonFault: It names a shard or a source that it does not list, or has too few rows.
+        DaemonFault: It names a shard or a source that it does not list, has too few rows, or left
+            transforms out.
     """
+    _check_transforms(request.transforms, response.transforms)
     samples = [sample for row in response.rows for sample in row.samples]
     num_shards, num_sources = len(response.shards), max(1, len(response.sources))
     if any(each.shard >= num_shards or each.source >= num_sources for each in samples):
@@ -186,9 +199,13 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
             "pages"
         )
     check_fields(opened.fields)
-    if request.transforms.transforms and not opened.transforms:
+    _check_transforms(request.transforms, opened.transforms)
+
+
+def _check_transforms(asked: pb.TransformList, applied: str) -> None:
+    if asked.transforms and not applied:
         raise DaemonFault(
-            "the daemon serves samples as they are stored, although transforms were asked for; it "
+            "the daemon takes samples as they are stored, although transforms were asked for; it "
             "may be of an older version"
         )
 

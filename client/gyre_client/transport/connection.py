@@ -206,7 +206,10 @@ class Connection:
     def index(
         self, dataset: pb.DatasetRef, *, with_checksums: bool = False, engine: str = ""
     ) -> Iterator[pb.IndexProgress]:
-        """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
+        """Builds the missing parts of the dataset's index and checksums; yields once per shard.
+
+        Then it yields as columns are read that its filter compares, and as samples are measured.
+        """
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums, engine=engine)
         return checked_progress(self._messages(self._stub.IndexDataset, request))
 
@@ -238,7 +241,7 @@ class Connection:
     def locate_step(self, request: pb.LocateStepRequest) -> pb.LocateStepResponse:
         """Returns the samples that a job read in one step, and where they are stored."""
         response = self._call(self._stub.LocateStep, request, OPEN_TIMEOUT_S)
-        check_located(response)
+        check_located(response, request)
         return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:

@@ -265,12 +265,13 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
     return more
 
 
-def check_transforms(cursor: Cursor, transforms: str) -> None:
+def check_transforms(cursor: Cursor, transforms: str, what_to_do: str = "") -> None:
     """Check that samples are transformed as they were; the order is the same either way.
 
     Args:
         cursor: of a client.
         transforms: tells what is done to samples now from anything else.
+        what_to_do: ends the error; what a job that resumes can do, where it is empty.
 
     Raises:
         CursorRejected: something else is done to them.
@@ -281,8 +282,8 @@ def check_transforms(cursor: Cursor, transforms: str) -> None:
     if cursor.transforms != transforms:
         raise CursorRejected(
             "the cursor belongs to samples that were transformed otherwise (their transforms are "
-            f"{cursor.transforms or 'none'} there and {transforms or 'none'} here); restore the "
-            f"transforms, or {others}",
+            f"{cursor.transforms or 'none'} there and {transforms or 'none'} here); "
+            f"{what_to_do or f'restore the transforms, or {others}'}",
             {"differs": "the transforms"},
         )
 

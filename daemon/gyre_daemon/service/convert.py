@@ -8,16 +8,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.datasets.catalog import IndexProgress
 from gyre_daemon.datasets.checks.linting import FindingKind, LintProgress
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
-from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
@@ -28,12 +25,6 @@ from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
 
-_CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
-    "indexed": pb.SHARD_CHANGE_INDEXED,
-    "kept": pb.SHARD_CHANGE_KEPT,
-    "restored": pb.SHARD_CHANGE_RESTORED,
-    "changed": pb.SHARD_CHANGE_CHANGED,
-}
 _FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
     "corrupt": pb.LintFinding.KIND_CORRUPT,
     "odd": pb.LintFinding.KIND_ODD,
@@ -104,32 +95,6 @@ def _from_packed(dataset: Dataset) -> pb.Packing:
         overlong=packed.config.overlong,
         lengths=[pb.PackedLength(**asdict(each)) for each in packed.by_length],
     )
-
-
-def from_progress(progress: IndexProgress) -> pb.IndexProgress:
-    """The progress after one more shard."""
-    return pb.IndexProgress(
-        shards_done=progress.num_done,
-        num_shards=progress.num_shards,
-        num_samples=progress.num_samples,
-        shard=progress.shard,
-        reused=progress.reused,
-        change=_CHANGES[progress.change],
-        fingerprint=progress.fingerprint,
-        fingerprint_before=progress.fingerprint_before,
-        removed=progress.removed,
-        was_appended=progress.was_appended,
-    )
-
-
-def from_measuring(measuring: Measuring) -> pb.IndexProgress:
-    """The progress after more shards were measured, which follows that of indexing."""
-    measured = pb.MeasuringProgress(
-        shards_done=measuring.num_done,
-        num_reused=measuring.num_reused,
-        shard=measuring.shard,
-    )
-    return pb.IndexProgress(num_shards=measuring.num_shards, measured=measured)
 
 
 def from_lint_progress(progress: LintProgress) -> pb.LintProgress:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -13,23 +12,21 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
-from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.order.buckets import RowLengths, padding
-from gyre_daemon.order.planning import check_ranks, planner_for
-from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.indexing import IndexService
 from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
+from gyre_daemon.service.planning import StepPlanner
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.session import Session
@@ -39,9 +36,6 @@ from gyre_daemon.storage.location import shown_uri
 from gyre_daemon.transforms.declared import Transforms
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
-# Sample ids in one answer to PlanStep. Ten times as many would exceed the 4 MiB of a gRPC client.
-_MAX_PLANNED_SAMPLES = 100_000
-_MAX_POSITION = 1 << 62
 # With its frame, a chunk is a message of at most 1 MiB, as the protocol says.
 _CHUNK_BYTES = (1 << 20) - 16
 
@@ -85,6 +79,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
+        self._indexes = IndexService(catalog, self._opener, policy)
+        self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
         self._started = time.monotonic()
@@ -113,7 +109,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        declared = request.transforms if request.HasField("transforms") else None
+        declared = requests.declared(request)
         dataset = await self._opener.open_dataset(name, config, declared)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
@@ -126,20 +122,9 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
-        name, config = self._opener.resolve_stored(request.dataset, caller)
-        if request.engine not in ("", "local") and not self._policy.is_admin(caller):
-            raise NotAllowed(
-                f"{caller.name} is no operator of this daemon, and only those may have shards "
-                "scanned by Ray; leave the engine out"
-            )
-        indexing = self._catalog.index(
-            name, config, with_checksums=request.checksums, engine=request.engine
-        )
-        async with contextlib.aclosing(indexing):
+        async with contextlib.aclosing(self._indexes.index(caller, request)) as indexing:
             async for progress in indexing:
-                yield convert.from_progress(progress)
-        async for measuring in self._opener.measuring(name, config):
-            yield convert.from_measuring(measuring)
+                yield progress
 
     @answers_errors
     async def LintDataset(
@@ -155,57 +140,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
-        caller = self._callers.identify(context)
-        order, world_size = requests.to_order(request.order), request.world_size or 1
-        check_ranks(order, request.rank, world_size)
-        name, config = self._opener.resolve(request.dataset, caller)
-        rule = requests.to_balance(request.order)
-        # what transforms make may decide the order, and what they refuse is replaced
-        if config.pack or rule or order.bucket or config.on_corrupt == "replace":
-            dataset = await self._opener.open_dataset(name, config, None)
-        else:
-            dataset = await self._catalog.open(name, config)
-        order = requests.fitted(order, request.order, dataset)
-        if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
-            raise InvalidRequest(
-                f"an answer holds at most {_MAX_PLANNED_SAMPLES} sample ids; "
-                "ask for the part of one rank"
-            )
-        if request.step * order.global_batch_size > _MAX_POSITION:
-            raise InvalidRequest(
-                f"step {request.step} lies beyond any training; positions end at 2**62"
-            )
-        stages = requests.to_stages(request.stages)
-        balance = balance_of(dataset, rule) if rule else None
-
-        def plan() -> tuple[BatchPlan, float | None, list[float], int]:
-            lengths_of = bucket_lengths(dataset, order)
-            rest = stages, balance, (), lengths_of
-            planner = planner_for(order, dataset.ordered, dataset.corrupt, *rest)
-            padded, num_shorter = [], 0
-            if isinstance(lengths_of, RowLengths):
-                whole = planner.batch(request.step)
-                num_shorter = int((lengths_of(whole.sample_ids) != whole.row_length).sum())
-            elif lengths_of:
-                alone = replace(order, bucket=None)
-                without = planner_for(alone, dataset.ordered, dataset.corrupt, *rest)
-                batches = [each.batch(request.step).sample_ids for each in (planner, without)]
-                padded = [padding(lengths_of(sample_ids)) for sample_ids in batches]
-            batch = planner.batch(request.step, request.rank, world_size)
-            return batch, planner.spread(request.step, world_size), padded, num_shorter
-
-        batch, spread, padded, num_shorter = await asyncio.to_thread(plan)
-        return pb.PlanStepResponse(
-            sample_ids=batch.sample_ids.tolist(),
-            mask=[] if batch.mask is None else batch.mask.tolist(),
-            first_position=request.step * order.global_batch_size,
-            epoch=batch.epoch,
-            spread=spread,
-            padding=padded[0] if padded else None,
-            padding_without=padded[1] if padded else None,
-            row_length=batch.row_length,
-            num_shorter=num_shorter,
-        )
+        return await self._planner.plan(self._callers.identify(context), request)
 
     @answers_errors
     async def LocateStep(

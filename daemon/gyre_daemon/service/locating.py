@@ -15,17 +15,21 @@ from gyre_daemon.datasets.located import Source, located
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.packed import PackedRows, rows_of
-from gyre_daemon.order.cursor import Cursor, decode_cursor
+from gyre_daemon.order.cursor import Cursor, check_transforms, decode_cursor
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.service import convert
+from gyre_daemon.service import convert, requests
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.sessions.resumption import Resumption
 
 # Samples in one answer, each some 40 bytes: a gRPC client takes 4 MiB.
 _MAX_LOCATED = 50_000
 _MAX_STEP = 1 << 40
+_THOSE_OF_THE_RUN = (
+    "give those of the run, with the versions that they had: `gyre rewind --transforms FILE` takes "
+    "the list of its Loader(transform=...)"
+)
 
 
 class StepLocator:
@@ -40,16 +44,19 @@ class StepLocator:
         """Plan the step of a cursor's job, and look its samples up in the index; reads none.
 
         Raises:
-            CursorRejected: the cursor is of other data.
+            CursorRejected: the cursor is of other data, or of samples that were transformed
+                otherwise, where that matters or the request says how they were.
             InvalidRequest: the step is beyond any training, or has too many samples for an answer.
             GyreError: as `SessionOpener.resolve` and `open_dataset`.
         """
         name, config = self._opener.resolve(request.dataset, caller)
-        dataset = await self._opener.open_dataset(name, config, None)
+        dataset = await self._opener.open_dataset(name, config, requests.declared(request))
         stored = dataset if dataset.packed else dataset.stored
-        order = decode_cursor(request.cursor).order
+        cursor = decode_cursor(request.cursor)
+        if request.HasField("transforms") or dataset.packed or cursor.order.bucket:
+            check_transforms(cursor, dataset.transforms, _THOSE_OF_THE_RUN)
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
-            order, request.cursor, dataset.transforms, grow=False, changed_transforms=True
+            cursor.order, request.cursor, dataset.transforms, grow=False, changed_transforms=True
         )
         if max(request.step, request.batch) > _MAX_STEP:
             raise InvalidRequest("only steps up to 2**40 are looked at")
@@ -82,7 +89,9 @@ def _located(
     planner = planner_for(order, ordered, corrupt, cursor.stages, None, phases, lengths_of)
     by_step = request.WhichOneof("at") == "step"
     batch = order.batch_of(request.step) if by_step else request.batch
-    answer = pb.LocateStepResponse(batch=batch, step=order.step_of(batch))
+    answer = pb.LocateStepResponse(
+        batch=batch, step=order.step_of(batch), transforms=dataset.transforms
+    )
     answer.sources.extend(source.name for source in sources if source.name)
     answer.order.CopyFrom(convert.from_order(order))
     answer.join = pb.JOIN_ROTATE if order.start_position else pb.JOIN_ALONE

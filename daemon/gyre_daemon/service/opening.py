@@ -15,7 +15,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.made_sources import MadeSources
-from gyre_daemon.fetching.measuring.columns import ColumnReader
+from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.late_filters import LateFilters
 from gyre_daemon.fetching.measuring.lengths import (
     Measured,
@@ -74,9 +74,7 @@ class SessionOpener:
         self._prefetch_batches = prefetch_batches
         self._sources = MadeSources(transforms, measurer.threads)
         catalog.open_source = self._open_source
-        self._late = LateFilters(
-            ColumnReader(measurer.sidecars, measurer.threads), self._measured_documents
-        )
+        self._late = LateFilters(measurer.columns, self._measured_documents)
         catalog.filter_late = self._late.of
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
@@ -94,7 +92,7 @@ class SessionOpener:
         name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
         self._sessions.count_request(owner, reader.job)
-        declared = request.transforms if request.HasField("transforms") else None
+        declared = requests.declared(request)
         dataset = await self.open_dataset(name, config, declared)
         order = requests.fitted(order, request.order, dataset, request.cursor)
         order = self._joined(owner, request, order, dataset)
@@ -203,6 +201,18 @@ class SessionOpener:
         if lengths is None:
             return await self._measurer.measured(dataset, config, keeps=keeps)
         return with_measured(dataset, config, Measured(lengths, []))
+
+    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[ColumnReading]:
+        """Read the columns that the filter of a dataset compares; they wait for it in memory.
+
+        Nothing is yielded where it compares none that the index does not know.
+
+        Raises:
+            GyreError: as `LateFilters.of`.
+        """
+        stored = await self._catalog.stored(name, config)
+        async for reading in self._late.reading(config, stored):
+            yield reading
 
     async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
         """Measure the samples of a dataset under the transforms of its definition.

@@ -49,6 +49,10 @@ _MAX_GENERATION = 1 << 53
 # settings. These limits bound what one request costs the event loop to 1 ms.
 _MAX_OPTION_KEY_CHARS, _MAX_OPTION_VALUES, _MAX_OPTION_DEPTH = 100, 1000, 4
 
+_Transforming = (
+    pb.DescribeDatasetRequest | pb.PlanStepRequest | pb.LocateStepRequest | pb.OpenSessionRequest
+)
+
 
 def to_order(message: pb.OrderSpec) -> Order:
     """The order that a client asks for.
@@ -211,6 +215,11 @@ def to_pack(message: pb.OptionTable) -> PackConfig:
         ConfigError: as `parse_pack`.
     """
     return parse_pack(_OptionReader().table(message.values, depth=1), "pack")
+
+
+def declared(request: _Transforming) -> pb.TransformList | None:
+    """The transforms that a client declares; None for those of the dataset's definition."""
+    return request.transforms if request.HasField("transforms") else None
 
 
 def to_transforms(message: pb.TransformList) -> list[dict[str, Any]]:

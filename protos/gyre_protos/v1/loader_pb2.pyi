@@ -781,6 +781,7 @@ class IndexProgress(_message.Message):
     FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     WAS_APPENDED_FIELD_NUMBER: _builtins.int
+    COLUMN_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
@@ -803,11 +804,15 @@ class IndexProgress(_message.Message):
         """shards that the dataset has lost since then; with the last shard"""
 
     @_builtins.property
-    def measured(self) -> Global___MeasuringProgress:
-        """Measuring follows the last shard, where the dataset's transforms make fields whose samples differ in length. Nothing else is set in
-        its messages but num_shards; there are at most num_shards + 1 of them.
+    def column(self) -> Global___ColumnProgress:
+        """Two more passes over the shards may follow the last shard. Nothing else is set in their messages but num_shards, and of each pass
+        there are at most num_shards + 1. First columns are read, one after the other, where the dataset's filter compares values that its
+        index does not know. Then samples are measured, where its transforms make fields whose samples differ in length; twice where
+        some do so before the step `cache` and others behind it.
         """
 
+    @_builtins.property
+    def measured(self) -> Global___MeasuringProgress: ...
     def __init__(
         self,
         *,
@@ -821,17 +826,51 @@ class IndexProgress(_message.Message):
         fingerprint_before: _builtins.str = ...,
         removed: _abc.Iterable[_builtins.str] | None = ...,
         was_appended: _builtins.bool = ...,
+        column: Global___ColumnProgress | None = ...,
         measured: Global___MeasuringProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_column", b"_column", "_measured", b"_measured", "column", b"column", "measured", b"measured"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "measured", b"measured", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_column", b"_column", "_measured", b"_measured", "change", b"change", "column", b"column", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "measured", b"measured", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__column: _TypeAlias = _typing.Literal["column"]  # noqa: Y015
+    _WhichOneofArgType__column: _TypeAlias = _typing.Literal["_column", b"_column"]  # noqa: Y015
     _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
     _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__column) -> _WhichOneofReturnType__column | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
 
 Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
+
+@_typing.final
+class ColumnProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHARDS_DONE_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """of the stored field"""
+    shards_done: _builtins.int
+    """whose values are read"""
+    num_reused: _builtins.int
+    """that were read before"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shards_done: _builtins.int = ...,
+        num_reused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_reused", b"num_reused", "shards_done", b"shards_done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColumnProgress: _TypeAlias = ColumnProgress  # noqa: Y015
 
 @_typing.final
 class MeasuringProgress(_message.Message):
@@ -1481,6 +1520,7 @@ class PlanStepRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
@@ -1493,6 +1533,10 @@ class PlanStepRequest(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
         """of a job whose dataset grows, as in SessionOpened; empty: all samples in all epochs"""
 
+    @_builtins.property
+    def transforms(self) -> Global___TransformList:
+        """of the job; absent: those of the dataset's definition"""
+
     def __init__(
         self,
         *,
@@ -1502,10 +1546,11 @@ class PlanStepRequest(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
+        transforms: Global___TransformList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "rank", b"rank", "stages", b"stages", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "rank", b"rank", "stages", b"stages", "step", b"step", "transforms", b"transforms", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1524,6 +1569,7 @@ class PlanStepResponse(_message.Message):
     PADDING_WITHOUT_FIELD_NUMBER: _builtins.int
     ROW_LENGTH_FIELD_NUMBER: _builtins.int
     NUM_SHORTER_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     epoch: _builtins.int
     """of the first position"""
@@ -1535,6 +1581,8 @@ class PlanStepResponse(_message.Message):
     row_length: _builtins.int
     """Where packed sequences have several lengths: that of the rows of the global batch, and how many of its samples have shorter ones."""
     num_shorter: _builtins.int
+    transforms: _builtins.str
+    """tells those that it was planned with from any others; empty: none"""
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1553,10 +1601,11 @@ class PlanStepResponse(_message.Message):
         padding_without: _builtins.float | None = ...,
         row_length: _builtins.int | None = ...,
         num_shorter: _builtins.int = ...,
+        transforms: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_row_length", b"_row_length", "_spread", b"_spread", "padding", b"padding", "padding_without", b"padding_without", "row_length", b"row_length", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_row_length", b"_row_length", "_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "num_shorter", b"num_shorter", "padding", b"padding", "padding_without", b"padding_without", "row_length", b"row_length", "sample_ids", b"sample_ids", "spread", b"spread"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_padding", b"_padding", "_padding_without", b"_padding_without", "_row_length", b"_row_length", "_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "num_shorter", b"num_shorter", "padding", b"padding", "padding_without", b"padding_without", "row_length", b"row_length", "sample_ids", b"sample_ids", "spread", b"spread", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__padding: _TypeAlias = _typing.Literal["padding"]  # noqa: Y015
     _WhichOneofArgType__padding: _TypeAlias = _typing.Literal["_padding", b"_padding"]  # noqa: Y015
@@ -1585,6 +1634,7 @@ class LocateStepRequest(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     cursor: _builtins.bytes
     """any one of the job"""
     step: _builtins.int
@@ -1593,6 +1643,12 @@ class LocateStepRequest(_message.Message):
     """of the job, counted without the steps that it leaves out"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def transforms(self) -> Global___TransformList:
+        """Of the job, and then those of the cursor must be the same. Absent: those of the dataset's definition, which must be the same only
+        where documents are packed or batches have buckets.
+        """
+
     def __init__(
         self,
         *,
@@ -1600,10 +1656,11 @@ class LocateStepRequest(_message.Message):
         cursor: _builtins.bytes = ...,
         step: _builtins.int = ...,
         batch: _builtins.int = ...,
+        transforms: Global___TransformList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "dataset", b"dataset", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "cursor", b"cursor", "dataset", b"dataset", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "batch", b"batch", "cursor", b"cursor", "dataset", b"dataset", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_at: _TypeAlias = _typing.Literal["step", "batch"]  # noqa: Y015
     _WhichOneofArgType_at: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
@@ -1626,6 +1683,7 @@ class LocateStepResponse(_message.Message):
     JOIN_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
     ROW_LENGTH_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     batch: _builtins.int
     skipped: _builtins.bool
@@ -1635,6 +1693,8 @@ class LocateStepResponse(_message.Message):
     join: Global___Join.ValueType
     row_length: _builtins.int
     """of the global batch, where packed sequences have several lengths; else 0"""
+    transforms: _builtins.str
+    """as in PlanStepResponse"""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocatedRow]:
         """of the global batch, in the order of positions"""
@@ -1667,10 +1727,11 @@ class LocateStepResponse(_message.Message):
         join: Global___Join.ValueType = ...,
         skip_steps: Global___SkippedSteps | None = ...,
         row_length: _builtins.int = ...,
+        transforms: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "join", b"join", "order", b"order", "row_length", b"row_length", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "join", b"join", "order", b"order", "row_length", b"row_length", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

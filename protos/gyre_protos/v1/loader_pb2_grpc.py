@@ -132,7 +132,8 @@ class LoaderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def IndexDataset(self, request, context):
-        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again.
+        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
+        reads what the first job would wait for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

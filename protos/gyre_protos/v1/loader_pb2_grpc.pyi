@@ -50,7 +50,9 @@ class LoaderStub:
     ListDatasets: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ListDatasetsRequest, _loader_pb2.ListDatasetsResponse]
     DescribeDataset: _grpc.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]
     IndexDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]
-    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
+    reads what the first job would wait for.
+    """
     LintDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
     each whose samples were checked.
@@ -87,7 +89,9 @@ class LoaderAsyncStub(LoaderStub):
     ListDatasets: _aio.UnaryUnaryMultiCallable[_loader_pb2.ListDatasetsRequest, _loader_pb2.ListDatasetsResponse]  # type: ignore[assignment]
     DescribeDataset: _aio.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]  # type: ignore[assignment]
     IndexDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]  # type: ignore[assignment]
-    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
+    reads what the first job would wait for.
+    """
     LintDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]  # type: ignore[assignment]
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
     each whose samples were checked.
@@ -139,7 +143,9 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.IndexDatasetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_loader_pb2.IndexProgress], _abc.AsyncIterator[_loader_pb2.IndexProgress]]:
-        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
+        reads what the first job would wait for.
+        """
 
     @_abc_1.abstractmethod
     def LintDataset(

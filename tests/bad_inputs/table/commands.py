@@ -7,6 +7,7 @@ the status, one sentence on standard error, and nothing on standard output.
 from tests.bad_inputs.row import SECRET, UNPRINTABLE, Row
 
 ADDRESS = ["--address", "{address}"]
+PLAN = ["plan", "tokens", "--batch-size", "8", *ADDRESS]
 GYRE: dict[str, tuple[list[str], str, str]] = {
     "no command": ([], "2", "required"),
     "unknown command": (["serve"], "2", "invalid choice"),
@@ -31,6 +32,26 @@ GYRE: dict[str, tuple[list[str], str, str]] = {
         ["plan", "tokens", "--batch-size", "8", "--step", "-1", *ADDRESS],
         "2",
         "step",
+    ),
+    "plan transforms that are absent": (
+        [*PLAN, "--step", "0", "--transforms", "{folder}/none.json"],
+        "2",
+        "none.json cannot be read: No such file",
+    ),
+    "plan transforms that are a folder": (
+        [*PLAN, "--step", "0", "--transforms", "{folder}"],
+        "2",
+        "cannot be read: Is a directory",
+    ),
+    "plan transforms of another TOML": (
+        [*PLAN, "--step", "0", "--transforms", "{config}"],
+        "2",
+        "must have the key 'transforms' and no other",
+    ),
+    "plan costs with transforms": (
+        [*PLAN, "--cost", "--transforms", "{config}"],
+        "2",
+        "--transforms belongs to --step",
     ),
     "why step -1": (["why", "tokens", "--step", "-1", *ADDRESS], "2", "step|-1"),
     "why step unread": (

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from gyre_client.messages.requests import option_value
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.bad_inputs.row import SECRET, UNPRINTABLE, Row
 
 TOKENS = pb.DatasetRef(name="tokens")
 INVALID = ("INVALID_ARGUMENT", "InvalidRequest")
+CONFIG = ("INVALID_ARGUMENT", "ConfigError")
+NOT_ALLOWED = ("PERMISSION_DENIED", "NotAllowed")
 UNKNOWN = ("NOT_FOUND", "UnknownDataset")
 BEYOND = 1 << 63
 
@@ -210,6 +213,32 @@ def planning(**changes: Any) -> pb.PlanStepRequest:
     return pb.PlanStepRequest(**{"dataset": TOKENS, "world_size": 1, "order": order_, **changes})
 
 
+CHAINS: list[tuple[str, list[dict[str, Any]], tuple[str, str], str]] = [
+    ("a transform without a name", [{"size": 3}], CONFIG, "has no name"),
+    ("an unknown transform", [{"name": "wrap"}], CONFIG, "wrap"),
+    ("a module of the client", [{"name": "os:system"}], NOT_ALLOWED, "no code that clients"),
+    (
+        "a file of the client",
+        [{"name": "tokenize", "field": "tokens", "tokenizer": "/etc/passwd"}],
+        NOT_ALLOWED,
+        "opens no files that clients name",
+    ),
+    ("100 transforms", [{"name": "cast"}] * 100, CONFIG, "at most 64"),
+]
+
+
+def chain_of(tables: list[dict[str, Any]]) -> pb.TransformList:
+    return pb.TransformList(transforms=[option_value(each).table for each in tables])
+
+
+def chained(tables: list[dict[str, Any]]) -> pb.PlanStepRequest:
+    return planning(transforms=chain_of(tables))
+
+
+def locating(tables: list[dict[str, Any]]) -> pb.LocateStepRequest:
+    return pb.LocateStepRequest(dataset=TOKENS, cursor=b"GYRE", transforms=chain_of(tables))
+
+
 def costing(**changes: Any) -> pb.PlanCostRequest:
     return pb.PlanCostRequest(
         **{"dataset": TOKENS, "order": pb.OrderSpec(global_batch_size=8), **changes}
@@ -234,6 +263,17 @@ PLANS: list[tuple[str, Any, tuple[str, str], str]] = [
         planning(stages=[pb.Stage(num_samples=1 << 40)]),
         INVALID,
         "1099511627776 samples and its dataset",
+    ),
+    *(
+        (f"{method} {words}", sent(chain), told, text)
+        for method, sent in (("PlanStep", chained), ("LocateStep", locating))
+        for words, chain, told, text in CHAINS
+    ),
+    (
+        "LocateStep no cursor",
+        pb.LocateStepRequest(dataset=TOKENS, transforms=pb.TransformList()),
+        ("FAILED_PRECONDITION", "CursorRejected"),
+        "damaged or is none",
     ),
     ("PlanStep mode 9", planning(order=pb.OrderSpec(mode=9)), INVALID, "order mode 9"),  # type: ignore[arg-type]
     ("PlanStep tail 9", planning(order=pb.OrderSpec(tail=9)), INVALID, "tail 9"),  # type: ignore[arg-type]

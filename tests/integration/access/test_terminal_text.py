@@ -63,10 +63,12 @@ def description() -> pb.DatasetDescription:
 
 
 def index_progress() -> Iterator[pb.IndexProgress]:
-    """A shard that was scanned, and one that was measured."""
+    """A shard that was scanned, one of a column that was read, and one that was measured."""
     scanned = evil(pb.IndexProgress(num_shards=1))
     scanned.ClearField("measured")
+    scanned.ClearField("column")
     yield scanned
+    yield pb.IndexProgress(num_shards=1, column=evil(pb.ColumnProgress()))
     yield pb.IndexProgress(num_shards=1, measured=evil(pb.MeasuringProgress()))
 
 

@@ -185,6 +185,7 @@ def test_index(gyre: Gyre) -> None:
     assert first == {
         "num_shards": 1,
         "num_reused": 0,
+        "columns": {},
         "num_measured": 0,
         "num_samples": 20,
         "shards": {shard: "indexed"},

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.batches import take
 from tests.conftest import StartDaemon
 from tests.mixtures import FIRST, text_of, write_sources
 from tests.packing import documents
+from tests.tokenizers import make_tokenizer
 
 G = 4
 Rewind = Callable[..., tuple[int, str]]
@@ -111,6 +113,136 @@ def test_a_run_of_packed_documents(gyred: StartDaemon, tmp_path: Path, rewind: R
     assert "THE HISTORY HAS OTHER SAMPLES" in text
     status, text = rewind(run, "--step=1", "--address", daemon.address, "--dataset=docs")
     assert (status, "belongs to other data" in text) == (1, True)
+
+
+TOKENIZE = {"name": "tokenize", "field": "text", "tokenizer": "bytes", "end": 256}
+PACK = ("--pack=field=tokens", "--pack=length=64", "--pack=overlong=split")
+
+
+@pytest.fixture
+def chains(tmp_path: Path) -> dict[str, tuple[str, str]]:
+    """The option `--transforms` with the script's own chain, in two formats, and with another."""
+    other = {**TOKENIZE, "end": 257}
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in TOKENIZE.items())
+    texts = {
+        "own.json": json.dumps([TOKENIZE]),
+        "own.toml": f"[[transforms]]\n{lines}\n",
+        "other.json": json.dumps([other]),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return {name: ("--transforms", str(tmp_path / name)) for name in texts}
+
+
+def test_a_script_that_declares_its_transforms_itself(
+    gyred: StartDaemon,
+    tmp_path: Path,
+    rewind: Rewind,
+    chains: dict[str, tuple[str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = [f"{number} " + "word " * (len(each) % 40) for number, each in enumerate(documents(60))]
+    (tmp_path / "docs").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "docs" / "0.parquet")
+    plain: dict[str, Any] = {"uri": str(tmp_path / "docs")}
+    defined = {**plain, "transforms": [{**TOKENIZE, "end": 258}]}
+    daemon = gyred({"num_transform_workers": 1, "datasets": {"docs": plain, "defined": defined}})
+    keys: dict[str, Any] = {"batch_size": G, "address": daemon.address, "transform": [TOKENIZE]}
+    pack = {"field": "tokens", "length": 64, "overlong": "split"}
+    with Loader("docs", pack=pack, **keys) as loader:
+        batch = take(loader, 3)[2]
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    whole = [[*each.encode(), 256] for each in texts]
+    step = (tmp_path / "cursor", "--step", "2", "--address", daemon.address, *PACK)
+    for dataset, name in (("docs", "own.json"), ("docs", "own.toml"), ("defined", "own.json")):
+        status, text = rewind(*step, "--dataset", dataset, *chains[name], "--json")
+        assert status == 0, text
+        (found,) = json.loads(text)["steps"]
+        bounds = batch["document_id.offsets"].tolist()
+        for row in range(G):
+            its = found["rows"][row]
+            assert its["sample_id"] == int(batch["sample_id"][row])
+            ids = batch["document_id"][bounds[row] : bounds[row + 1]].tolist()
+            assert [each["sample_id"] for each in its["samples"]] == ids
+            parts = [
+                whole[each["sample_id"]][each["first_token"] :][: each["num_tokens"]]
+                for each in its["samples"]
+            ]
+            tokens = [*itertools.chain.from_iterable(parts)]
+            assert batch["tokens"][row].tolist()[: len(tokens)] == tokens
+        for row, shown in enumerate(found["shown"]):
+            assert shown["tokens"].startswith(first_of(batch["tokens"][row].tolist()))
+    refused: list[tuple[tuple[str, ...], int, str]] = [
+        (("docs", *chains["other.json"]), 1, "transformed otherwise"),
+        (("docs", *chains["other.json"]), 1, "takes the list of its Loader(transform=...)"),
+        (("defined",), 1, "takes the list of its Loader(transform=...)"),
+        (("docs",), 2, "`pack` names the field 'tokens'"),
+    ]
+    for (dataset, *more), code, message in refused:
+        status, text = rewind(*step, "--dataset", dataset, *more)
+        assert (status, message in text) == (code, True), text
+    plan = ["plan", "--address", daemon.address, "--batch-size", str(G), "--step", "2", *PACK]
+    for dataset, name in (("docs", "own.toml"), ("defined", "own.json")):
+        assert main([*plan, dataset, *chains[name], "--json"]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["sample_ids"] == batch["sample_id"].tolist()
+
+    with Loader("docs", bucket={"field": "tokens"}, tail="drop", **keys) as loader:
+        batch = take(loader, 2)[1]
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    flags = ("--address", daemon.address, "--dataset", "defined")
+    bucketed = (tmp_path / "cursor", "--step", "1", *flags)
+    status, text = rewind(*bucketed, *chains["own.json"], "--json", "--num", G)
+    assert status == 0, text
+    (found,) = json.loads(text)["steps"]
+    ids = batch["sample_id"].tolist()
+    assert [each["sample_id"] for each in found["rows"]] == ids
+    for sample, shown in zip(ids, found["shown"], strict=True):
+        assert shown["tokens"].startswith(first_of(whole[sample]))
+    status, text = rewind(*bucketed)
+    assert (status, "takes the list of its Loader(transform=...)" in text) == (1, True), text
+
+    with Loader("docs", **keys) as loader:
+        ids = take(loader, 1)[0]["sample_id"].tolist()
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    first = (tmp_path / "cursor", "--step", "0", *flags)
+    cases: list[tuple[tuple[str, ...], int]] = [
+        ((), 0),  # the order is the same with any
+        (chains["own.json"], 0),
+        (chains["other.json"], 1),
+    ]
+    for own, code in cases:
+        status, text = rewind(*first, *own)
+        assert status == code, text
+        if not code:
+            assert texts[ids[0]].rstrip() in text
+
+
+def test_a_path_and_the_file_of_a_tokenizer(
+    private_daemon: None, tmp_path: Path, rewind: Rewind
+) -> None:
+    texts = ["cat the mat " * (1 + each % 5) for each in range(30)]
+    (tmp_path / "docs").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "docs" / "0.parquet")
+    path = str(make_tokenizer(tmp_path / "tokenizer.json"))
+    chain = [{"name": "tokenize", "field": "text", "tokenizer": path, "end": 1}]
+    (tmp_path / "chain.json").write_text(json.dumps(chain))
+    pack: dict[str, Any] = {"field": "tokens", "length": 64, "overlong": "split"}
+    docs = str(tmp_path / "docs")
+    with Loader(docs, batch_size=G, transform=chain, pack=pack) as loader:
+        batch = next(loader)
+        (tmp_path / "cursor").write_bytes(loader.state_dict()["cursor"])
+    flags = ("--dataset", docs, "--transforms", tmp_path / "chain.json", *PACK)
+    status, text = rewind(tmp_path / "cursor", "--step", "0", *flags, "--json", "--num", "1")
+    assert status == 0, text
+    (found,) = json.loads(text)["steps"]
+    ids = [each["sample_id"] for row in found["rows"] for each in row["samples"]]
+    assert ids == batch["document_id"].tolist()
+
+
+def first_of(tokens: list[int]) -> str:
+    """How what is shown of these begins."""
+    return f"[{', '.join(map(str, tokens[:8]))}"
 
 
 def write_run(folder: Path, cursor: bytes, ids: list[list[int]]) -> None:

@@ -1,6 +1,7 @@
 """Filters over values that only the shards have, and over lengths that transforms make."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.batches import take
 from tests.conftest import StartDaemon, to_toml
@@ -118,6 +122,60 @@ def test_columns_are_compared_and_read_once(
         daemon.reconfigure(to_toml({"listen": [daemon.address], **config, "datasets": tables}))
         with pytest.raises(ConfigError, match=message):
             Loader(f"wrong{number}", batch_size=1, address=daemon.address)
+
+
+def test_index_reads_columns_and_says_how_far_it_is(
+    gyred: StartDaemon, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    its: dict[str, Any] = {"uri": str(folder / "parquet")}
+    tokenize = {"name": "tokenize", "field": "text", "tokenizer": "bytes"}
+    filter_ = 'score >= 2 and lang == "en"'
+    both = {"transforms": [tokenize], "filter": f"{filter_} and length(tokens) > 6"}
+    datasets: dict[str, Any] = {
+        "plain": {**its, "filter": filter_},
+        "made": {**its, "uri": str(folder / "arrow"), **both},
+        "none": {**its, "filter": "score > 1000"},
+        "grows": {**its, "filter": "score > 1", "append": True},
+    }
+    daemon = gyred({"num_transform_workers": 1, "datasets": datasets})
+
+    def index(name: str, *flags: str) -> tuple[int, str]:
+        status = main(["index", name, "--address", daemon.address, *flags])
+        found = capsys.readouterr()
+        return status, found.out + found.err
+
+    def events(name: str) -> int:
+        return sum(each["event"] == name for each in daemon.events())
+
+    status, text = index("plain", "--json")
+    assert status == 0, text
+    read = {"num_shards": 2, "num_reused": 0}
+    assert json.loads(text)["columns"] == {"lang": read, "score": read}
+    assert events("column read") == 4
+    assert len(ids(daemon.address, "plain")) == N // 4 - 4  # what was read is not read again
+    assert events("column read") == 4
+    half = pa.Table.from_pylist(ROWS[N // 2 :])
+    pq.write_table(half, folder / "new", row_group_size=5)
+    (folder / "new").replace(folder / "parquet" / "1.parquet")
+    status, text = index("plain")
+    assert status == 0, text
+    assert "column       lang of 2 shards, 1 of them read before" in text
+    assert "column       score of 2 shards, 1 of them read before" in text
+    assert events("column read") == 6
+    with Connection(parse_address(daemon.address)) as connection:
+        messages = list(connection.index(pb.DatasetRef(name="made")))
+    told = [each.column.name or ("measured" * each.HasField("measured")) for each in messages]
+    assert [name for name, _ in groupby(told)] == ["", "lang", "score", "measured"]
+    last = dict(zip(told, messages, strict=True))
+    assert all(last[name].column.shards_done == 2 for name in ("lang", "score"))
+    assert last["measured"].measured.shards_done == 2
+    assert (events("column read"), events("shard measured")) == (10, 2)
+    expected = [each for each in range(14, N) if each % 4 == 0 and len(TEXTS[each].encode()) > 6]
+    assert ids(daemon.address, "made") == expected
+    assert (events("column read"), events("shard measured")) == (10, 2)
+    assert index("none") == (2, "gyre: the filter 'score > 1000' leaves none of 60 samples\n")
+    status, text = index("grows")
+    assert (status, "is filtered by its index alone" in text) == (2, True), text
 
 
 def test_lengths_that_transforms_make_are_compared(gyred: StartDaemon, folder: Path) -> None:

@@ -231,6 +231,18 @@ def test_what_the_command_measures_is_kept_too(served: Served, data: Path) -> No
     assert not num_made
 
 
+def test_the_command_measures_before_and_behind_the_cache(
+    served: Served, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {"name": "truncate", "field": "tokens", "length": 50}
+    name = served.name_of("columns", [tokenize(data, "text", end=5), CACHE, cut])
+    begin = served.daemon.log_path.stat().st_size
+    assert main(["index", name, "--address", served.daemon.address]) == 0
+    assert "of 4 shards, 0 of them measured before" in capsys.readouterr().out
+    events = [each["event"] for each in served.daemon.events(begin)]
+    assert events.count("shard measured") == 2 * NUM // PER_SHARD
+
+
 def test_what_comes_behind_is_done_each_time(served: Served, data: Path) -> None:
     crop = {"name": "crop_or_pad", "field": "tokens", "length": 32, "start": "random"}
     cut = {"name": "truncate", "field": "tokens", "length": 70}

@@ -6,8 +6,9 @@ ones. So the next daemon reads only shards that are new or have changed.
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,7 @@ from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.measuring.shared_work import SharedWork
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -31,9 +33,14 @@ SUFFIX = ".gyre-columns"
 _VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"
 # Samples that are read at once; their bytes are bounded too.
 _AT_ONCE, _MAX_BYTES = 1 << 14, 16 << 20
+# Columns in memory that were read and that no filter has taken yet: up to 8 bytes for each sample.
+# Others are read again, from their sidecars.
+_MAX_KEPT = 8
 # Different texts of a column. A filter compares it with a few of them; a column of documents, where
 # all differ, is a mistake that would take the memory of the whole dataset.
 _MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
+
+_Key = tuple[int, str, str]
 
 
 class _OneField(SampleIndex):
@@ -91,8 +98,19 @@ class _Part:
     stop: int
 
 
+@dataclass(slots=True)
+class ColumnReading(SharedWork[Column]):
+    """The reading of one column.
+
+    Attributes:
+        name: of the field.
+    """
+
+    name: str = ""
+
+
 class ColumnReader:
-    """Reads columns of datasets."""
+    """Reads columns of datasets; all who ask for one wait for one reading."""
 
     def __init__(self, sidecars: SidecarStore, threads: FairExecutor) -> None:
         """Read nothing yet.
@@ -103,29 +121,70 @@ class ColumnReader:
         """
         self._sidecars, self._threads = sidecars, threads
         self._flow = Flow("columns")
+        self._found: dict[_Key, ColumnReading] = {}
 
     async def read(self, dataset: Dataset, name: str) -> Column:
-        """The values of a stored field of all samples.
+        """The values of a stored field of all samples; they are not kept in memory any longer.
+
+        Waits until all shards are read. A caller that no longer waits does not stop the reading.
 
         Raises:
             ConfigError: it is neither one number for each sample nor a text, or has too many
                 different texts.
             GyreError: a shard cannot be read.
         """
-        index = _OneField(dataset, name)
-        (spec,) = index.fields
-        is_text = spec.ragged and spec.dtype == np.uint8 and not spec.shape
-        if not is_text and (spec.ragged or spec.shape or spec.dtype.kind not in "biuf"):
-            raise ConfigError(
-                f"a filter compares {name!r:.100}, which is neither a number nor a text of each "
-                "sample; it can only compare its length"
-            )
-        bounds = await asyncio.to_thread(_bounds, index, len(dataset.shards))
-        column = replace(dataset, index=index, chosen=[spec])
+        key, reading = self._begun(dataset, name)
+        assert reading.task
+        column = await asyncio.shield(reading.task)
+        if self._found.get(key) is reading:
+            del self._found[key]
+        return column
+
+    def progress(self, dataset: Dataset, name: str) -> AsyncIterator[ColumnReading]:
+        """The state of the reading, whenever it has moved. The values are kept for `read`.
+
+        Raises:
+            GyreError: as `read`.
+        """
+        _, reading = self._begun(dataset, name)
+        return reading.states()
+
+    def close(self) -> None:
+        """Stop what is being read; shards that are done stay so."""
+        for reading in self._found.values():
+            if reading.task:
+                reading.task.cancel()
+        self._found.clear()
+
+    def _begun(self, dataset: Dataset, name: str) -> tuple[_Key, ColumnReading]:
+        key = id(dataset.storage), dataset.fingerprint, name
+        reading = self._found.pop(key, None)
+        if reading is None:
+            column = _column(dataset, name)
+            reading = ColumnReading(len(dataset.shards), name=name)
+            reading.begin(self._read(column, reading), partial(self._ended, key, reading))
+            done = [each for each, its in self._found.items() if its.is_over]
+            for each in done[: max(0, len(done) + 1 - _MAX_KEPT)]:
+                del self._found[each]
+        self._found[key] = reading
+        return key, reading
+
+    def _ended(self, key: _Key, reading: ColumnReading) -> None:
+        """One that failed is tried again by the next that asks."""
+        if reading.has_failed and self._found.get(key) is reading:
+            del self._found[key]
+
+    async def _read(self, column: Dataset, reading: ColumnReading) -> Column:
+        """The values of the only field of a dataset."""
+        (spec,), name = column.index.fields, reading.name
+        is_text = spec.ragged
+        bounds = await asyncio.to_thread(_bounds, column.index, len(column.shards))
         parts = []
         for shard, (first, stop) in enumerate(pairwise(bounds)):
             part = _Part(column, spec, shard, first, stop)
-            parts.append(await (self._texts(part) if is_text else self._numbers(part)))
+            values, was_kept = await (self._texts(part) if is_text else self._numbers(part))
+            parts.append(values)
+            reading.after(column.shards[shard].name, was_kept=was_kept)
         found = np.concatenate(parts) if parts else np.empty(0, spec.dtype)
         categories: tuple[str, ...] = ()
         if is_text:
@@ -137,7 +196,8 @@ class ColumnReader:
         field = FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=categories)
         return Column(replace(field, media_type=TEXT if is_text else ""), found.astype(dtype))
 
-    async def _numbers(self, part: _Part) -> Values:
+    async def _numbers(self, part: _Part) -> tuple[Values, bool]:
+        """The values of a shard's samples, and whether they had been read before."""
         dtype, num = part.field.dtype, part.stop - part.first
 
         def check(arrays: Arrays) -> None:
@@ -147,15 +207,17 @@ class ColumnReader:
         suffix, key = await asyncio.to_thread(_key, part)
         sidecars = self._sidecars.sibling(suffix)
         arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        was_kept = arrays is not None
         if arrays is None:
             found = [np.empty(0, np.uint8), *await self._bytes(part)]
             arrays = {_CODES: np.concatenate(found)}  # sidecars have no floating-point numbers
             await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
             _log(part)
         values: Values = arrays[_CODES].view(dtype)
-        return values
+        return values, was_kept
 
-    async def _texts(self, part: _Part) -> Values:
+    async def _texts(self, part: _Part) -> tuple[Values, bool]:
+        """See `_numbers`."""
         num = part.stop - part.first
 
         def check(arrays: Arrays) -> None:
@@ -177,6 +239,7 @@ class ColumnReader:
         suffix, key = await asyncio.to_thread(_key, part)
         sidecars = self._sidecars.sibling(suffix)
         arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        was_kept = arrays is not None
         if arrays is None:
             samples = [each.tobytes() for each in await self._bytes(part)]
             different = sorted(set(samples))
@@ -193,7 +256,7 @@ class ColumnReader:
         ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
         texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]
         words = np.array([*texts, b""], object)[:-1]
-        return words[arrays[_CODES]]
+        return words[arrays[_CODES]], was_kept
 
     async def _bytes(self, part: _Part) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
         """The bytes of the field of each sample."""
@@ -211,6 +274,23 @@ class ColumnReader:
                 places = fetch.layout.destinations[:, 0].tolist()
                 found += [memory[at:end] for at, end in places]
         return found
+
+
+def _column(dataset: Dataset, name: str) -> Dataset:
+    """The dataset with one field alone.
+
+    Raises:
+        ConfigError: it is neither one number for each sample nor a text.
+    """
+    index = _OneField(dataset, name)
+    (spec,) = index.fields
+    is_text = spec.ragged and spec.dtype == np.uint8 and not spec.shape
+    if not is_text and (spec.ragged or spec.shape or spec.dtype.kind not in "biuf"):
+        raise ConfigError(
+            f"a filter compares {name!r:.100}, which is neither a number nor a text of each "
+            "sample; it can only compare its length"
+        )
+    return replace(dataset, index=index, chosen=[spec])
 
 
 def _log(part: _Part) -> None:

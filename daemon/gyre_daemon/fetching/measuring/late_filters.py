@@ -1,7 +1,7 @@
 """Filters that compare stored columns or lengths that transforms make: see `filtering.late`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import Asked, apply_late, asked_of
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.fetching.measuring.columns import ColumnReader
+from gyre_daemon.fetching.measuring.columns import ColumnReader, ColumnReading
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
 
@@ -61,20 +61,27 @@ class LateFilters:
             ConfigError: the filter does not fit, or leaves none.
             GyreError: what it compares cannot be read.
         """
-        asked = asked_of(config.filter, dataset.fields) if config.filter else None
+        asked = _asked(config, dataset)
         if not asked:
             return dataset
-        if config.append:
-            raise ConfigError(
-                f"the filter {config.filter!r:.200} compares what only the samples have, and a "
-                "dataset with `append` is filtered by its index alone; leave one of them out"
-            )
         async with self._locks.setdefault(name, asyncio.Lock()):
             kept = self._kept.get(name)
             if kept is None or kept.stored is not dataset or not _alike(kept.config, config):
                 kept = await self._filter(asked, config, dataset)
                 self._kept[name] = kept
             return kept.left
+
+    async def reading(
+        self, config: DatasetConfig, dataset: Dataset
+    ) -> AsyncIterator[ColumnReading]:
+        """Reads the columns that a filter compares, and says how far that is; `of` takes them.
+
+        Raises:
+            GyreError: as `of`.
+        """
+        for name in _asked(config, dataset).columns:
+            async for each in self._columns.progress(dataset, name):
+                yield each
 
     def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
         """What is known of the lengths of a filtered dataset's samples under its transforms."""
@@ -102,6 +109,21 @@ class LateFilters:
             some = {name: each[ids] for name, each in lengths.items()}
             return _Filtered(dataset, config, left, transforms, some)
         return _Filtered(dataset, config, left)
+
+
+def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
+    """What a filter asks for beside the index.
+
+    Raises:
+        ConfigError: the dataset may grow, and it asks for anything.
+    """
+    asked = asked_of(config.filter, dataset.fields)
+    if asked and config.append:
+        raise ConfigError(
+            f"the filter {config.filter!r:.200} compares what only the samples have, and a "
+            "dataset with `append` is filtered by its index alone; leave one of them out"
+        )
+    return asked
 
 
 def _alike(first: DatasetConfig, second: DatasetConfig) -> bool:

@@ -13,7 +13,8 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.fetching.measuring.held import HeldRecords
+from gyre_daemon.fetching.measuring.shared_work import SharedWork
 from gyre_daemon.fetching.measuring.shards import AT_ONCE, ShardMeasurer, ShardPart
 from gyre_daemon.fetching.portions import PortionReader
 from gyre_daemon.order.substitutes import NO_SAMPLES
@@ -52,29 +55,18 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Measuring:
-    """The measuring of one dataset, for all that wait for it.
+class Measuring(SharedWork[Measured]):
+    """The measuring of one dataset.
 
     Attributes:
         goes_on: whether it goes on after a sample that cannot be transformed.
-        num_shards: of the dataset.
-        num_done: shards whose lengths are known.
-        num_reused: those of them that had been measured before.
         num_samples: of the shards that are done.
-        shard: the name of the one done last.
-        task: does it.
         num_waiting: who waits for it.
         held: what is made meanwhile, where it is wanted; for the first that takes it.
     """
 
-    goes_on: bool
-    num_shards: int
-    num_done: int = 0
-    num_reused: int = 0
+    goes_on: bool = False
     num_samples: int = 0
-    shard: str = ""
-    task: "asyncio.Task[Measured] | None" = None
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
     held: HeldRecords | None = None
 
@@ -85,17 +77,9 @@ class Measuring:
 
     def release_if_unwanted(self) -> None:
         """Hold nothing once it is over and nobody waits."""
-        if self.held and self.task and self.task.done() and not self.num_waiting:
+        if self.held and self.is_over and not self.num_waiting:
             self.held.release()
             self.held = None
-
-    def after(self, shard: str, num_samples: int, *, was_kept: bool) -> None:
-        """One more shard is done."""
-        self.num_done += 1
-        self.num_reused += was_kept
-        self.num_samples += num_samples
-        self.shard = shard
-        self.moved.set()
 
 
 class Measurer:
@@ -103,7 +87,7 @@ class Measurer:
 
     Attributes:
         threads: the daemon's.
-        sidecars: keep what was measured.
+        columns: reads stored columns once, as this measures.
     """
 
     def __init__(
@@ -121,7 +105,8 @@ class Measurer:
             reports: of samples that cannot be transformed and that others replace.
             cache: the node's.
         """
-        self.sidecars, self.threads, self._reports = sidecars, threads, reports
+        self.threads, self._reports = threads, reports
+        self.columns = ColumnReader(sidecars, threads)
         self._cache = cache
         self._shards = ShardMeasurer(sidecars)
         self._found: dict[_Key, Measuring] = {}
@@ -158,22 +143,17 @@ class Measurer:
             GyreError: as `measured`.
         """
         measuring = self._begun(dataset, goes_on=config.on_corrupt == "replace", keeps=keeps)
-        assert measuring.task
         measuring.num_waiting += 1
         try:
-            while not measuring.task.done():
-                measuring.moved.clear()
-                await measuring.moved.wait()
-                if not measuring.task.done():
-                    yield measuring
-            measuring.task.result()
-            yield measuring
+            async for each in measuring.states():
+                yield each
         finally:
             measuring.num_waiting -= 1
             measuring.release_if_unwanted()
 
     def close(self) -> None:
-        """Stop what is being measured; shards that are done stay measured."""
+        """Stop what is being measured and read; shards that are done stay so."""
+        self.columns.close()
         for measuring in self._found.values():
             if measuring.task:
                 measuring.task.cancel()
@@ -183,23 +163,20 @@ class Measurer:
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
         measuring = self._found.pop(key, None)
         if measuring is None:
-            measuring = Measuring(goes_on, len(dataset.shards))
+            measuring = Measuring(len(dataset.shards), goes_on=goes_on)
             if keeps and self._cache:
                 measuring.held = HeldRecords(dataset, self._cache)
-            measuring.task = asyncio.create_task(self._measure(dataset, measuring))
-            measuring.task.add_done_callback(lambda task: self._ended(key, measuring))
-            done = [each for each, its in self._found.items() if its.task and its.task.done()]
+            measuring.begin(self._measure(dataset, measuring), partial(self._ended, key, measuring))
+            done = [each for each, its in self._found.items() if its.is_over]
             for each in done[: max(0, len(done) + 1 - _MAX_KEPT)]:
                 del self._found[each]
         self._found[key] = measuring
         return measuring
 
     def _ended(self, key: _Key, measuring: Measuring) -> None:
-        """Wake those that wait; one that failed is tried again by the next that asks."""
-        measuring.moved.set()
+        """One that failed is tried again by the next that asks."""
         measuring.release_if_unwanted()
-        task = measuring.task
-        if task and (task.cancelled() or task.exception()) and self._found.get(key) is measuring:
+        if measuring.has_failed and self._found.get(key) is measuring:
             del self._found[key]
 
     async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Measured:
@@ -218,7 +195,8 @@ class Measurer:
                 CorruptRecord(*listed.place_of(each.offset), int(ids[each.sample]), each.reason)
                 for each in found
             ]
-            measuring.after(listed.name, count, was_kept=was_kept)
+            measuring.num_samples += count
+            measuring.after(listed.name, was_kept=was_kept)
             if not was_kept:
                 facts = {"dataset": dataset.name, "shard": measuring.shard}
                 log_event("shard measured", {**facts, "done": f"{shard + 1}/{num_shards}"})

@@ -1,0 +1,95 @@
+"""Builds what is missing of a dataset's index, and reads ahead of its first job what that needs."""
+
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.datasets.catalog import Catalog, IndexProgress
+from gyre_daemon.datasets.indexing.changes import Change
+from gyre_daemon.errors import NotAllowed
+from gyre_daemon.fetching.measuring.columns import ColumnReading
+from gyre_daemon.fetching.measuring.lengths import Measuring
+from gyre_daemon.service.opening import SessionOpener
+
+_CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
+    "indexed": pb.SHARD_CHANGE_INDEXED,
+    "kept": pb.SHARD_CHANGE_KEPT,
+    "restored": pb.SHARD_CHANGE_RESTORED,
+    "changed": pb.SHARD_CHANGE_CHANGED,
+}
+
+
+class IndexService:
+    """Answers the method `IndexDataset`."""
+
+    def __init__(self, catalog: Catalog, opener: SessionOpener, policy: Policy) -> None:
+        self._catalog, self._opener, self._policy = catalog, opener, policy
+
+    async def index(
+        self, caller: Principal, request: pb.IndexDatasetRequest
+    ) -> AsyncGenerator[pb.IndexProgress, None]:
+        """Index the shards, then read the columns of the filter, then measure samples.
+
+        Raises:
+            NotAllowed: the caller is no operator, and asks for Ray.
+            GyreError: as `SessionOpener.resolve_stored`, `Catalog.index`, `SessionOpener.reading`
+                and `SessionOpener.measuring`.
+        """
+        name, config = self._opener.resolve_stored(request.dataset, caller)
+        if request.engine not in ("", "local") and not self._policy.is_admin(caller):
+            raise NotAllowed(
+                f"{caller.name} is no operator of this daemon, and only those may have shards "
+                "scanned by Ray; leave the engine out"
+            )
+        indexing = self._catalog.index(
+            name, config, with_checksums=request.checksums, engine=request.engine
+        )
+        async with contextlib.aclosing(indexing):
+            async for progress in indexing:
+                yield _from_progress(progress)
+        was_read = False
+        async for reading in self._opener.reading(name, config):
+            was_read = True
+            yield _from_reading(reading)
+        async for measuring in self._opener.measuring(name, config):
+            yield _from_measuring(measuring)
+        if was_read:  # the filter takes the columns, so that nobody keeps them
+            await self._catalog.open(name, replace(config, pack=None))
+
+
+def _from_progress(progress: IndexProgress) -> pb.IndexProgress:
+    """The progress after one more shard."""
+    return pb.IndexProgress(
+        shards_done=progress.num_done,
+        num_shards=progress.num_shards,
+        num_samples=progress.num_samples,
+        shard=progress.shard,
+        reused=progress.reused,
+        change=_CHANGES[progress.change],
+        fingerprint=progress.fingerprint,
+        fingerprint_before=progress.fingerprint_before,
+        removed=progress.removed,
+        was_appended=progress.was_appended,
+    )
+
+
+def _from_reading(reading: ColumnReading) -> pb.IndexProgress:
+    """The progress after more shards of a column were read."""
+    column = pb.ColumnProgress(
+        name=reading.name, shards_done=reading.num_done, num_reused=reading.num_reused
+    )
+    return pb.IndexProgress(num_shards=reading.num_shards, column=column)
+
+
+def _from_measuring(measuring: Measuring) -> pb.IndexProgress:
+    """The progress after more shards were measured."""
+    measured = pb.MeasuringProgress(
+        shards_done=measuring.num_done,
+        num_reused=measuring.num_reused,
+        shard=measuring.shard,
+    )
+    return pb.IndexProgress(num_shards=measuring.num_shards, measured=measured)
