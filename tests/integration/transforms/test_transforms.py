@@ -25,13 +25,13 @@ from gyre_client.errors import (
     InvalidRequest,
     NotAllowed,
 )
+from gyre_daemon.transforms.images.geometry import RandomResizedCrop
 from numpy.testing import assert_array_equal
 from PIL import Image
 
 from tests.conftest import Daemon, to_toml
 from tests.daemons import gyred_command, status
 from tests.probe_transforms import install
-from tests.torchvision_box import torchvision_box
 from tests.waiting import until
 
 NUM_SAMPLES, LENGTH, KEPT = 101, 8, 3
@@ -366,7 +366,7 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             key = hashlib.blake2b(struct.pack("<3Q", 3, 0, number), digest_size=16).digest()
             rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
             pixels = Image.open(io.BytesIO(files[f"{number}.jpg"])).convert("RGB")
-            top, left, height, width = torchvision_box(pixels.height, pixels.width, rng)
+            top, left, height, width = RandomResizedCrop(24).box(pixels.height, pixels.width, rng)
             part = pixels.crop((left, top, left + width, top + height))
             wanted = np.asarray(part.resize((24, 24), Image.Resampling.BICUBIC))
             if rng.random() < 0.5:
