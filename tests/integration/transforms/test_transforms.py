@@ -374,6 +374,16 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             assert_array_equal(image.transpose(1, 2, 0), wanted)
         with pytest.raises(CorruptSample, match=r"sample 5 .*a\.tar.*decode_image: it is no image"):
             next(source)
+    one = {**chain[1], "name": "decode_random_resized_crop", "field": "jpg"}
+    with Loader("pictures", batch_size=5, transform=[one, *chain[2:]], **arguments) as source:
+        (same,) = take(source, 1)
+        assert_array_equal(same["image"], batch["image"])
+        with pytest.raises(CorruptSample, match="decode_random_resized_crop: it is no image"):
+            next(source)
+    for option in ({"reducing_gap": 0.5}, {"interpolation": "nearest"}):
+        where = rf"{next(iter(option))} in transforms\[0\] \(decode_random_resized_crop\) is"
+        with pytest.raises(ConfigError, match=where):
+            take(Loader("pictures", batch_size=5, transform=[{**one, **option}], **arguments), 1)
 
 
 def test_half_precision_is_that_of_torch(
