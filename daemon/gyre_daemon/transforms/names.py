@@ -15,6 +15,7 @@ BUILT_IN: Mapping[str, str] = {
     "cast": f"{_HERE}.cast:Cast",
     "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
     "decode_image": f"{_HERE}.images.decode:DecodeImage",
+    "decode_random_resized_crop": f"{_HERE}.images.decode_crop:DecodeRandomResizedCrop",
     "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",
     "resize": f"{_HERE}.images.geometry:Resize",
     "center_crop": f"{_HERE}.images.geometry:CenterCrop",

@@ -25,13 +25,13 @@ from gyre_client.errors import (
     InvalidRequest,
     NotAllowed,
 )
+from gyre_daemon.transforms.images.geometry import RandomResizedCrop
 from numpy.testing import assert_array_equal
 from PIL import Image
 
 from tests.conftest import Daemon, to_toml
 from tests.daemons import gyred_command, status
 from tests.probe_transforms import install
-from tests.torchvision_box import torchvision_box
 from tests.waiting import until
 
 NUM_SAMPLES, LENGTH, KEPT = 101, 8, 3
@@ -366,7 +366,7 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             key = hashlib.blake2b(struct.pack("<3Q", 3, 0, number), digest_size=16).digest()
             rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
             pixels = Image.open(io.BytesIO(files[f"{number}.jpg"])).convert("RGB")
-            top, left, height, width = torchvision_box(pixels.height, pixels.width, rng)
+            top, left, height, width = RandomResizedCrop(24).box(pixels.height, pixels.width, rng)
             part = pixels.crop((left, top, left + width, top + height))
             wanted = np.asarray(part.resize((24, 24), Image.Resampling.BICUBIC))
             if rng.random() < 0.5:
@@ -374,6 +374,16 @@ def test_images_are_those_of_pillow_and_a_damaged_one_is_named(daemon: Daemon) -
             assert_array_equal(image.transpose(1, 2, 0), wanted)
         with pytest.raises(CorruptSample, match=r"sample 5 .*a\.tar.*decode_image: it is no image"):
             next(source)
+    one = {**chain[1], "name": "decode_random_resized_crop", "field": "jpg"}
+    with Loader("pictures", batch_size=5, transform=[one, *chain[2:]], **arguments) as source:
+        (same,) = take(source, 1)
+        assert_array_equal(same["image"], batch["image"])
+        with pytest.raises(CorruptSample, match="decode_random_resized_crop: it is no image"):
+            next(source)
+    for option in ({"reducing_gap": 0.5}, {"interpolation": "nearest"}):
+        where = rf"{next(iter(option))} in transforms\[0\] \(decode_random_resized_crop\) is"
+        with pytest.raises(ConfigError, match=where):
+            take(Loader("pictures", batch_size=5, transform=[{**one, **option}], **arguments), 1)
 
 
 def test_half_precision_is_that_of_torch(

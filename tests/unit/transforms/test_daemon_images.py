@@ -1,8 +1,6 @@
-"""Transforms of images, compared with Pillow, with torch, and with torchvision's description.
+"""Transforms of images, compared with Pillow and torch.
 
-torchvision's operators do not load beside torch's builds for processors, so it is not called here.
-`torchvision_box` is its documented algorithm, and its pixels are those of Pillow (for images of
-Pillow) and of `torch.nn.functional.interpolate` (for tensors, which it calls).
+`test_daemon_torchvision` compares them with torchvision.
 """
 
 import io
@@ -23,7 +21,6 @@ from gyre_daemon.transforms.images.colors import (
     Flatten,
     Normalize,
     ToChw,
-    turned,
 )
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.geometry import (
@@ -33,14 +30,10 @@ from gyre_daemon.transforms.images.geometry import (
     Resize,
 )
 from gyre_daemon.transforms.images.pixels import RESIZER, resized, to_pillow
-from PIL import Image, ImageEnhance
-from scipy import stats
+from PIL import Image
 from torch.nn import functional
 
-from tests.torchvision_box import torchvision_box
-
 BYTES = {"jpg": Field(np.dtype(np.uint8), (None,))}
-JITTERS = ("brightness", "contrast", "saturation")
 Pixels = np.ndarray[Any, Any]
 
 
@@ -147,26 +140,6 @@ def test_flips_of_bits_are_refused_or_decoded_as_pillow_does() -> None:
         assert found.shape[2] == 3
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_random_resized_crop_is_that_of_torchvision(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    height, width = rng.integers(30, 400, 2).tolist()
-    data = encoded(picture(height, width, seed))
-    top, left, h, w = torchvision_box(height, width, np.random.default_rng(seed))
-    part = reference(data)[top : top + h, left : left + w]
-    tensor = torch.tensor(part.copy()).permute(2, 0, 1)[None].float()
-    for interpolation, least, most in (("bilinear", 2, 1), ("bicubic", 0, 2)):
-        crop = RandomResizedCrop(64, interpolation=interpolation)  # type: ignore[arg-type]
-        found = run(data, DecodeImage("jpg"), crop, seed=seed)["image"]
-        small = Image.fromarray(part).resize((64, 64), Image.Resampling[interpolation.upper()])
-        assert np.abs(found.astype(int) - np.asarray(small)).max() <= least
-        wanted = functional.interpolate(tensor, (64, 64), mode=interpolation, antialias=True)
-        assert np.abs(wanted[0].permute(1, 2, 0).clamp(0, 255).numpy() - found).max() <= most + 0.01
-    coarse = run(data, DecodeImage("jpg"), RandomResizedCrop(64, antialias=False), seed=seed)
-    wanted = functional.interpolate(tensor, (64, 64), mode="bilinear", align_corners=False)
-    assert np.abs(wanted[0].permute(1, 2, 0).numpy() - coarse["image"]).max() <= 1.01
-
-
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_bilinear_pixels_are_as_near_to_the_exact_ones_as_those_of_pillow(channels: int) -> None:
     """And every processor computes the same; the fourth byte of a pixel is unused."""
@@ -188,83 +161,10 @@ def test_bilinear_pixels_are_as_near_to_the_exact_ones_as_those_of_pillow(channe
         assert errors[-1].mean() <= 1.05 * errors[0].mean()
 
 
-@pytest.mark.parametrize(("height", "width"), [(300, 400), (50, 400), (400, 50), (1, 1)])
-def test_boxes_have_the_distribution_of_torchvision(height: int, width: int) -> None:
-    ours, theirs = np.random.default_rng(1), np.random.default_rng(2)
-    crop = RandomResizedCrop(224)
-    found = np.array([crop.box(height, width, ours) for _ in range(2000)])
-    wanted = np.array([torchvision_box(height, width, theirs) for _ in range(2000)])
-    assert (found[:, 0] + found[:, 2] <= height).all()
-    assert (found[:, 1] + found[:, 3] <= width).all()
-    for left, right in zip(found.T, wanted.T, strict=True):
-        assert stats.ks_2samp(left, right).pvalue > 0.001
-
-
-def test_resize_and_center_crop_are_those_of_torchvision() -> None:
-    for height, width in ((90, 130), (130, 90), (40, 60)):
-        data = encoded(picture(height, width))
-        found = run(data, DecodeImage("jpg"), Resize(72), CenterCrop(64))["image"]
-        scaled = (
-            (72, int(72 * height / width)) if width < height else (int(72 * width / height), 72)
-        )
-        small = np.asarray(
-            Image.fromarray(reference(data)).resize(scaled, Image.Resampling.BILINEAR)
-        )
-        top, left = round((small.shape[0] - 64) / 2), round((small.shape[1] - 64) / 2)
-        difference = np.abs(found.astype(int) - small[top : top + 64, left : left + 64])
-        assert difference.max() <= 2
-        assert difference.mean() < 0.25
-    data = encoded(picture(20, 21))
-    padded = run(data, DecodeImage("jpg"), CenterCrop((30, 25)))["image"]
-    assert np.array_equal(padded[5:25, 2:23], reference(data))
-    assert not padded[:5].any()
-    assert not padded[:, 23:].any()
-
-
 def test_a_size_that_is_too_large_is_refused_before_it_is_made() -> None:
     data = encoded(np.zeros((20_000, 1, 3), np.uint8), "PNG")
     with pytest.raises(TransformFailed, match="1 x 20000 pixels would become one of 224 x 4480000"):
         run(data, DecodeImage("jpg"), Resize(224), CenterCrop(224))
-
-
-def test_half_of_the_images_are_flipped() -> None:
-    data, flips = encoded(picture(12, 20)), 0
-    for seed in range(200):
-        found = run(data, DecodeImage("jpg"), Resize((12, 20)), HorizontalFlip(), seed=seed)[
-            "image"
-        ]
-        is_flipped = np.array_equal(found, reference(data)[:, ::-1])
-        assert is_flipped or np.array_equal(found, reference(data))
-        flips += is_flipped
-    assert 70 <= flips <= 130
-
-
-@pytest.mark.parametrize("kind", JITTERS)
-def test_jitter_is_that_of_pillow(kind: str) -> None:
-    """Pillow's gray is in whole numbers, so levels may differ by two."""
-    data, names = encoded(picture(30, 40)), {"saturation": "Color"}
-    for seed in range(6):
-        strengths: dict[str, Any] = {kind: 0.8}
-        jitter = ColorJitter(**strengths)
-        found = run(data, DecodeImage("jpg"), Resize((30, 40)), jitter, seed=seed)["image"]
-        rng = np.random.default_rng(seed)
-        rng.permutation(4)
-        factors = dict.fromkeys(JITTERS, 1.0)
-        for each in factors:
-            limit = 0.8 if each == kind else 0.0
-            factors[each] = rng.uniform(max(0.0, 1 - limit), 1 + limit)
-        enhance = getattr(ImageEnhance, names.get(kind, kind.capitalize()))
-        wanted = enhance(Image.fromarray(reference(data))).enhance(factors[kind])
-        assert np.abs(np.asarray(wanted, int) - found).max() <= 2
-
-
-def test_hue_turns_by_the_circle() -> None:
-    red = np.zeros((4, 4, 3), np.uint8)
-    red[:, :, 0] = 200
-    assert turned(red, 1 / 3)[0, 0].tolist() == [0, 200, 0]
-    assert turned(red, -1 / 3)[0, 0].tolist() == [0, 0, 200]
-    pixels = picture(20, 20)
-    assert np.abs(turned(pixels, 0.0).astype(int) - pixels).max() <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

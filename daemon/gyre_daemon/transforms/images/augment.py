@@ -73,7 +73,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "autocontrast": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.autocontrast(image)),
     "equalize": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.equalize(image)),
 }
-_ALL = tuple(OPERATIONS.values())
+_NAMES = tuple(OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,16 @@ class RandAugment(ImageTransform):
         pixels: Pixels = sample[self.field]
         image = to_pillow(pixels)
         for _ in range(self.num_ops):
-            operation = _ALL[int(rng.integers(len(_ALL)))]
-            strength = self.magnitude / (_NUM_STRENGTHS - 1)
-            if operation.is_signed and rng.random() <= 0.5:
-                strength = -strength
-            image = operation.apply(image, strength * operation.strongest(*pixels.shape[:2]))
+            name, by = self.draw(pixels.shape[0], pixels.shape[1], rng)
+            image = OPERATIONS[name].apply(image, by)
         made = np.asarray(image).reshape(pixels.shape)
         self.put(self.field, made, sample, out)
+
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
+        """The name of an operation, and what its strength means for an image of this size."""
+        name = _NAMES[int(rng.integers(len(_NAMES)))]
+        operation = OPERATIONS[name]
+        strength = self.magnitude / (_NUM_STRENGTHS - 1)
+        if operation.is_signed and rng.random() <= 0.5:
+            strength = -strength
+        return name, strength * operation.strongest(height, width)

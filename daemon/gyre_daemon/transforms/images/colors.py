@@ -1,7 +1,7 @@
 """Colours of images, and images as the numbers that models take."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -62,22 +62,25 @@ class ColorJitter(ImageTransform):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         image: Pixels = contiguous(sample[self.field])
-        order = rng.permutation(4)
-        factors = [
-            rng.uniform(max(0.0, 1 - limit), 1 + limit)
-            for limit in (self.brightness, self.contrast, self.saturation)
-        ]
-        turn = rng.uniform(-self.hue, self.hue)
-        for which in order.tolist():
-            if which == 0 and self.brightness:
-                image = brightened(image, factors[0])
-            elif which == 1 and self.contrast:
-                image = contrasted(image, factors[1])
-            elif which == 2 and self.saturation:
-                image = saturated(image, factors[2])
-            elif which == 3 and self.hue:
-                image = turned(image, turn)
+        order, factors = self.draw(rng)
+        for name in order:
+            if getattr(self, name):
+                image = _CHANGES[name](image, factors[name])
         self.put(self.field, image, sample, out)
+
+    def draw(self, rng: np.random.Generator) -> tuple[Sequence[str], Mapping[str, float]]:
+        """The order of the changes and the factor of each; that of hue is its turn."""
+        names = list(_CHANGES)
+        order = [names[place] for place in rng.permutation(len(names)).tolist()]
+        factors = {
+            name: rng.uniform(max(0.0, 1 - limit), 1 + limit)
+            for name, limit in (
+                ("brightness", self.brightness),
+                ("contrast", self.contrast),
+                ("saturation", self.saturation),
+            )
+        }
+        return order, factors | {"hue": rng.uniform(-self.hue, self.hue)}
 
 
 @dataclass(frozen=True)
@@ -222,3 +225,11 @@ def _gray(image: Pixels) -> npt.NDArray[np.float32]:
 def _by_table(image: Pixels, levels: npt.NDArray[np.float32]) -> Pixels:
     table = levels.clip(0, 255).astype(np.uint8)
     return np.asarray(cv2.LUT(image, table), np.uint8).reshape(image.shape)
+
+
+_CHANGES: Mapping[str, Callable[[Pixels, float], Pixels]] = {
+    "brightness": brightened,
+    "contrast": contrasted,
+    "saturation": saturated,
+    "hue": turned,
+}

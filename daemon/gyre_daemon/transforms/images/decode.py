@@ -18,6 +18,8 @@ Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allo
 # Others are read by programs that a file could misuse, or are no images.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _JPEG = b"\xff\xd8\xff"
+FACTORS = (2, 4, 8)  # by which a JPEG file can be decoded smaller
+_NO_IMAGE = (OSError, SyntaxError, EOFError)  # what Pillow raises
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,41 @@ class DecodeImage(OfField):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         data = sample.pop(self.field).data
-        image = self._decode_jpeg(data) if bytes(data[:3]) == _JPEG else None
-        if image is None:
-            image = self._decode_other(data)
+        factor = self._factor(*self.declared_size(data)) if self.min_size else 1
+        image, _ = self.decoded(data, factor)
         self.put(self.to, image, sample, out)
 
-    def _decode_jpeg(self, data: memoryview) -> Pixels | None:
+    def declared_size(self, data: memoryview) -> tuple[int, int]:
+        """The height and the width that the header of a file declares.
+
+        Raises:
+            ValueError: it is no image, or too large.
+        """
+        height, width = _jpeg_size(data) or _other_size(data)
+        self._check_size(height, width)
+        return height, width
+
+    def decoded(self, data: memoryview, factor: int) -> tuple[Pixels, int]:
+        """The pixels of a file, which are valid until the next call, and their factor.
+
+        Args:
+            data: the file.
+            factor: 1, 2, 4 or 8: by how much a JPEG file is decoded smaller. Where only Pillow can
+                decode the file, the factor is 1.
+
+        Raises:
+            ValueError: it is no image that can be decoded, or too large.
+        """
+        image = self._decode_jpeg(data, factor) if _is_jpeg(data) else None
+        return (self._decode_other(data), 1) if image is None else (image, factor)
+
+    def _decode_jpeg(self, data: memoryview, factor: int) -> Pixels | None:
         """The pixels of a JPEG file; None where only Pillow may know what to do with it."""
         try:
             height, width, stored, _ = simplejpeg.decode_jpeg_header(data)
             self._check_size(height, width)
             if stored in ("CMYK", "YCCK"):
                 return None
-            factor = self._factor(height, width)
             if factor > 1:
                 height, width = -(-height // factor), -(-width // factor)
             channels, colors = (4, "RGBX") if self.colors == "rgb" else (1, "GRAY")
@@ -91,7 +115,7 @@ class DecodeImage(OfField):
     def _factor(self, height: int, width: int) -> int:
         """By how much a JPEG file is decoded smaller."""
         shorter = min(height, width)
-        factors = [each for each in (2, 4, 8) if -(-shorter // each) >= self.min_size > 0]
+        factors = [each for each in FACTORS if -(-shorter // each) >= self.min_size]
         return max(factors, default=1)
 
     def _decode_other(self, data: memoryview) -> Pixels:
@@ -99,7 +123,7 @@ class DecodeImage(OfField):
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 self._check_size(image.height, image.width)
                 converted = image.convert("RGB" if self.colors == "rgb" else "L")
-        except (OSError, SyntaxError, EOFError) as error:
+        except _NO_IMAGE as error:
             raise ValueError(f"it is no image that can be decoded: {error}") from error
         pixels = np.asarray(converted)
         return pixels if self.colors == "rgb" else pixels[:, :, None]
@@ -114,6 +138,29 @@ class DecodeImage(OfField):
     @cached_property
     def _scratch(self) -> "_Scratch":
         return _Scratch()
+
+
+def _is_jpeg(data: memoryview) -> bool:
+    return bytes(data[:3]) == _JPEG
+
+
+def _jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """Height and width of a JPEG file; None where only Pillow may know them."""
+    if not _is_jpeg(data):
+        return None
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return height, width
+
+
+def _other_size(data: memoryview) -> tuple[int, int]:
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return image.height, image.width
+    except _NO_IMAGE as error:
+        raise ValueError(f"it is no image that can be decoded: {error}") from error
 
 
 class _TooLargeError(ValueError):

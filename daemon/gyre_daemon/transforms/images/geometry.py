@@ -39,13 +39,13 @@ class _Crop(ImageTransform):
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
-        _pair(self.size)
+        pair(self.size)
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         before = fields[self.field]
         channels = check_image(self.field, before)
-        return {self.field: Field(before.dtype, (*_pair(self.size), channels))}
+        return {self.field: Field(before.dtype, (*pair(self.size), channels))}
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,14 @@ class RandomResizedCrop(_Crop):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
-        top, left, height, width = self.box(image.shape[0], image.shape[1], rng)
+        box = self.box(image.shape[0], image.shape[1], rng)
+        self.put(self.field, self.cut(image, box), sample, out)
+
+    def cut(self, image: Pixels, box: tuple[int, int, int, int]) -> Pixels:
+        """A rectangle of an image, in the size of the result."""
+        top, left, height, width = box
         part = image[top : top + height, left : left + width]
-        made = resized(part, *_pair(self.size), self.interpolation, antialias=self.antialias)
-        self.put(self.field, made, sample, out)
+        return resized(part, *pair(self.size), self.interpolation, antialias=self.antialias)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
         """Top, left, height and width of a random rectangle, as torchvision finds one.
@@ -137,7 +141,7 @@ class Resize(ImageTransform):
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
-        _pair(self.size)
+        pair(self.size)
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
@@ -180,7 +184,7 @@ class CenterCrop(_Crop):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
-        height, width = _pair(self.size)
+        height, width = pair(self.size)
         above, before = max(0, height - image.shape[0]), max(0, width - image.shape[1])
         if above or before:
             sides = (above // 2, -(-above // 2)), (before // 2, -(-before // 2)), (0, 0)
@@ -216,7 +220,7 @@ class HorizontalFlip(ImageTransform):
         self.put(self.field, image, sample, out)
 
 
-def _pair(size: Size) -> tuple[int, int]:
+def pair(size: Size) -> tuple[int, int]:
     """Height and width.
 
     Raises:
