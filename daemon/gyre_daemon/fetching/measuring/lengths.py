@@ -24,8 +24,8 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.fetching.measuring.held import HeldRecords
-from gyre_daemon.fetching.measuring.shared_work import SharedWork
 from gyre_daemon.fetching.measuring.shards import AT_ONCE, ShardMeasurer, ShardPart
+from gyre_daemon.fetching.measuring.shared_work import SharedWork
 from gyre_daemon.fetching.portions import PortionReader
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
