@@ -13,7 +13,8 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -199,7 +200,7 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    finder = BlockFinder(model, target.num_slices) if find_blocks else None
+    finder = BlockFinder(model, target.num_slices, packed=policy.recompute) if find_blocks else None
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()
@@ -426,9 +427,11 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         if not left:
             hook.remove()
         assert isinstance(rotated, RotatedModule)
-        if proves:
-            check_rule(rotated.rotation, args, kwargs)
-        if verifies:
-            verify_module(rotated.rotation, args, kwargs)
+        # A checkpoint around the call counts what is saved, and the checks are not made again.
+        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            if proves:
+                check_rule(rotated.rotation, args, kwargs)
+            if verifies:
+                verify_module(rotated.rotation, args, kwargs)
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
