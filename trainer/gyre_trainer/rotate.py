@@ -172,8 +172,9 @@ def rotate_all(
             modules with a rule that have up to 4 million parameters; True every module, of any
             size.
         find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
-            where their structure and a trial on a small twin say that they can. The returned plan
-            shows what was found. False lets their layers rotate one by one, which adapters that
+            where their structure and a trial on a small twin say that they can; those with packed
+            layers, such as Phi-3's, only where the policy recomputes. The returned plan shows what
+            was found. False lets their layers rotate one by one, which adapters that
             come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule: its hops would take longer than its memory is worth.
