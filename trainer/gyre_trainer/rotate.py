@@ -13,7 +13,8 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -171,8 +172,9 @@ def rotate_all(
             modules with a rule that have up to 4 million parameters; True every module, of any
             size.
         find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
-            where their structure and a trial on a small twin say that they can. The returned plan
-            shows what was found. False lets their layers rotate one by one, which adapters that
+            where their structure and a trial on a small twin say that they can; those with packed
+            layers, such as Phi-3's, only where the policy recomputes. The returned plan shows what
+            was found. False lets their layers rotate one by one, which adapters that
             come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule: its hops would take longer than its memory is worth.
@@ -199,7 +201,7 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    finder = BlockFinder(model, target.num_slices) if find_blocks else None
+    finder = BlockFinder(model, target.num_slices, packed=policy.recompute) if find_blocks else None
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()
@@ -426,9 +428,11 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         if not left:
             hook.remove()
         assert isinstance(rotated, RotatedModule)
-        if proves:
-            check_rule(rotated.rotation, args, kwargs)
-        if verifies:
-            verify_module(rotated.rotation, args, kwargs)
+        # A checkpoint around the call counts what is saved, and the checks are not made again.
+        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            if proves:
+                check_rule(rotated.rotation, args, kwargs)
+            if verifies:
+                verify_module(rotated.rotation, args, kwargs)
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

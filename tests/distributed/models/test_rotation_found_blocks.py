@@ -150,6 +150,38 @@ class Heads(nn.Module):
         return output
 
 
+class HeadsOfATuple(Heads):
+    """The forward reads the number of heads where no slice can have another one."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_weights=True)
+        self.sizes = (2, 3)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, self.sizes).transpose(1, 2) for layer in self.layers())
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+        output: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return output
+
+    def layers(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q, self.k, self.v
+
+
+class PackedGate(nn.Module):
+    """An MLP whose first layer makes gate and up: one after the other, or in turns."""
+
+    def __init__(self, *, in_turns: bool = False) -> None:
+        super().__init__()
+        self.in_turns = in_turns
+        self.down, self.both = nn.Linear(11, DIM), nn.Linear(DIM, 22)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.both(x)
+        gate, up = (y[..., ::2], y[..., 1::2]) if self.in_turns else y.chunk(2, dim=-1)
+        output: Tensor = self.down(F.silu(gate) * up)
+        return output
+
+
 class Packed(nn.Module):
     """Attention of two heads whose queries, keys and values one layer makes."""
 
@@ -212,9 +244,18 @@ def test_experts_of_gpt_oss_are_found_at_full_width_on_meta() -> None:
         (Gated, MLPRule(ups=("a", "b"), down="c")),
         (lambda: Gated(hidden=11), MLPRule(ups=("a", "b"), down="c")),
         (lambda: Heads(reads_weights=True), AttentionRule(2, inputs=("q", "k", "v"), output="o")),
-        (lambda: Heads(reads_weights=False), None),
+        (
+            lambda: Heads(reads_weights=False),
+            AttentionRule(2, inputs=("q", "k", "v"), output="o", counts=("num_heads",)),
+        ),
+        (HeadsOfATuple, None),
         (lambda: Packed(head_by_head=True), AttentionRule(2, inputs=("qkv",), output="o")),
-        (lambda: Packed(head_by_head=False), None),
+        (
+            lambda: Packed(head_by_head=False),
+            AttentionRule(2, inputs=("qkv",), output="o", packed=True),
+        ),
+        (PackedGate, MLPRule(ups=("both",), down="down", num_packed=2)),
+        (lambda: PackedGate(in_turns=True), None),
         (lambda: Gated(dropout=0.1), None),
         (Residual, None),
         (AcrossTheWidth, None),
@@ -229,8 +270,14 @@ def test_a_rule_is_found_where_the_slices_make_the_output(
     state = torch.get_rng_state()
     with torch.device("meta"):
         module = build()
-    assert find_rule(module, 2) == expected
+    assert find_rule(module, 2, packed=True) == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rules_with_packed_parameters_are_found_on_request() -> None:
+    assert find_rule(Packed(head_by_head=False), 2) is None
+    assert find_rule(PackedGate(), 2) is None
+    assert find_rule(Packed(head_by_head=True), 2) is not None
 
 
 class Counted(Gated):

@@ -13,7 +13,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
-from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -243,3 +243,24 @@ def test_a_rule_that_does_not_fit_is_refused_at_the_first_call(ranks: StartRanks
         for text in ranks(2).run(told_by_the_proof, True, verify):
             assert "CountsExperts computes something else when it rotates: output 0 is off" in text
         assert ranks(2).run(told_by_the_proof, False, verify) == ["", ""]
+
+
+class WrongBias(MLPRule):
+    """The gradient of one bias is off, which is far smaller than those of the weights."""
+
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        bias = current.weights["up.bias"]
+        return MLPRule.run(self, current, *args, **kwargs) + 1e-4 * (bias - bias.detach()).sum()
+
+
+def told_of_a_small_gradient(rule: MLPRule) -> str:
+    torch.manual_seed(0)
+    mlp = rotate(MLP(4, 8, bias=True).double(), mesh=make_mesh("cpu"), rule=rule)
+    x = 1e8 * torch.rand(3, 4).double()
+    return told(lambda: mlp(x))
+
+
+def test_a_gradient_that_is_small_beside_the_others_is_verified_too(ranks: StartRanks) -> None:
+    for text in ranks(2).run(told_of_a_small_gradient, WrongBias()):
+        assert "computes something else when it rotates: the gradient of up.bias is off" in text
+    assert ranks(2).run(told_of_a_small_gradient, MLPRule()) == ["", ""]

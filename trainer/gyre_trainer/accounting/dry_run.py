@@ -81,7 +81,8 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
     rules: dict[type[nn.Module] | str, Rule | None] = {}
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in rules)
-        if not is_inside and (rule := find_rule(module, num_ranks)):
+        rule = None if is_inside else find_rule(module, num_ranks, packed=config.memory.recompute)
+        if rule:
             rules[path] = rule
     return rules
 

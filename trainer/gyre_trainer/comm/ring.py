@@ -105,8 +105,8 @@ class Ring:
 
     Args:
         group: the ranks of the ring, in the order in which they are neighbours.
-        transports: the ways to the neighbours, the preferred one first. On every device each
-            neighbour is within reach of at least one of them.
+        transports: the ways to the neighbours, the preferred one first. The last one reaches every
+            rank on every device.
         hang_diagnosis: the diagnosis of these ranks, and of those of all replicas.
         modules: those that rotate, or did, on the ranks of the ring.
         replicas: the ranks at this rank's place in all replicas of the ring; None for one ring.
@@ -118,7 +118,7 @@ class Ring:
         part: which part of the global batch this rank has, in [0, num_parts).
         num_parts: the number of ranks on all replicas of the ring.
         pool: the transient buffers of all modules that rotate on this ring.
-        bytes_sent: bytes that this rank has sent in hops since the ring was made.
+        bytes_sent: bytes of weights and gradients that this rank has sent since the ring was made.
         modules: those that rotate, or did, on these ranks.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
     """
@@ -199,6 +199,44 @@ class Ring:
             legs = [leg for leg in legs if leg.offset not in reached]
         return Hop(works, self, identity, sides.neighbours)
 
+    def send_among(
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Tensor]],
+        stream: Stream,
+        identity: int,
+    ) -> Hop:
+        """Start to send tensors to any ranks of the ring, and to receive others.
+
+        They go through the process group. Tensors between two ranks arrive in the order in which
+        both ranks list them. All are contiguous, not empty, and belong to the hop until it was
+        waited for.
+
+        Args:
+            outgoing: what is sent, each after the rank on the ring that gets it.
+            incoming: what is filled, each after the rank on the ring that it is from.
+            stream: what all hold.
+            identity: as `shift` has it.
+
+        Raises:
+            RingError: the hop could not be started.
+            RotationError: another rank has found that ranks call different modules.
+        """
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in outgoing)
+        legs, ranks = [], {}
+        for arrives, tensors in ((True, incoming), (False, outgoing)):
+            for rank, tensor in tensors:
+                offset = rank - self.rank
+                description = self._described(offset, stream, arrives=arrives)
+                ranks[description] = self._global(offset)
+                legs.append(Leg(tensor, offset, arrives, description, identity))
+        try:
+            works = self._transports[-1].start(legs, stream) if legs else []
+        except (RingError, RotationError):
+            self.give_up()
+            raise
+        return Hop(works, self, identity, ranks)
+
     def give_up(self) -> None:
         """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""
         for transport in self._transports:
@@ -208,14 +246,16 @@ class Ring:
         """What all hops of a direction and stream have in common."""
         ends, neighbours = [], {}
         for offset, arrives in ((-direction, True), (direction, False)):
-            verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
-            neighbour = self._global(offset)
-            what = f"{verb} {stream.name.lower()} {preposition} rank {neighbour}"
-            description = f"rank {self._global(0)}: {what}"
+            description = self._described(offset, stream, arrives=arrives)
             ends.append((offset, arrives, description))
-            neighbours[description] = neighbour
+            neighbours[description] = self._global(offset)
         sides = self._sides[direction, stream] = _Sides(ends, neighbours)
         return sides
+
+    def _described(self, offset: int, stream: Stream, *, arrives: bool) -> str:
+        verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
+        what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
+        return f"rank {self._global(0)}: {what}"
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self.group, (self.rank + offset) % self.size)

@@ -58,7 +58,7 @@ class Leg(NamedTuple):
 
     Attributes:
         tensor: contiguous and not empty.
-        offset: the neighbour's rank minus this rank, modulo the ring's size: 1 or -1.
+        offset: the other rank minus this rank, modulo the ring's size: 1 or -1 for a neighbour.
         arrives: whether the tensor is received.
         description: for messages, such as "rank 0: sending weights to rank 1".
         identity: the hop's, packed; both ends compare it. See `gyre_trainer.comm.identity`.
@@ -103,7 +103,7 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """Sends and receives in a process group, which reaches every neighbour on every device.
+    """Sends and receives in a process group, which reaches every rank on every device.
 
     On a CPU a message with the hop's identity goes before each tensor, and the receiver compares
     it. On CUDA none does: to compare it, the process would have to wait for the device.

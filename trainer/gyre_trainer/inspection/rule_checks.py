@@ -63,7 +63,8 @@ class _DropoutAfterWeights(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         x = args[0] if args else (kwargs or {}).get("input")
-        if func in _DROPOUTS and isinstance(x, Tensor) and x.requires_grad:
+        rate = (kwargs or {}).get("p", args[1] if len(args) > 1 else None)
+        if func in _DROPOUTS and isinstance(x, Tensor) and x.requires_grad and rate != 0:
             raise RotationError(
                 f"{self._name} drops out after its last layer, with "
                 f"{getattr(func, '__name__', 'dropout')}: each slice would draw another mask; "
@@ -129,9 +130,11 @@ def _own_slice_call(
     """A call for the own slice alone, and that slice in the dtype of the computation."""
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
-    return call, rotation.sharded.flat.to(
-        rotation.policy.compute_dtype or rotation.sharded.flat.dtype
-    )
+    flat, buffer = rotation.own_piece(0, forward=True)
+    own = flat.clone()
+    if buffer is not None:
+        rotation.sharded.ring.pool.put(buffer)
+    return call, own
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -23,6 +23,10 @@ from gyre_trainer.shards.local_shards import local_of
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _TOLERANCE_OF_OTHERS = 5e-2
+# Some gradients, as those of keys' biases, are zero but for rounding. Up to this, relative to the
+# largest gradient of the module's parameters, a gradient counts as zero, rotated and whole.
+_NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
+_NOISE_OF_OTHERS = 5e-3
 
 
 def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -47,11 +51,13 @@ def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         torch.set_rng_state(state)
     if is_random:
         return
-    for (what, one), (_, other) in zip(found.named(), expected.named(), strict=True):
+    dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS)
+    noise = _NOISE.get(dtype, _NOISE_OF_OTHERS)
+    for (what, one, _), (_, other, scale) in zip(found.named(), expected.named(), strict=True):
         if one is None or other is None:
             continue
-        dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
-        if not _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS)):
+        if not _close(one, other, tolerance, noise * scale):
             raise RotationError(
                 f"{rotation.name} computes something else when it rotates: {what} is off by "
                 f"{(one - other).abs().max().item():.2g} where its largest value is "
@@ -108,14 +114,21 @@ class _Results:
         ]
         self._names = [name for name, p in zip(names, own, strict=True) if p.requires_grad]
 
-    def named(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Everything that is compared, each with its name for the message."""
-        yield from ((f"output {index}", output) for index, output in enumerate(self.outputs))
+    def named(self) -> Iterator[tuple[str, Tensor | None, float]]:
+        """Everything that is compared: its name for the message, and what its rounding may have.
+
+        That is the largest gradient of a parameter, for such gradients, and 0 for all else.
+        """
+        yield from ((f"output {index}", output, 0.0) for index, output in enumerate(self.outputs))
         yield from (
-            (f"the gradient of input {index}", grad) for index, grad in enumerate(self.input_grads)
+            (f"the gradient of input {index}", grad, 0.0)
+            for index, grad in enumerate(self.input_grads)
+        )
+        largest = max(
+            (_largest(grad) for grad in self.weight_grads if grad is not None), default=0.0
         )
         yield from (
-            (f"the gradient of {name}", grad)
+            (f"the gradient of {name}", grad, largest)
             for name, grad in zip(self._names, self.weight_grads, strict=False)
         )
 
@@ -133,8 +146,9 @@ class _Results:
         group = ring_group(parameter.device_mesh)
         with ring_of(parameter.device_mesh).hang_diagnosis.collective("verifying a rotated module"):
             dist.all_reduce(mean, group=group)
-        cut = rotation.layout.cuts[position]
-        start, stop = rotation.layout.bounds(cut, ring.rank)
+        layout = rotation.sharded.layout
+        cut = layout.cuts[position]
+        start, stop = layout.bounds(cut, ring.rank)
         return mean.narrow(cut.dim, start, stop - start) / ring.size
 
 
@@ -160,12 +174,17 @@ def _takes_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> bool:
+    """Whether they are equal but for rounding; what is not larger than ``noise`` is zero."""
     if found.shape != expected.shape:
         return False
-    if not found.numel():
+    largest = _largest(expected)
+    if max(largest, _largest(found)) <= noise:
         return True
-    largest = expected.abs().max().item()
     return torch.allclose(
         found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True
     )

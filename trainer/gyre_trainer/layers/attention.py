@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.mlp import projections, refuse_dropout
+from gyre_trainer.layers.mlp import refuse_dropout
+from gyre_trainer.layers.projections import (
+    divided_counts,
+    features_of,
+    layer_of,
+    projections,
+    require_counts,
+)
 from gyre_trainer.rotation.output_reduction import EqualParts, OutputReduction, SumOfOutputs
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
@@ -137,14 +144,18 @@ class AttentionRule(Rule):
     """For a module that projects to queries, keys and values, attends, and projects back.
 
     A slice holds some key/value heads, and the query heads that they serve, of all four layers. The
-    forward must read the number of heads from the weights (`view(..., -1, head_dim)`) and be linear
-    in the last layer's weights. A second output has the heads in dim 1, as attention weights do.
+    forward must read the number of heads from the weights (`view(..., -1, head_dim)`), or from
+    ``counts``, and be linear in the last layer's weights. A second output has the heads in dim 1,
+    as attention weights do.
 
     Attributes:
         num_kv_heads: key/value heads of the whole module; a multiple of the ring's size.
         inputs: names of the linear layers from the input to the heads; one layer may make queries,
-            keys and values, if the rows of each key/value head are together.
+            keys and values, if the rows of each key/value head are together, or if it is packed.
         output: name of the linear layer from the heads to the output.
+        packed: whether one layer makes all queries, then all keys, then all values.
+        counts: numbers that the forward reads and of which a slice has 1/N: attributes of the
+            module, such as "num_heads", or of its config, such as "config.num_attention_heads".
     """
 
     caches_heads: ClassVar[bool] = True
@@ -152,6 +163,8 @@ class AttentionRule(Rule):
     num_kv_heads: int
     inputs: tuple[str, ...] = ("q", "k", "v")
     output: str = "o"
+    packed: bool = False
+    counts: tuple[str, ...] = ()
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -168,7 +181,27 @@ class AttentionRule(Rule):
                 f"which {num_slices} ranks cannot share evenly; use a number that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
-        return projections(module, self.inputs, self.output)
+        require_counts(module, self.counts, num_slices)
+        sections = self._sections(module) if self.packed else ()
+        return projections(module, self.inputs, self.output, sections)
+
+    def _sections(self, module: nn.Module) -> tuple[int, ...]:
+        """The features of queries, keys and values in the one layer that makes them."""
+        (name,) = self.inputs
+        _, size = features_of(layer_of(module, name))
+        queries, _ = features_of(layer_of(module, self.output))
+        keys, rest = divmod(size - queries, 2)
+        if rest or keys <= 0 or keys % self.num_kv_heads or queries % self.num_kv_heads:
+            raise RotationError(
+                f"{type(module).__name__}.{name} has {size} output features, which are not "
+                f"{queries} of queries and those of keys and values of {self.num_kv_heads} heads"
+            )
+        return queries, keys, keys
+
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        """The slice's contribution; the module has the slice's part of all counts meanwhile."""
+        with divided_counts(current.module, self.counts, current.num_slices):
+            return current.forward(*args, **kwargs)
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype

@@ -10,6 +10,7 @@ from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.layers.multihead import rotate_multihead
+from gyre_trainer.layers.projections import is_transposed_linear
 from gyre_trainer.layers.transformer import rotate_transformer_layer
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
@@ -25,7 +26,7 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     A module of an unknown kind is left as it is. A subclass with another forward is not of its
     parent's kind, and neither is a layer whose weight is computed from others.
     """
-    if _is_transposed_linear(module):
+    if is_transposed_linear(module):
         wrap(module, TransposedLinearRule(), target)
         return True
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
@@ -50,12 +51,6 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
 def is_of_known_class(module: nn.Module) -> bool:
     """Whether the module's class, or one that it derives from, is among the known kinds."""
     return isinstance(module, (*_LAYERS, *_TORCHS, *_OURS))
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is the layer of `transformers` that GPT-2 has; it may not be installed."""
-    cls = type(module)
-    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _rule_of(module: nn.Module) -> Rule:

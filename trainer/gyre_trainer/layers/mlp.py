@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout, slice_masks
+from gyre_trainer.layers.projections import features_of, layer_of, projections
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import mix_in
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
@@ -56,12 +57,15 @@ class MLPRule(Rule):
         down: name of the linear layer from the hidden width to the output.
         dropouts: names of the dropout modules that act on the hidden width; others are refused.
         batch_dim: the dim of the batch in the input.
+        num_packed: how many layers each of ``ups`` packs, the features of one after those of the
+            other: 2 for gate and up.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
     dropouts: tuple[str, ...] = ()
     batch_dim: int = 0
+    num_packed: int = 1
 
     @property
     def uses_dropout(self) -> bool:
@@ -78,7 +82,20 @@ class MLPRule(Rule):
         refuse_dropout(module, self.dropouts)
         for name in self.dropouts:
             use_slice_mask(module, name)
-        return projections(module, self.ups, self.down)
+        return projections(module, self.ups, self.down, self._sections(module))
+
+    def _sections(self, module: nn.Module) -> tuple[int, ...]:
+        if self.num_packed == 1:
+            return ()
+        hidden, _ = features_of(layer_of(module, self.down))
+        for name in self.ups:
+            _, size = features_of(layer_of(module, name))
+            if size != self.num_packed * hidden:
+                raise RotationError(
+                    f"{type(module).__name__}.{name} has {size} output features, but the rule "
+                    f"needs {self.num_packed} times the {hidden} input features of {self.down}"
+                )
+        return (hidden,) * self.num_packed
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; dropout uses masks for its range of the width."""
@@ -86,27 +103,6 @@ class MLPRule(Rule):
         first, _ = current.bounds[f"{self.ups[0]}.weight"]
         with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
             return current.forward(*args, **kwargs)
-
-
-def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
-    """The cuts of linear layers into a common width, and of the layer ``output`` out of it.
-
-    Raises:
-        RotationError: one of them is missing or not linear.
-    """
-    weights, biases = [], []
-    for name in (*inputs, output):
-        linear = dict(module.named_modules()).get(name)
-        if not isinstance(linear, nn.Linear):
-            raise RotationError(
-                f"{type(module).__name__}.{name} is {type(linear).__name__}, "
-                "but the rule needs a Linear there"
-            )
-        closes = name == output
-        weights.append(Cut(f"{name}.weight", tuple(linear.weight.shape), 1 if closes else 0))
-        if linear.bias is not None:
-            biases.append(Cut(f"{name}.bias", tuple(linear.bias.shape), 0, padded=closes))
-    return weights + biases
 
 
 def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:

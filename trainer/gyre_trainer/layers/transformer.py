@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from gyre_trainer.layers.dropout import use_equal_mask
-from gyre_trainer.layers.mlp import MLPRule, projections, use_slice_mask
+from gyre_trainer.layers.mlp import MLPRule, use_slice_mask
 from gyre_trainer.layers.multihead import rotate_multihead
+from gyre_trainer.layers.projections import projections
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 from gyre_trainer.shards.layout import Cut

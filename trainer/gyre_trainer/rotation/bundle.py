@@ -261,7 +261,9 @@ class Bundle:
             args, kwargs = tree_map_only(Tensor, partial(cast, dtype=dtype), (args, kwargs))
         bounds = {cut.name: (0, cut.shape[cut.dim]) for cut in cuts}
         with swapped(rotation.module, weights | others):
-            current = ModuleSlice(rotation.forward, weights, bounds, DeferredGrads({}))
+            current = ModuleSlice(
+                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1
+            )
             output = rotation.rule.run(current, *args, **kwargs)
         return tree_map_only(Tensor, partial(cast, dtype=outer_dtype), output)
 

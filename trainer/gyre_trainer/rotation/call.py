@@ -219,7 +219,9 @@ class Call:
             self._autocast(),
         ):
             forward = rotation.slice_forward if self._is_compiled else rotation.forward
-            current = ModuleSlice(forward, weights, bounds, self.deferred)
+            current = ModuleSlice(
+                rotation.module, forward, weights, bounds, self.deferred, pieces.num_slices
+            )
             output = rotation.rule.run(current, *args, **kwargs)
         return self._tensors_of(output), trained
 

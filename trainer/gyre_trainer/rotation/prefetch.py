@@ -26,9 +26,9 @@ class SlicesInFlight:
     def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:
         ring, pieces = rotation.sharded.ring, rotation.pieces
         self._pool = ring.pool
-        flat, self._buffer = rotation.own_piece(round_)
-        self.own = pieces.piece(ring.rank, round_), flat
         forward = direction is Direction.CLOCKWISE
+        flat, self._buffer = rotation.own_piece(round_, forward=forward)
+        self.own = pieces.piece(ring.rank, round_), flat
         hop = HopIdentity(rotation.number, forward, False, round_, 1)
         self.remote = RemoteSlices(ring, flat, pieces, direction, hop)
         self.version = rotation.sharded.version
@@ -118,7 +118,7 @@ def _reserve_buffers(rotation: Rotation) -> None:
     """
     sharded, dtype = rotation.sharded, rotation.travelling_dtype
     if sharded.ring.size > 1:
-        num_buffers = 1 if dtype == sharded.flat.dtype else 2  # for the remote and the own slice
+        num_buffers = 2 if rotation.sends_copy else 1  # for the remote and the own slice
         buffers = [
             sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device)
             for _ in range(num_buffers)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
@@ -45,6 +46,7 @@ from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.shards.gradient_ring import GradientRing
 from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.regrouping import to_shards
 
 _Grads = Sequence[Tensor | None]
 
@@ -151,8 +153,12 @@ class RingPass:
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
-        flat = gradient_ring.finish().to(self._rotation.sharded.flat.dtype)
-        return self._call.of_parameters(layout.in_rounds(1).views(flat, self._ring.rank))
+        flat = gradient_ring.finish()
+        if layout.is_packed:
+            hop = HopIdentity(self._rotation.number, False, True, 0, 0)
+            flat = to_shards(layout, self._ring, flat, hop)
+        flat = flat.to(self._rotation.sharded.flat.dtype)
+        return self._call.of_parameters(layout.in_rounds(1).at_rest.views(flat, self._ring.rank))
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:

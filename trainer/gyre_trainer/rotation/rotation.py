@@ -15,9 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.regrouping import meet, to_slice
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
 # A slice that can be divided travels in pieces no larger than the largest slice that cannot, so
@@ -95,7 +97,7 @@ class Rotation:
         module: the module whose parameters lie in ``sharded``.
         forward: the module's own forward, for whole and for sliced parameters.
         rule: how the module is cut.
-        layout: as that of ``sharded``, with the parameters' names in this module.
+        layout: how slices travel, with the parameters' names in this module.
         sharded: the sharded parameters; tied modules share them.
         policy: how slices travel and compute.
         replicated: names of parameters inside that no cut names; each rank has them whole.
@@ -149,17 +151,47 @@ class Rotation:
         compiled: Callable[..., Any] = torch.compile(self.forward, backend=self.policy.compiler)
         return compiled
 
-    def own_piece(self, round_: int) -> tuple[Tensor, Tensor | None]:
+    @property
+    def sends_copy(self) -> bool:
+        """Whether the own slice travels from a buffer, not from where it rests."""
+        return self.travelling_dtype != self.sharded.flat.dtype or self.layout.is_packed
+
+    def own_piece(self, round_: int, *, forward: bool) -> tuple[Tensor, Tensor | None]:
         """The own slice's piece of a round as it travels, and the pool's buffer that it is in.
 
-        Without a buffer the piece is a view of the own slice; else a copy in the dtype of the
-        computation, and the caller puts the buffer back.
+        Without a buffer the piece is a view of the own slice; else a copy in the dtype and the form
+        that travel, and the caller puts the buffer back. Collective where a parameter is packed.
+
+        Args:
+            round_: the number of the round.
+            forward: whether it is for the module's forward.
         """
-        flat = self.pieces.piece_in(
+        flat = self.pieces.at_rest.piece_in(
             self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
         )
-        dtype = self.travelling_dtype
-        if dtype == flat.dtype:
-            return flat, None
-        buffer = self.sharded.ring.pool.take(self.pieces.numel(0), dtype, flat.device)
-        return buffer[: flat.numel()].copy_(flat), buffer
+        buffer = None
+        if self.travelling_dtype != flat.dtype:
+            buffer = self._take_buffer()
+            flat = buffer[: flat.numel()].copy_(flat)
+        return self._regrouped(flat, buffer, forward) if self.layout.is_packed else (flat, buffer)
+
+    def _regrouped(
+        self, resting: Tensor, buffer: Tensor | None, forward: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The own slice as it travels, of all ranks' shards, and the buffer that it is in.
+
+        ``buffer``, where ``resting`` may lie, is put back.
+        """
+        ring, hop = self.sharded.ring, HopIdentity(self.number, forward, False, 0, 0)
+        meet(ring, resting, hop)
+        own = self._take_buffer()
+        travelling = own[: self.layout.numel(ring.rank)]
+        to_slice(self.layout, ring, resting, travelling, hop)
+        if buffer is not None:
+            ring.pool.put(buffer)
+        return travelling, own
+
+    def _take_buffer(self) -> Tensor:
+        """A buffer of the pool for a slice, in the dtype that travels."""
+        flat = self.sharded.flat
+        return self.sharded.ring.pool.take(self.pieces.numel(0), self.travelling_dtype, flat.device)

@@ -19,17 +19,21 @@ class ModuleSlice:
     """The slice of a module that is on this rank now.
 
     Attributes:
-        forward: the module's own forward. While a rule runs, the slice's weights stand in the place
+        module: the module, with the slice's weights in the place of its parameters.
+        forward: its own forward. While a rule runs, the slice's weights stand in the place
             of the module's parameters.
         weights: tensors in the place of the parameters that are cut, by name.
         bounds: the half-open range of the cut dim that the slice holds, by name.
         deferred: gradients of linear layers that backward computes last.
+        num_slices: how many slices make the module; 1 where it is computed whole.
     """
 
+    module: nn.Module
     forward: Callable[..., Any]
     weights: Mapping[str, Tensor]
     bounds: Mapping[str, tuple[int, int]]
     deferred: DeferredGrads
+    num_slices: int
 
 
 class Rule(ABC):

@@ -21,12 +21,16 @@ class Cut:
         dim: the dim that is cut, as `torch.chunk` cuts.
         padded: whether the slice's forward sees this one-dim parameter whole, with zeros outside
             the slice's range. Outputs that add up contain such a bias once.
+        sections: sizes, along the cut dim, of the sections of a packed parameter; a slice has its
+            part of each. Empty for a parameter that is cut as one. See [Note: Packed parameters] in
+            `gyre_trainer.shards.regrouping`.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int
     padded: bool = False
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,18 @@ class Layout:
         """Shape and cut dim of each parameter, without the names."""
         return [(cut.shape, cut.dim) for cut in self.cuts]
 
+    @cached_property
+    def at_rest(self) -> "Layout":
+        """How ranks keep the slices: a shard is one range of its parameter, as DTensors are cut."""
+        if not any(cut.sections for cut in self.cuts):
+            return self
+        return replace(self, cuts=tuple(replace(cut, sections=()) for cut in self.cuts))
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether a slice travels in another form than its shards rest in."""
+        return self.num_slices > 1 and any(cut.sections for cut in self.cuts)
+
     def in_rounds(self, num_rounds: int) -> "Layout":
         """The same slices in ``num_rounds`` pieces each.
 
@@ -59,12 +75,23 @@ class Layout:
         return round_ * self.num_slices + index
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
-        """The half-open range of the cut dim that a piece holds."""
+        """The half-open range of the cut dim that a piece holds, or of the first section."""
         return self._bounds[cut.name][piece]
+
+    def ranges(self, cut: Cut, piece: int) -> list[tuple[int, int]]:
+        """All half-open ranges of the cut dim that a piece holds: one of each section."""
+        if not cut.sections:
+            return [self.bounds(cut, piece)]
+        starts = accumulate(cut.sections, initial=0)
+        parts = [slice_bounds(size, piece, self.num_slices) for size in cut.sections]
+        return [
+            (offset + start, offset + stop)
+            for offset, (start, stop) in zip(starts, parts, strict=False)
+        ]
 
     def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
         round_, index = divmod(piece, self.num_slices)
-        size = cut.shape[cut.dim]
+        size = cut.sections[0] if cut.sections else cut.shape[cut.dim]
         start, stop = slice_bounds(size, index, self.num_slices)
         largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
         return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
@@ -151,8 +178,8 @@ class Layout:
         return list(map(sum, self._sizes))
 
     def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
-        start, stop = self.bounds(cut, piece)
-        return (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])
+        size = sum(stop - start for start, stop in self.ranges(cut, piece))
+        return (*cut.shape[: cut.dim], size, *cut.shape[cut.dim + 1 :])
 
 
 def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:

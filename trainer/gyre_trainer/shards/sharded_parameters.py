@@ -27,7 +27,7 @@ class ShardedParameters:
     """The slice that this rank owns. A rotation reads it and never writes to it.
 
     Attributes:
-        layout: the layout of the slices of all ranks.
+        layout: how all ranks keep their slices.
         ring: the ring that the slices travel on.
         flat: the own slice.
         parameters: DTensors in the order of the cuts; the local tensor of each is a view of
@@ -38,7 +38,7 @@ class ShardedParameters:
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
         """Copy this rank's slice of ``sources``; fill it with NaN where they are on `meta`."""
-        self.layout = layout
+        self.layout = layout = layout.at_rest
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
         self.digests = [digest_of(source) for source in sources]

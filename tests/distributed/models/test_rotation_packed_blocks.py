@@ -1,0 +1,447 @@
+"""Blocks with packed projections rotate as a whole, and their shards are those of DTensors."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer import pretrained
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.rotate import (
+    Muon,
+    RotationPlan,
+    RotationPolicy,
+    materialize,
+    rotate,
+    rotate_all,
+)
+from gyre_trainer.rotation.rule import Rule
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.models.test_rotation_found_blocks import Packed, PackedGate
+from tests.distributed.training import whole, whole_parameters
+
+# Twelve and six heads can be shared by 2 and 3 ranks, 12 by 4, too; 37 by none.
+SIZES: dict[str, dict[str, Any]] = {
+    "Phi3": {"hidden_size": 48, "intermediate_size": 37}
+    | {"num_attention_heads": 24, "num_key_value_heads": 12},
+    "GPT2": {"n_embd": 24, "n_head": 12, "n_inner": 37},
+}
+# The parts of a layer that are blocks. The last two read how many heads there are from attributes.
+FOUND = {
+    "Phi3": {"self_attn": "AttentionRule", "mlp": "MLPRule"},
+    "GPT2": {"attn": "AttentionRule", "mlp": "MLPRule"},
+    "OPT": {"self_attn": "AttentionRule"},
+    "StableLm": {"self_attn": "AttentionRule", "mlp": "MLPRule"},
+}
+EXACT = RotationPolicy()
+RECOMPUTED = RotationPolicy(recompute=True)  # for it, blocks of packed layers are found by default
+ROWS = torch.randint(1, VOCABULARY, (12, 5), generator=torch.Generator().manual_seed(1))
+
+
+def small(family: str) -> Any:
+    if family in SIZES:
+        return made(family, **SIZES[family])
+    import transformers  # seconds, for these tests alone
+
+    library: Any = transformers
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 24}
+    none = {"dropout": 0.0, "attention_dropout": 0.0, "use_cache": False, "pad_token_id": 0}
+    config = getattr(library, f"{family}Config")(**sizes, **heads, **none)
+    return getattr(library, f"{family}ForCausalLM")(config).double()
+
+
+def on_meta(family: str) -> Any:
+    like = small(family)
+    with torch.device("meta"):
+        return type(like)(like.config)
+
+
+def rotated(family: str, policy: RotationPolicy = EXACT, replicate: int = 1) -> Any:
+    """The model with all its blocks, which without recomputation only rules of their own give."""
+    model = small(family)
+    mesh = make_mesh("cpu", replicate=replicate)
+    num_slices = dist.get_world_size() // replicate
+    found = {
+        path: find_rule(module, num_slices, packed=True) for path, module in model.named_modules()
+    }
+    rules: Any = {path: rule for path, rule in found.items() if rule is not None}
+    plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules)
+    assert FOUND[family].items() <= rules_in(plan).items()
+    return model
+
+
+def rules_in(plan: RotationPlan) -> dict[str, str]:
+    cut = [entry for entry in plan.entries if entry.how == "rotated"]
+    return {entry.path.rpartition(".")[2]: entry.rule for entry in cut}
+
+
+def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
+    output = model(input_ids=rows, labels=rows)
+    output.loss.backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach(), **grads}
+
+
+def part() -> Tensor:
+    return ROWS.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def distances(
+    policy: RotationPolicy, replicate: int, frozen: str, families: tuple[str, ...] = tuple(SIZES)
+) -> dict[str, float]:
+    """How far losses and gradients of each family are from one process's."""
+    # The compiler asks for the gradient of every tensor; errors of ranks include that warning.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    found = {}
+    for family in families:
+        models = small(family), rotated(family, policy, replicate)
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not frozen or frozen not in name)
+        expected, parts = outcome(models[0], ROWS), outcome(models[1], part())
+        dist.all_reduce(parts["loss"])
+        parts["loss"] /= dist.get_world_size()
+        assert parts.keys() == expected.keys()
+        found[family] = max(apart(parts[name], expected[name]) for name in expected)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "replicate", "frozen"),
+    [
+        (2, EXACT, 1, ""),
+        (3, EXACT, 1, ""),
+        (4, EXACT, 1, ""),
+        (2, RECOMPUTED, 1, ""),
+        (3, RECOMPUTED, 1, ""),
+        (4, RECOMPUTED, 1, ""),
+        (4, EXACT, 2, ""),
+        (3, EXACT, 1, "c_attn"),
+        (3, EXACT, 1, "down_proj"),
+        (2, RotationPolicy(compute_dtype=torch.float32), 1, ""),
+        (3, RotationPolicy(compute_dtype=torch.float32, grad_dtype=torch.float32), 1, ""),
+        (3, RotationPolicy(bundle_numel=2**16), 1, ""),
+        (2, RotationPolicy(compiler="aot_eager"), 1, ""),
+    ],
+)
+def test_packed_blocks_train_exactly(
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy, replicate: int, frozen: str
+) -> None:
+    for found in ranks(num_ranks).run(distances, policy, replicate, frozen):
+        assert max(found.values()) <= 1e-6, found
+
+
+def test_heads_that_are_read_from_attributes_train_exactly(ranks: StartRanks) -> None:
+    for found in ranks(2).run(distances, EXACT, 1, "", ("OPT", "StableLm")):
+        assert max(found.values()) <= 1e-6, found
+
+
+def distances_with_checkpoints() -> dict[str, float]:
+    """How far they are from one process's where the library checkpoints its layers, too."""
+    found = {}
+    for family in SIZES:
+        models = small(family), rotated(family, RECOMPUTED)
+        models[1].gradient_checkpointing_enable({"use_reentrant": False})
+        expected, parts = outcome(models[0], ROWS), outcome(models[1], part())
+        found[family] = max(
+            apart(parts[name], expected[name]) for name in expected.keys() - {"loss"}
+        )
+    return found
+
+
+def test_packed_blocks_train_exactly_inside_of_torch_s_checkpoints(ranks: StartRanks) -> None:
+    for found in ranks(2).run(distances_with_checkpoints):
+        assert max(found.values()) <= 1e-6, found
+
+
+def found_by_default(policy: RotationPolicy) -> dict[str, dict[str, str]]:
+    """The rules by the last parts of their paths, of each family."""
+    mesh = make_mesh("cpu")
+    return {
+        family: rules_in(rotate_all(on_meta(family), mesh=mesh, policy=policy)) for family in FOUND
+    }
+
+
+def test_packed_layers_are_parts_of_blocks_where_these_are_recomputed(ranks: StartRanks) -> None:
+    group = ranks(2)
+    found = group.run(found_by_default, RECOMPUTED)[0]
+    assert all(rules.items() <= found[family].items() for family, rules in FOUND.items()), found
+    kept = group.run(found_by_default, EXACT)[0]
+    assert kept["OPT"] == found["OPT"]
+    assert kept["StableLm"] == found["StableLm"]
+    assert kept["GPT2"]["mlp"] == "MLPRule"
+    assert kept["GPT2"]["c_attn"] == "TransposedLinearRule"
+    assert kept["Phi3"]["qkv_proj"] == kept["Phi3"]["gate_up_proj"] == "LinearRule"
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [PackedGate().double(), Packed(head_by_head=False).double()]
+
+
+RULES: list[Rule] = [
+    MLPRule(ups=("both",), down="down", num_packed=2),
+    AttentionRule(2, inputs=("qkv",), output="o", packed=True),
+]
+
+
+def bytes_of_a_step() -> list[tuple[int, int]]:
+    """Bytes that this rank sends for each block: counted, and those of slices and their rows."""
+    found, mesh = [], make_mesh("cpu")
+    ring = ring_of(mesh)
+    for block, rule in zip(blocks(), RULES, strict=True):
+        rotate(block, mesh=mesh, rule=rule, verify=False)
+        block(torch.ones(2, 3, 6).double()).sum().backward()  # checks its rule, once
+        before = ring.bytes_sent
+        block(torch.ones(2, 3, 6).double()).sum().backward()
+        layout: Any = block.rotation.layout
+        numel = [layout.numel(index) for index in range(2)]
+        other = 1 - ring.rank
+        moved = 0  # of the own shard of the packed parameters, what the other rank's slice has
+        for cut in layout.cuts:
+            first, last = layout.at_rest.bounds(cut, ring.rank)
+            each = sum(
+                max(0, min(stop, last) - max(start, first))
+                for start, stop in layout.ranges(cut, other)
+            )
+            moved += each * (cut.shape[1] if len(cut.shape) == 2 else 1)
+        back = 0  # of the own slice, what the other rank's shard has
+        for cut in layout.cuts:
+            first, last = layout.at_rest.bounds(cut, other)
+            each = sum(
+                max(0, min(stop, last) - max(start, first))
+                for start, stop in layout.ranges(cut, ring.rank)
+            )
+            back += each * (cut.shape[1] if len(cut.shape) == 2 else 1)
+        # forward and backward: the own slice and one number; then the other slice's gradient
+        expected = 2 * (numel[ring.rank] + moved + 1) + numel[other] + back
+        found.append((ring.bytes_sent - before, 8 * expected))
+    return found
+
+
+def test_a_packed_block_sends_its_slices_and_once_more_the_rows_of_other_ranks(
+    ranks: StartRanks,
+) -> None:
+    for found in ranks(2).run(bytes_of_a_step):
+        assert all(counted == expected for counted, expected in found), found
+
+
+def trained(
+    family: str, load: Path | None, save: Path | None, how: str = "rotated"
+) -> dict[str, Tensor]:
+    """Parameters, and states of AdamW, after loading, two steps, and saving."""
+    model = rotated(family) if how == "rotated" else small(family)
+    if how == "fsdp":
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if load is not None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        states = {"model": model_state, "optimizer": optimizer_state}
+        load_checkpoint(states, checkpoint_id=load)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+    else:
+        for _ in range(2):
+            model(input_ids=part(), labels=part()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        states = {"model": model_state, "optimizer": optimizer_state}
+        save_checkpoint(states, checkpoint_id=save)
+    found = whole_parameters(model)
+    for name, parameter in model.named_parameters():
+        for key, state in optimizer.state[parameter].items():
+            found[f"{name} {key}"] = whole(state)
+    return found
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_checkpoints_of_packed_blocks_are_read_by_other_ranks_and_by_fsdp(
+    ranks: StartRanks, tmp_path: Path, family: str
+) -> None:
+    expected = ranks(2).run(trained, family, None, tmp_path / "checkpoint")[0]
+    assert any("exp_avg" in name for name in expected)
+    readers = [(3, "rotated"), (4, "rotated"), (1, "plain"), (2, "fsdp")]
+    for num_ranks, how in readers:
+        for found in ranks(num_ranks).run(trained, family, tmp_path / "checkpoint", None, how):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected), how
+
+
+def passed_through(family: str, source: Path, target: Path) -> dict[str, Tensor]:
+    model = on_meta(family)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RECOMPUTED)
+    pretrained.load(model, source)
+    pretrained.save_pretrained(model, target)
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_weights_of_packed_blocks_go_in_and_out(
+    ranks: StartRanks, tmp_path: Path, family: str
+) -> None:
+    plain = small(family).float()
+    plain.save_pretrained(tmp_path / "saved")
+    expected = whole_parameters(plain)
+    for found in ranks(3).run(passed_through, family, tmp_path / "saved", tmp_path / "again"):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    again = type(plain).from_pretrained(tmp_path / "again")
+    assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
+
+
+def initial(family: str) -> dict[str, Tensor]:
+    model = on_meta(family)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RECOMPUTED)
+    materialize(model, seed=5)
+    return whole_parameters(model)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_initial_values_of_packed_blocks_are_those_of_one_rank(
+    ranks: StartRanks, family: str
+) -> None:
+    (expected,) = ranks(1).run(initial, family)
+    for found in ranks(3).run(initial, family):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def after_muon(*, rotates: bool) -> dict[str, Tensor]:
+    """Matrices after a step of Muon with gradients of the same bits."""
+    model = rotated("Phi3") if rotates else small("Phi3")
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    optimizer: Any = (Muon if rotates else torch.optim.Muon)(matrices, lr=0.02)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in matrices:
+        grad: Tensor = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        parameter.grad = grad
+    optimizer.step()
+    return whole_parameters(model)
+
+
+def test_muon_orthogonalises_packed_matrices_whole(ranks: StartRanks) -> None:
+    expected = after_muon(rotates=False)
+    for found in ranks(3).run(partial(after_muon, rotates=True)):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def generated(family: str, *, rotates: bool) -> Tensor:
+    model = rotated(family) if rotates else small(family)
+    prompt = torch.tensor([[3, 9], [7, 1]])
+    tokens: Tensor = model.eval().generate(
+        prompt, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_packed_blocks_generate_with_the_library_s_cache(ranks: StartRanks, family: str) -> None:
+    expected = generated(family, rotates=False)
+    for found in ranks(2).run(partial(generated, family, rotates=True)):
+        assert torch.equal(found, expected)
+
+
+class Two(nn.Module):
+    """A block whose shards rest otherwise than its slices travel, and one whose shards do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.plain = PackedGate(), nn.Linear(6, 6)
+
+
+def told(first: str, others: str) -> str:
+    model = Two()
+    mesh = make_mesh("cpu")
+    rotate_all(model, mesh=mesh, policy=RECOMPUTED, sync_from=0)
+    name = first if dist.get_rank() == 0 else others
+    try:
+        model.get_submodule(name)(torch.ones(2, 6))
+    except RotationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("first", "others"), [("packed", "plain"), ("plain", "packed")])
+def test_ranks_that_call_a_packed_block_and_another_module_are_told(
+    ranks: StartRanks, first: str, others: str
+) -> None:
+    group = ranks(2)
+    for text in group.run(told, first, others):
+        assert "packed" in text, text
+        assert "plain" in text, text
+    group.end()
+
+
+def adapters_inside(family: str) -> str:
+    import peft
+
+    model = rotated(family)
+    settings: Any = peft.LoraConfig(
+        r=2, target_modules="all-linear", fan_in_fan_out=family == "GPT2"
+    )
+    try:
+        peft.get_peft_model(model, settings)(input_ids=part())
+    except RotationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_adapters_inside_of_packed_blocks_are_refused(ranks: StartRanks, family: str) -> None:
+    for text in ranks(2).run(adapters_inside, family):
+        assert "change the model first, then rotate it" in text
+
+
+@pytest.mark.parametrize(
+    ("build", "rule", "words"),
+    [
+        (
+            PackedGate,
+            MLPRule(ups=("both",), down="down", num_packed=3),
+            "PackedGate.both has 22 output features, but the rule needs 3 times the 11",
+        ),
+        (
+            lambda: Packed(head_by_head=False),
+            AttentionRule(4, inputs=("qkv",), output="o", packed=True),
+            "Packed.qkv has 18 output features, which are not 6 of queries and those of keys and",
+        ),
+        (
+            lambda: Packed(head_by_head=False),
+            AttentionRule(2, inputs=("qkv",), output="o", packed=True, counts=("head_dim",)),
+            "Packed.head_dim is 3, but the rule needs a whole number there that 2 ranks can share",
+        ),
+        (
+            lambda: Packed(head_by_head=False),
+            AttentionRule(2, inputs=("qkv",), output="o", packed=True, counts=("config.heads",)),
+            "Packed.config.heads is None",
+        ),
+    ],
+)
+def test_a_packed_rule_that_does_not_fit_is_refused(
+    build: Callable[[], nn.Module], rule: Rule, words: str
+) -> None:
+    with pytest.raises(RotationError, match=words):
+        rule.cuts(build(), 2)

@@ -1,0 +1,206 @@
+"""A small twin of a block: the same code with narrow layers, on which a rule is tried."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.layers.projections import (
+    features_of,
+    is_projection,
+    is_transposed_linear,
+    owner_of,
+)
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
+from gyre_trainer.shards.layout import Layout
+
+# The twin's width; its heads are as many and as wide as the module's.
+_WIDTH = 8
+_BATCH, _TIME = 2, 3
+# Attention takes its softmax in float32, even of float64.
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A module of the same code with small layers, and arguments to call it with.
+
+    Attributes:
+        module: float64, with random values.
+        rule: the rule on trial.
+        layout: how the rule cuts the twin.
+        arguments: by the names of the forward's parameters.
+        expected: the whole module's outputs, in training (true) and in evaluation, once known.
+    """
+
+    module: nn.Module
+    rule: Rule
+    layout: Layout
+    arguments: dict[str, Any]
+    expected: dict[bool, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, rule: Rule, num_slices: int) -> "Twin":
+        """A twin of ``module``, whose own parameters may be on `meta`."""
+        # What `deepcopy` finds here it takes instead of a copy.
+        instead: dict[int, Any] = {
+            id(parameter): nn.Parameter(torch.randn(parameter.shape, dtype=torch.float64))
+            for parameter in module.parameters()
+            if parameter.ndim == 1
+        }
+        for name, layer in module.named_children():
+            if not is_projection(layer):
+                continue
+            inputs, outputs = _small(rule, name, layer, num_slices)
+            shape = (inputs, outputs) if is_transposed_linear(layer) else (outputs, inputs)
+            weight = torch.randn(shape, dtype=torch.float64) / inputs**0.5
+            instead[id(layer.weight)] = nn.Parameter(weight)
+            if layer.bias is not None:
+                instead[id(layer.bias)] = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
+        if hasattr(module, "config"):
+            instead[id(module.config)] = module.config
+        twin = deepcopy(module, instead)
+        layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
+        return cls(twin, rule, layout, _arguments(twin, rule))
+
+    def fits(self) -> bool:
+        """Whether the slices' outputs make the module's, in both modes."""
+        try:
+            return all(self._fits(training=training) for training in (True, False))
+        except Exception:  # foreign code, on a slice that it may not take
+            return False
+
+    def numbers_read(self) -> dict[str, int]:
+        """The whole numbers that the forward reads, of the module and of its ``config``."""
+        read: dict[str, int] = {}
+        if not self.expected:  # it cannot be called like this
+            return read
+        with reads_recorded(self.module) as names:
+            self.module(**self.arguments)
+        for name in names:
+            owner, last = owner_of(self.module, name)
+            value = getattr(owner, last, None)
+            if type(value) is int and value > 0 and value % self.layout.num_slices == 0:
+                read[name] = value
+        return read
+
+    def _fits(self, *, training: bool) -> bool:
+        """Whether they do in one mode, and without random numbers."""
+        self.module.train(training)
+        state = torch.get_rng_state()
+        if training not in self.expected:
+            self.expected[training] = _outputs(self.module(**self.arguments))
+        expected = self.expected[training]
+        reductions = [
+            self.rule.output_reduction(position, self.layout, output.dtype)
+            for position, output in enumerate(expected)
+        ]
+        for index in range(self.layout.num_slices):
+            outputs = _outputs(self._run(index))
+            for reduction, output in zip(reductions, outputs, strict=True):
+                reduction.add(index, output)
+        found = [reduction.result() for reduction in reductions]
+        return torch.equal(torch.get_rng_state(), state) and all(
+            torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE)
+            for one, other in zip(found, expected, strict=True)
+        )
+
+    def _run(self, index: int) -> Any:
+        weights, bounds = {}, {}
+        for cut in self.layout.cuts:
+            start, stop = bounds[cut.name] = self.layout.bounds(cut, index)
+            whole, ranges = self.module.get_parameter(cut.name), self.layout.ranges(cut, index)
+            part = torch.cat([whole.narrow(cut.dim, a, b - a) for a, b in ranges], cut.dim)
+            weights[cut.name] = F.pad(part, (start, cut.shape[0] - stop)) if cut.padded else part
+        module, num_slices = self.module, self.layout.num_slices
+        deferred = DeferredGrads({})
+        current = ModuleSlice(module, module.forward, weights, bounds, deferred, num_slices)
+        with swapped(module, weights):
+            return self.rule.run(current, **self.arguments)
+
+
+def _small(rule: Rule, name: str, layer: nn.Module, num_slices: int) -> tuple[int, int]:
+    """Input and output features of a layer of the twin."""
+    if isinstance(rule, MLPRule):
+        hidden = 2 * num_slices + 1
+        return (hidden, _WIDTH) if name == rule.down else (_WIDTH, hidden * rule.num_packed)
+    assert isinstance(rule, AttentionRule)
+    inputs, outputs = features_of(layer)
+    return (inputs, _WIDTH) if name == rule.output else (_WIDTH, outputs)
+
+
+@contextmanager
+def reads_recorded(module: nn.Module) -> Iterator[list[str]]:
+    """A context that records the attributes that are read: the module's, and those of its config.
+
+    Yields:
+        Names such as "num_heads" and "config.num_heads", each once, complete after the context.
+    """
+    names: dict[str, None] = {}
+    before = dict(vars(module))
+    cls = type(module)
+    module.__class__ = _recording(cls, "", names)
+    if "config" in before:
+        vars(module)["config"] = copy(before["config"])
+        module.config.__class__ = _recording(type(before["config"]), "config.", names)
+    found: list[str] = []
+    try:
+        yield found
+    finally:
+        module.__class__ = cls
+        vars(module).update(before)
+        found += names
+
+
+def _recording(cls: type, prefix: str, names: dict[str, None]) -> type:
+    """A subclass whose objects add the names of attributes that are read to ``names``."""
+    base: Any = cls
+
+    def read(self: Any, name: str) -> Any:
+        names[prefix + name] = None
+        return base.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": read})
+
+
+def _arguments(twin: nn.Module, rule: Rule) -> dict[str, Any]:
+    """Arguments for the forward: activations first; rotary positions, and no mask, by their names.
+
+    Raises:
+        TypeError: the forward requires something else.
+    """
+    first, *others = inspect.signature(twin.forward).parameters.values()
+    arguments: dict[str, Any] = {
+        first.name: torch.randn(_BATCH, _TIME, _WIDTH, dtype=torch.float64)
+    }
+    for parameter in others:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name == "position_embeddings" and isinstance(rule, AttentionRule):
+            angles = torch.randn(_BATCH, _TIME, _head_dim(twin), dtype=torch.float64)
+            arguments[parameter.name] = angles.cos(), angles.sin()
+        elif parameter.name == "attention_mask":
+            arguments[parameter.name] = None
+        elif parameter.default is parameter.empty:
+            raise TypeError(parameter.name)
+    return arguments
+
+
+def _head_dim(module: nn.Module) -> int:
+    """The channels of a head that have rotary positions."""
+    head_dim: int = getattr(module, "head_dim", None) or module.head_size  # type: ignore[assignment]
+    return int(head_dim * getattr(getattr(module, "config", None), "partial_rotary_factor", 1.0))
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,0 +1,139 @@
+"""The linear layers of a block: into a width that is cut, and out of it.
+
+A layer is an `nn.Linear`, or one of `transformers` that keeps its weight transposed, as GPT-2 has
+them. One layer may pack several, as sections one after the other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import mix_in, own_class
+from gyre_trainer.shards.layout import Cut
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is the layer of `transformers` that GPT-2 has; it may not be installed."""
+    cls = own_class(module)
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether a block may have this layer: a linear one whose forward is that of its class."""
+    return type(module) is nn.Linear or is_transposed_linear(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+
+
+def features_of(layer: nn.Module) -> tuple[int, int]:
+    """Input and output features of such a layer."""
+    rows, columns = layer.get_parameter("weight").shape
+    return (rows, columns) if is_transposed_linear(layer) else (columns, rows)
+
+
+class SliceTransposed:
+    """Mixed in before the class of a transposed layer inside a block: its width is its weight's."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features that the present weight makes."""
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+def projections(
+    module: nn.Module, inputs: tuple[str, ...], output: str, sections: tuple[int, ...] = ()
+) -> list[Cut]:
+    """The cuts of linear layers into a common width, and of the layer ``output`` out of it.
+
+    Each of ``inputs`` has the given sections of output features; none where it is one layer.
+
+    Raises:
+        RotationError: one of them is missing or not linear.
+    """
+    weights, biases = [], []
+    for name in (*inputs, output):
+        layer = layer_of(module, name)
+        closes, transposed = name == output, is_transposed_linear(layer)
+        if transposed:
+            mix_in(layer, SliceTransposed, "Slice")
+        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        own = () if closes else sections
+        dim = int(closes != transposed)
+        weights.append(Cut(f"{name}.weight", tuple(weight.shape), dim, sections=own))
+        if bias is not None:
+            shape = tuple(bias.shape)
+            biases.append(Cut(f"{name}.bias", shape, 0, padded=closes, sections=own))
+    return weights + biases
+
+
+def layer_of(module: nn.Module, name: str) -> nn.Module:
+    """The linear layer of this name.
+
+    Raises:
+        RotationError: it is missing or not linear.
+    """
+    layer = dict(module.named_modules()).get(name)
+    if not isinstance(layer, nn.Module) or not _is_linear(layer):
+        raise RotationError(
+            f"{type(module).__name__}.{name} is {type(layer).__name__}, "
+            "but the rule needs a Linear there"
+        )
+    return layer
+
+
+def owner_of(module: nn.Module, count: str) -> tuple[Any, str]:
+    """The object that has a count, the module or its ``config``, and the attribute's name."""
+    first, _, last = count.rpartition(".")
+    return (getattr(module, first) if first else module), last
+
+
+def require_counts(module: nn.Module, counts: tuple[str, ...], num_slices: int) -> None:
+    """Return if ``num_slices`` slices can share each of the counts evenly.
+
+    Raises:
+        RotationError: a count is missing, is no whole number, or is not divisible.
+    """
+    for count in counts:
+        try:
+            owner, name = owner_of(module, count)
+            value = getattr(owner, name)
+        except AttributeError:
+            value = None
+        if type(value) is not int or value % num_slices:
+            raise RotationError(
+                f"{type(module).__name__}.{count} is {value}, but the rule needs a whole number "
+                f"there that {num_slices} ranks can share evenly"
+            )
+
+
+@contextmanager
+def divided_counts(module: nn.Module, counts: tuple[str, ...], num_slices: int) -> Iterator[None]:
+    """A context in which the module reads 1/N of each of its counts, for N slices.
+
+    Counts of a ``config``, which modules share, are divided in a copy of it.
+    """
+    if num_slices == 1 or not counts:
+        yield
+        return
+    before = dict(vars(module))
+    try:
+        for first in {count.rpartition(".")[0] for count in counts} - {""}:
+            vars(module)[first] = copy(getattr(module, first))
+        for count in counts:
+            owner, name = owner_of(module, count)
+            setattr(owner, name, getattr(owner, name) // num_slices)
+        yield
+    finally:
+        for name in {count.partition(".")[0] for count in counts}:
+            vars(module).pop(name, None)
+            if name in before:
+                vars(module)[name] = before[name]
