@@ -51,6 +51,7 @@ class WeightChanges:
         """
         self._path = folder / _FILE
         self._changes: dict[JobOnMixture, list[Phase]] = {}
+        self._unseen: set[JobOnMixture] = set()  # no rank has opened a session since the change
         try:
             with os.fdopen(open_ours(self._path, os.O_RDONLY), "rb") as file:
                 for line in file.read(_MAX_FILE_BYTES).splitlines():
@@ -80,6 +81,7 @@ class WeightChanges:
         Raises:
             CursorRejected: a change began before the cursor, which does not have it.
         """
+        self._unseen.discard(key)
         position, size = cursor.position, cursor.order.global_batch_size
         for phase in self._changes.get(key, ()):
             if cursor.mixture and phase in cursor.mixture.phases:
@@ -102,14 +104,18 @@ class WeightChanges:
         """
         self._write(key, [phase.first_step, *phase.weights])
         self._changes.setdefault(key, []).append(phase)
+        self._unseen.add(key)
 
     def forget(self, key: JobOnMixture) -> None:
         """A job of this name begins again: it has been given nothing.
 
+        While its ranks open their sessions again for a change, one that begins is a late rank of
+        theirs, and nothing is forgotten.
+
         Raises:
             Overloaded: that cannot be written.
         """
-        if key in self._changes:
+        if key in self._changes and key not in self._unseen:
             self._write(key, None)
             del self._changes[key]
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gyre_client.loader.text import texts
 
 from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
-from tests.elastic import OpenRank, Stage, in_stages
+from tests.elastic import Stage, in_stages
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
 from tests.packing import check_packed, joined
 
@@ -261,89 +260,6 @@ def test_a_running_job_gets_other_weights(
     assert values(again) == values(plain[3:])
     again, _ = batches(daemon, "all", 40, job="train")  # it begins again: it was given nothing
     assert values(again) == values(plain)
-
-
-Row = tuple[int, int, list[tuple[int, str]]]  # its id, its source, and its documents with texts
-
-
-def rows_of(batch: Batch) -> list[Row]:
-    sources, ids = batch["source"].tolist(), batch["sample_id"].tolist()
-    if "cu_seqlens" not in batch:
-        both = zip(batch["id"].tolist(), texts(batch, "text"), strict=True)
-        return [(*each, [its]) for *each, its in zip(ids, sources, both, strict=True)]
-    parts = iter(check_packed(batch, "text", 0))
-    counts = batch["document_id.offsets"].diff().tolist()
-    return [
-        (*each, [(its, bytes(text.tolist()).decode()) for its, text in islice(parts, count)])
-        for *each, count in zip(ids, sources, counts, strict=True)
-    ]
-
-
-def all_rows(parts: list[Batch]) -> list[Row]:
-    """The rows of a global batch, in the order of their ids: ranks share them by cost."""
-    assert {len(batch["sample_id"]) for batch in parts} == {G // len(parts)}
-    return sorted(row for batch in parts for row in rows_of(batch))
-
-
-@pytest.mark.parametrize("pack", [None, {"field": "text", "length": 40, "overlong": "split"}])
-def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
-    gyred: StartDaemon,
-    config: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    pack: dict[str, Any] | None,
-) -> None:
-    for name in SIZES:
-        config["datasets"][name]["filter"] = "length(text) >= 5"
-    daemon = gyred(config)
-    change = ("mix", "all", "--weights=web=0.25,code=0.75", "--from-step=14")
-
-    def job(name: str) -> OpenRank:
-        def open_rank(rank: int, num_ranks: int) -> Loader:
-            return Loader(
-                "all",
-                batch_size=G,
-                seed=9,
-                rank=rank,
-                world_size=num_ranks,
-                job=name,
-                address=daemon.address,
-                prefetch_batches=2,
-                balance={"linear": 1.0, "quadratic": 0.1, "field": "text"},
-                pack=pack,
-                skip_steps=[(9, 11)],
-            )
-
-        return open_rank
-
-    def read(name: str, *stages: Stage) -> list[list[Row]]:
-        """The steps of a job; the change is asked for behind its first step."""
-        num_read = 0
-
-        def ask(ranks: list[Loader]) -> None:
-            nonlocal num_read
-            if num_read == 1:
-                flags = (f"--job={name}", *packed_flags(pack))
-                status, text = printed(capsys, daemon, *change, *flags)
-                assert status == 0, text
-            num_read += 1
-
-        return in_stages(daemon, job(name), stages, all_rows, ask)[0]
-
-    whole = read("straight", Stage(1, 26))
-    for _, source, its in (each for step in whole for each in step):
-        for value, text in its:
-            assert len(text) >= 5
-            assert pack or text == text_of(value)
-            assert pack or source_of(value) == list(SIZES)[source]
-    assert {source for step in whole[:12] for _, source, _ in step} == {0, 1, 2}
-    assert {source for step in whole[12:] for _, source, _ in step} == {0, 1}  # from step 14 on
-    stages = [Stage(2, 2), Stage(2, 8, kill_before=4), Stage(4, 9, kill_before=5), Stage(1, 7)]
-    found = read("elastic", *stages)
-    assert found == whole
-
-
-def packed_flags(pack: dict[str, Any] | None) -> list[str]:
-    return [f"--pack={key}={value}" for key, value in (pack or {}).items()]
 
 
 PACKED = {

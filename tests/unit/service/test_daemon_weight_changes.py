@@ -1,0 +1,40 @@
+"""Changes of weights that jobs were given: who gets them, and when they are forgotten."""
+
+from pathlib import Path
+
+from gyre_daemon.order.cursor import Cursor
+from gyre_daemon.order.mixing.mixture_state import MixtureState
+from gyre_daemon.order.mixing.quotas import Phase
+from gyre_daemon.order.planner import Order
+from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
+
+from tests.mixtures import mixture
+
+KEY = JobOnMixture("root", "train", "all", "f")
+START = Cursor(
+    "f",
+    Order("full", "wrap", 1, 4),
+    0,
+    mixture=MixtureState.of(mixture([5, 6], (Phase(0, (3, 1)),), 30)),
+)
+LATER = Phase(9, (1, 1))
+
+
+def phases(changes: WeightChanges, cursor: Cursor) -> tuple[Phase, ...]:
+    """Those that a session gets which opens at a cursor."""
+    found = changes.applied(cursor, KEY).mixture
+    assert found
+    return found.phases
+
+
+def test_a_late_rank_gets_the_change_and_a_new_run_does_not(tmp_path: Path) -> None:
+    changes = WeightChanges(tmp_path)
+    changes.give(KEY, LATER)
+    # All sessions have ended for the change. Before they are there again, a rank opens its first.
+    changes.forget(KEY)
+    assert phases(changes, START) == (Phase(0, (3, 1)), LATER)
+    assert phases(WeightChanges(tmp_path), START) == (Phase(0, (3, 1)), LATER)
+    # The job has ended, and begins again.
+    changes.forget(KEY)
+    assert phases(changes, START) == (Phase(0, (3, 1)),)
+    assert phases(WeightChanges(tmp_path), START) == (Phase(0, (3, 1)),)
