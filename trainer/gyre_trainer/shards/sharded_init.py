@@ -26,6 +26,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import place_of
 from gyre_trainer.shards.meta_buffers import make_buffers
 from gyre_trainer.shards.own_init import fill_by_own_init, has_own_init
+from gyre_trainer.shards.replaced_parameters import note_replaced
 
 # Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
 # makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
@@ -175,10 +176,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     """
     make_buffers(model, device)
     real: dict[nn.Parameter, nn.Parameter] = {}
-    for child in model.modules():
+    for path, child in model.named_modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 if parameter not in real:
+                    note_replaced(parameter, f"{path}.{name}".removeprefix("."))
                     real[parameter] = nn.Parameter(
                         torch.empty_like(parameter, device=device), parameter.requires_grad
                     )

@@ -30,6 +30,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_clas
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
+from gyre_trainer.shards.replaced_parameters import note_replaced
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 
@@ -248,7 +249,9 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             if parameter in plain:
                 continue
             if parameter not in copies:
-                copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
+                where = f"{path}.{name}".removeprefix(".")
+                copies[parameter] = _replicated(parameter, where, mesh)
+                note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
