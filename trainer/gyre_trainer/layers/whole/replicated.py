@@ -32,6 +32,7 @@ from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
 from gyre_trainer.shards.replaced_parameters import note_replaced
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.shards.stand_ins import StandIn
 
 
 class ReplicatedModule(ShardedModule):
@@ -272,7 +273,7 @@ def _watch(module: nn.Module, _args: Any) -> None:
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
-        and not isinstance(parameter, DTensor)
+        and not isinstance(parameter, (DTensor, StandIn))
         and parameter not in averaging
     }
     if added:
