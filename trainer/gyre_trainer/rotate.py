@@ -40,6 +40,7 @@ from gyre_trainer.layers.quantized_linear import quantize_linear
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
+from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
@@ -402,6 +403,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     replicate(module, target.mesh, target.policy.outer_dtype)
     bundle_small(module)
     defer_logits(module)
+    fix_vocabulary(module)
     if target.policy.recompute:
         recompute_norms(module)
     if target.policy.dropout == "equal":

@@ -1,73 +1,136 @@
 """Transformers' models that are built on `meta` get the values of their own `_init_weights`."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.comm.mesh import make_mesh
+import torch.distributed as dist
+from gyre_trainer import pretrained
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import whole_parameters
+from tests.distributed.models.families import FAMILIES, VOCABULARY
+from tests.distributed.training import default_dtype, whole_parameters
 
 SEED = 5
+_ENCODER = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 1}
+_VIT = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "image_size": 8}
+# Families whose embeddings keep no configuration, and one that replaces the data of parameters.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Roberta": ("ForMaskedLM", FAMILIES["Bert"][1] | {"pad_token_id": 1}),
+    "DistilBert": (
+        "ForMaskedLM",
+        _ENCODER | {"dim": 16, "hidden_dim": 20, "n_layers": 1, "n_heads": 4},
+    ),
+    "ViT": ("ForImageClassification", _VIT | {"patch_size": 4, "num_attention_heads": 4}),
+}
+ALL = FAMILIES | OTHERS
 
 
-def made(family: str, *, tied: bool = True) -> Any:
-    """A tiny model; GPT-2's attention gives its output layer values after that layer's own."""
+def made(family: str, *, half: bool = False) -> Any:
+    """A tiny model as the library makes it, with its default layers' own values."""
     import transformers  # seconds, for these tests alone
 
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    llama: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2}
-    gpt2: dict[str, Any] = {"n_embd": 20, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    sizes = llama | heads if family == "Llama" else gpt2
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=61, tie_word_embeddings=tied, use_cache=False, **sizes
-    )
-    name = "LlamaForCausalLM" if family == "Llama" else "GPT2LMHeadModel"
-    return getattr(transformers, name)(config)
+    library: Any = transformers
+    kind, sizes = ALL[family]
+    config = getattr(library, f"{family}Config")(**sizes)
+    with default_dtype(torch.bfloat16 if half else torch.float32):
+        return getattr(library, family + kind)(config)
 
 
-def by_the_library(family: str) -> Any:
-    """The model in one process, with the values of the library's own initialisation."""
-    model = made(family, tied=False)
-    for module in model.modules():
-        module._is_hf_initialized = False  # so that the library does it again
+def by_the_library(family: str, *, half: bool = False) -> Any:
+    """The model in one process: the library initialises it, and then ties what is tied."""
+    from transformers.modeling_utils import no_init_weights
+
+    with no_init_weights():
+        model = made(family, half=half)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
     torch.manual_seed(SEED)
     model.init_weights()
     return model
 
 
-def materialized(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Whole parameters, buffers and logits of the rotated model."""
+def output_of(family: str, model: Any) -> Tensor:
+    tokens = torch.arange(2, 12)[None]
+    arguments: dict[str, Tensor] = {"input_ids": tokens}
+    if family == "ViT":
+        arguments = {"pixel_values": torch.linspace(-1, 1, 192).view(1, 3, 8, 8)}
+    if family == "T5":
+        arguments["decoder_input_ids"] = tokens
+    with torch.no_grad():
+        logits: Tensor = model.eval()(**arguments).logits
+    return logits
+
+
+Values = tuple[dict[str, Tensor], dict[str, Tensor], Tensor]
+
+
+def materialized() -> dict[str, list[Values]]:
+    """By family: parameters, buffers and logits, on each ring of the first ranks with this one."""
+    found: dict[str, list[Values]] = {}
+    for size in range(1, dist.get_world_size() + 1):
+        group = dist.new_group(range(size))
+        if dist.get_rank() >= size:
+            continue
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
+        for family in ALL:
+            with torch.device("meta"):
+                model = made(family)
+            rotate_all(model, mesh=mesh)
+            state = torch.get_rng_state()
+            materialize(model, seed=SEED)
+            assert torch.equal(torch.get_rng_state(), state)
+            buffers = dict(model.named_buffers())
+            values = whole_parameters(model), buffers, output_of(family, model)
+            found.setdefault(family, []).append(values)
+    return found
+
+
+def test_parameters_and_buffers_are_the_librarys_on_rings_of_one_to_three(
+    ranks: StartRanks,
+) -> None:
+    outcomes = ranks(3).run(materialized)
+    assert [len(outcome["Bert"]) for outcome in outcomes] == [3, 2, 1]
+    for family in ALL:
+        expected = by_the_library(family)
+        for parameters, buffers, output in (each for rank in outcomes for each in rank[family]):
+            require_equal(family, parameters, dict(expected.named_parameters()))
+            require_equal(family, buffers, dict(expected.named_buffers()))
+            torch.testing.assert_close(
+                output, output_of(family, expected), rtol=1e-4, atol=1e-5, msg=family
+            )
+
+
+def require_equal(family: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys(), family
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), f"{family}: {name}"
+
+
+def test_stored_weights_of_an_encoder_load_on_meta(tmp_path: Path) -> None:
+    expected = by_the_library("Bert")
+    expected.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = made(family)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    state = torch.get_rng_state()
+        model = made("Bert")
+    pretrained.load(model, tmp_path)
+    require_equal("Bert", dict(model.named_parameters()), dict(expected.named_parameters()))
+    require_equal("Bert", dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+def test_values_that_replace_the_data_of_a_parameter_are_taken() -> None:
+    """As ViT does in half precision: it draws in float32 and assigns the rounded values."""
+    with torch.device("meta"):
+        model = made("ViT", half=True)
     materialize(model, seed=SEED)
-    assert torch.equal(torch.get_rng_state(), state)
-    logits = model.eval()(torch.arange(12)[None]).logits.detach()
-    return whole_parameters(model), dict(model.named_buffers()), logits
-
-
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_parameters_and_buffers_are_the_librarys(ranks: StartRanks, family: str) -> None:
-    expected = by_the_library(family)
-    head = expected.lm_head.weight
-    expected.lm_head.weight = expected.get_input_embeddings().weight  # tied as the other one is
-    for parameters, buffers, logits in ranks(3).run(materialized, family):
-        assert parameters.keys() == dict(expected.named_parameters()).keys()
-        for name, parameter in expected.named_parameters():
-            assert torch.equal(parameters[name], parameter), name
-        assert buffers.keys() == dict(expected.named_buffers()).keys()
-        for name, buffer in expected.named_buffers():
-            assert torch.equal(buffers[name], buffer), name
-        assert not torch.equal(head, expected.lm_head.weight)
-        with torch.no_grad():
-            found = expected.eval()(torch.arange(12)[None]).logits
-        torch.testing.assert_close(logits, found, rtol=1e-4, atol=1e-5)
+    expected = dict(by_the_library("ViT", half=True).named_parameters())
+    require_equal("ViT", dict(model.named_parameters()), expected)
 
 
 class Doubles(nn.Module):
@@ -91,3 +154,64 @@ def test_values_that_nothing_can_make_are_refused_by_name() -> None:
         RotationError, match=r"changes layer\.weight, but not all of it, or by what"
     ):
         materialize(model, seed=0)
+
+
+class Draws(nn.Module):
+    """Draws by functions of torch that do nothing to tensors on `meta`, or write to `out`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.kernel = nn.Linear(4, 4), nn.Conv1d(4, 4, 3)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Conv1d):
+            nn.init.dirac_(module.weight)
+            assert module.bias is not None
+            nn.init.trunc_normal_(module.bias)
+        elif isinstance(module, nn.Linear):
+            nn.init.eye_(module.weight)
+            nn.init.zeros_(module.bias)
+        else:
+            nn.init.orthogonal_(self.square.weight)
+
+
+def test_values_of_all_functions_of_torch_are_taken() -> None:
+    with torch.device("meta"):
+        model = Draws()
+    materialize(model, seed=SEED)
+    expected = Draws()
+    torch.manual_seed(SEED)
+    expected.apply(expected._init_weights)
+    require_equal("Draws", dict(model.named_parameters()), dict(expected.named_parameters()))
+
+
+class Positions(nn.Module):
+    """Keeps no configuration; one of another size would make other buffers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.num_places, 2)
+        self.register_buffer("places", torch.arange(config.num_places), persistent=False)
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Any, config_inside: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.inner = nn.ModuleDict({"positions": Positions(config_inside)})
+
+
+def test_buffers_of_another_configuration_are_refused() -> None:
+    config, other = SimpleNamespace(num_places=3), SimpleNamespace(num_places=4)
+    with torch.device("meta"):
+        model, wrong = Configured(config, config), Configured(other, config)
+        unlike = Configured(SimpleNamespace(), config)
+    materialize(model, seed=0)
+    positions: Any = model.inner["positions"]
+    assert positions.places.tolist() == [0, 1, 2]
+    assert positions.table.weight.shape == (3, 2)
+    for each in (wrong, unlike):
+        with pytest.raises(
+            RotationError, match=r"inner\.positions\.places is on meta, and Positions"
+        ):
+            materialize(each, seed=0)

@@ -1,5 +1,6 @@
 """Models as they are: other layouts of layers, tied heads with a bias, parameters that are read."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.families import FAMILIES, compared
+from tests.distributed.models.families import FAMILIES, VOCABULARY, compared, made
 from tests.distributed.training import whole
 
 
@@ -94,6 +98,87 @@ def test_parameters_may_be_read(ranks: StartRanks) -> None:
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad)
+
+
+class ReadsInside(nn.Module):
+    """Asks for a dtype of what rotates, and reads it where ``reads`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.head = MLP(4, 8), nn.Linear(4, 4)
+        self.reads = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.mlp(x).to(self.mlp.up.weight.dtype))
+        match self.reads:
+            case "mlp":
+                return y + self.mlp.down.weight.sum()
+            case "head":
+                return F.linear(y, self.head.weight)
+            case "whole head":
+                weight: Any = self.head.weight
+                return F.linear(y, weight.full_tensor())
+        return y
+
+
+def told_of_reads() -> dict[str, str]:
+    """What reading ends in, by case; the same model runs before, in between and afterwards."""
+    mesh = make_mesh("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(ReadsInside())
+    rotate_all(model, mesh=mesh)
+    inner: Any = model[0]
+    x = torch.ones(2, 4)
+    expected = model(x).detach()
+    found = {}
+    for reads in ("mlp", "head", "whole head"):
+        inner.reads = reads
+        try:
+            model(x)
+        except RotationError as error:
+            found[reads] = str(error)
+        inner.reads = ""
+        assert torch.equal(model(x), expected)
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+    inner.reads = "whole head"
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), F.linear(expected, whole(inner.head.weight)))
+    inner.reads = ""
+    copied: Any = copy.deepcopy(model)
+    copied[0].reads = "head"
+    with pytest.raises(RotationError):
+        copied(x)
+    model(x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    return found
+
+
+def test_parameters_that_rotate_and_are_read_are_refused_by_name(ranks: StartRanks) -> None:
+    for found in ranks(2).run(told_of_reads):
+        assert "0.mlp.down.weight is read by a forward that does not call the" in found["mlp"]
+        assert "rules={'0.mlp': None}" in found["mlp"]
+        for reads in ("head", "whole head"):
+            assert "0.head.weight is read by a forward" in found[reads]
+            assert "rules={'0.head': None}" in found[reads]
+
+
+def told_of_another_vocabulary() -> tuple[str, int]:
+    model = made("Llama")
+    rotate_all(model, mesh=make_mesh("cpu"))
+    kept = model.resize_token_embeddings(VOCABULARY).num_embeddings
+    with pytest.raises(RotationError) as refusal:
+        model.resize_token_embeddings(VOCABULARY + 1)
+    model(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    return str(refusal.value), kept
+
+
+def test_a_rotated_model_keeps_its_vocabulary(ranks: StartRanks) -> None:
+    for told, kept in ranks(2).run(told_of_another_vocabulary):
+        assert told.startswith(
+            f"LlamaForCausalLM was rotated with an embedding of {VOCABULARY} tokens"
+        )
+        assert "resize the model first, then rotate it" in told
+        assert kept == VOCABULARY
 
 
 def rotating_and_gradients(min_numel: int) -> tuple[list[str], dict[str, Tensor]]:

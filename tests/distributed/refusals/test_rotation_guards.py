@@ -1,5 +1,6 @@
 """What would be wrong in silence is refused by name, or computed as without rotation."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotate import RotationPolicy, materialize, rotate, rotate_all
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -190,23 +191,65 @@ def test_values_that_differ_are_refused_or_taken_from_one_rank(
             assert (text, off) == ("", 0.0)
 
 
-def gradients_of_what_was_frozen() -> list[Tensor]:
+def gradients_of_what_was_frozen(name: str) -> tuple[Tensor, Tensor]:
+    """The gradient of a parameter that was frozen in rotating, and that of one process."""
     torch.manual_seed(0)
-    model = Normed()
-    model.norm.requires_grad_(False)
+    model, alone = Normed().double(), Normed().double()
+    alone.load_state_dict(model.state_dict())
+    model.get_parameter(name).requires_grad_(False)
     rotate_all(model, mesh=make_mesh("cpu"))
-    model.norm.requires_grad_(True)
-    model(
-        torch.full((2, 4), 1.0) * torch.arange(4) * (dist.get_rank() + 1)
-    ).square().sum().backward()
-    assert isinstance(model.norm.weight.grad, DTensor)
-    return [model.norm.weight.grad.to_local()]
+    x = torch.randn(2 * dist.get_world_size(), 4, dtype=torch.float64)
+    model(x[:2]).square().mean().backward()
+    model.zero_grad()
+    model.get_parameter(name).requires_grad_(True)
+    model(x.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+    alone(x).square().mean().backward()
+    found, expected = model.get_parameter(name).grad, alone.get_parameter(name).grad
+    assert isinstance(found, DTensor)
+    assert expected is not None
+    return found.full_tensor(), expected
 
 
-def test_a_parameter_that_is_unfrozen_after_rotating_is_averaged(ranks: StartRanks) -> None:
-    one, other = ranks(2).run(gradients_of_what_was_frozen)
-    assert torch.equal(one[0], other[0])
-    assert one[0].abs().max() > 0
+@pytest.mark.parametrize("name", ["norm.weight", "mlp.up.weight", "mlp.down.weight"])
+def test_a_parameter_that_is_unfrozen_after_rotating_has_the_gradient_of_one_process(
+    ranks: StartRanks, name: str
+) -> None:
+    for found, expected in ranks(2).run(gradients_of_what_was_frozen, name):
+        torch.testing.assert_close(found, expected)
+        assert expected.abs().max() > 0
+
+
+def told_of_early_optimizers() -> list[str]:
+    """What each optimizer's step ends in: of all parameters, a late one, a norm's, one on meta."""
+    mesh = make_mesh("cpu")
+    texts = []
+    for names in (("",), ("norm",), ("mlp.down",)):
+        model = Normed()
+        held = [p for name, p in model.named_parameters() if name.startswith(names)]
+        early = torch.optim.AdamW(held)
+        rotate_all(model, mesh=mesh, sync_from=0)
+        late = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        late.step()
+        texts.append(told(early.step))
+        early.param_groups.clear()
+        early.add_param_group({"params": list(model.parameters())})
+        early.step()  # it holds the present ones now
+    with torch.device("meta"):
+        model = Normed()
+    early = torch.optim.AdamW(model.parameters())
+    materialize(model, seed=0)
+    return [*texts, told(early.step)]
+
+
+def test_an_optimizer_that_was_made_before_rotating_is_refused(ranks: StartRanks) -> None:
+    for of_all, of_a_norm, of_a_layer, on_meta in ranks(2).run(told_of_early_optimizers):
+        assert "AdamW holds 4 parameters, first norm.weight, that the model has no" in of_all
+        assert "AdamW holds 2 parameters, first norm.weight" in of_a_norm
+        assert "AdamW holds 1 parameters, first down.weight of" in of_a_layer
+        assert "AdamW holds 4 parameters" in on_meta
+        for text in (of_all, of_a_norm, of_a_layer, on_meta):
+            assert "make the optimizer after rotate_all and materialize" in text
 
 
 def told_of_an_added_layer() -> str:
@@ -264,3 +307,96 @@ def test_a_gradient_that_is_small_beside_the_others_is_verified_too(ranks: Start
     for text in ranks(2).run(told_of_a_small_gradient, WrongBias()):
         assert "computes something else when it rotates: the gradient of up.bias is off" in text
     assert ranks(2).run(told_of_a_small_gradient, MLPRule()) == ["", ""]
+
+
+class _Doubled(torch.autograd.Function):
+    """The same values, with twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class LosesGradients(MLPRule):
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        return super().run(current, args[0].detach())
+
+
+class DoublesGradients(MLPRule):
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        return _Doubled.apply(super().run(current, *args))  # type: ignore[no-untyped-call]
+
+
+class CountsWidth(DropsInside):
+    """Divides by its hidden width, which is another one in a slice; drops out in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.up.weight.shape[0]
+
+
+class AlwaysDrops(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(F.dropout(self.up(x), 0.5))
+        return output
+
+
+def told_of_wrong_gradients() -> list[str]:
+    """What the first call in training ends in, and the one that draws random numbers warns of."""
+    mesh, texts = make_mesh("cpu"), []
+    cases: list[tuple[type[MLP], MLPRule, bool]] = [
+        (MLP, MLPRule(), True),
+        (MLP, LosesGradients(), True),
+        (MLP, DoublesGradients(), False),
+        (DropsInside, MLPRule(), True),
+        (CountsWidth, MLPRule(), False),
+        (AlwaysDrops, MLPRule(), False),
+    ]
+    for kind, rule, takes_grad in cases:
+        torch.manual_seed(0)
+        mlp = rotate(kind(4, 8).double(), mesh=mesh, rule=rule)
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=takes_grad)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            texts.append(told(lambda: mlp(x)) or " ".join(str(each.message) for each in seen))  # noqa: B023
+        assert all(each.training for each in mlp.modules())
+    return texts
+
+
+def test_a_rule_that_is_wrong_in_its_gradients_alone_is_refused(ranks: StartRanks) -> None:
+    for right, loses, doubles, drops, counts, always in ranks(2).run(told_of_wrong_gradients):
+        assert right == ""
+        assert "computes something else when it rotates: the gradient of input 0 is off" in loses
+        assert "the gradient of up.weight is off by" in doubles
+        assert drops == ""  # compared in evaluation, because it draws random numbers in training
+        assert "CountsWidth computes something else when it rotates: output 0 is off" in counts
+        assert "AlwaysDrops draws random numbers in evaluation, too, so it was not" in always
+
+
+class KeysWithBias(nn.Module):
+    """Attention in which the gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        ]
+        output: Tensor = self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return output
+
+
+def told_of_keys_with_bias(dtype: torch.dtype) -> str:
+    torch.manual_seed(0)
+    layer = rotate(KeysWithBias().to(dtype), mesh=make_mesh("cpu"), rule=AttentionRule(4))
+    return told(lambda: layer(torch.randn(3, 5, 8, dtype=dtype)))
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_equal(ranks: StartRanks) -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert ranks(2).run(told_of_keys_with_bias, dtype) == ["", ""]

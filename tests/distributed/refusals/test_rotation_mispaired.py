@@ -22,7 +22,7 @@ from tests.distributed.conftest import StartRanks
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)  # each of 3 ranks has a shard
 
 
 def told_when_ranks_differ(reach: str, when: str) -> str:
@@ -57,7 +57,9 @@ def _told(pair: Pair, when: str) -> str:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize(("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group")])
+@pytest.mark.parametrize(
+    ("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group"), (3, "group")]
+)
 def test_ranks_that_call_different_modules_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:

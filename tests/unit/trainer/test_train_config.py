@@ -4,10 +4,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build, load
 from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import LibraryConfig
 
 MINIMAL = """
 [run]
@@ -155,6 +157,13 @@ def test_the_manual_has_every_key_and_no_other() -> None:
     }
 
 
+_TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | {
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -162,6 +171,8 @@ def test_the_manual_has_every_key_and_no_other() -> None:
         ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
         ({"config": {"model_type": "no such family"}}, "no configuration for transformers"),
         ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
+        ({"config": {"model_type": "t5"}}, "train it by a script with rotate_all, as docs/rtp.md"),
+        ({"config": _TINY_BERT}, "a bert sees the tokens that it is to predict, unless"),
         ({"pretrained": "nowhere"}, "name a folder with config.json"),
         ({"config": {}, "dim": 8}, "unknown key `model.dim`"),
     ],
@@ -174,6 +185,20 @@ def test_a_model_of_transformers_that_cannot_be(model: dict[str, object], said: 
     }
     with pytest.raises(ConfigError, match=re.escape(said)):
         plain(build(TrainConfig, table).model)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        _TINY_BERT | {"is_decoder": True},
+        {"model_type": "bart", "vocab_size": 16, "d_model": 8, "decoder_layers": 1}
+        | {"decoder_attention_heads": 2, "decoder_ffn_dim": 8},
+    ],
+)
+def test_a_family_of_encoders_with_a_causal_model_can_be_trained(keys: dict[str, object]) -> None:
+    with torch.device("meta"):
+        built = plain(LibraryConfig(config=keys))
+    assert type(built).__name__ in ("BertLMHeadModel", "BartForCausalLM")
 
 
 def test_the_examples_are_configurations() -> None:

@@ -93,6 +93,25 @@ def test_recomputation_leaves_less_alive_and_sends_the_same() -> None:
     assert recomputes.sent_bytes == keeps.sent_bytes
 
 
+def test_a_model_whose_embeddings_keep_no_configuration_can_be_planned() -> None:
+    """BERT's have buffers, which the constructor computes again from the model's configuration."""
+    keys = {"model_type": "bert", "is_decoder": True, "vocab_size": 1024, "hidden_size": 64}
+    keys |= {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    sections = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
+        "model": {"config": keys},
+    }
+    settings = build(TrainConfig, sections, "")
+    total = sum(num_bytes(settings))
+    gyre, ddp = (
+        dry_run(settings, each, 2).timeline.at(-1)[Category.PARAMETERS]
+        for each in (Strategy.GYRE, Strategy.DDP)
+    )
+    assert ddp == total
+    assert total / 2 <= gyre < 0.52 * total
+
+
 def test_a_refusal_leaves_no_group_behind() -> None:
     with pytest.raises(ConfigError, match="multiple of 3"):
         dry_run(config(), Strategy.GYRE, 3)

@@ -1,18 +1,22 @@
 """Compares a rotated module with the whole one, gathered for that once: outputs and gradients."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.randomness import generators_of
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
@@ -34,40 +38,121 @@ def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Compared are the outputs, what is in caches, and, where gradients are enabled, those of inputs
     and parameters. The caches of the call stay as they are.
-    Every rank holds the whole module meanwhile. Where the module draws random numbers, nothing is
-    compared: its slices draw others. Collective.
+    Every rank holds the whole module meanwhile. A module that draws random numbers in training,
+    where its slices draw others, is compared in evaluation instead, with gradients; one that draws
+    them there, too, is not, and a warning says so. Collective.
 
     Raises:
         RotationError: on every rank that sees a difference; the message names what differs.
     """
     if isinstance(rotation.sharded.flat, FakeTensor):
         return
-    state = torch.get_rng_state()
+    generators = generators_of(rotation.sharded.flat.device)
+    states = [generator.get_state() for generator in generators]
     try:
-        expected = _Results(rotation, args, kwargs, rotates=False)
-        is_random = not torch.equal(torch.get_rng_state(), state)
-        found = _Results(rotation, args, kwargs, rotates=True)
+        is_compared = _compare(rotation, args, kwargs)
+        if not is_compared and rotation.module.training:
+            with _evaluating(rotation.module):
+                is_compared = _compare(rotation, args, kwargs)
     finally:
-        torch.set_rng_state(state)
-    if is_random:
-        return
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    if not is_compared:
+        warnings.warn(
+            f"{rotation.name} draws random numbers in evaluation, too, so it was not compared with "
+            "what it computes as a whole: test its rule with these numbers switched off, or pass "
+            "verify=False",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """A context in which the module and those inside are in evaluation."""
+    training = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in training.items():
+            each.training = mode
+
+
+def _compare(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether both ways were compared: not where a rank's whole module draws random numbers."""
+    generators = generators_of(rotation.sharded.flat.device)
+    before = [generator.get_state() for generator in generators]
+    expected = _Results(rotation, args, kwargs, rotates=False)
+    is_random = not all(
+        torch.equal(generator.get_state(), state)
+        for generator, state in zip(generators, before, strict=True)
+    )
+    if _on_any_rank(rotation, is_random):
+        return False
+    found = _Results(rotation, args, kwargs, rotates=True)
+    outputs = zip(found.outputs, expected.outputs, strict=True)
+    for index, (one, other) in enumerate(outputs):
+        _require_close(rotation, f"output {index}", one, other)
     dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
-    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS)
-    noise = _NOISE.get(dtype, _NOISE_OF_OTHERS)
-    for (what, one, _), (_, other, scale) in zip(found.named(), expected.named(), strict=True):
-        if one is None or other is None:
-            continue
-        if not _close(one, other, tolerance, noise * scale):
-            raise RotationError(
-                f"{rotation.name} computes something else when it rotates: {what} is off by "
-                f"{(one - other).abs().max().item():.2g} where its largest value is "
-                f"{other.abs().max().item():.2g}; its rule does not fit it, or its forward reads "
-                "sizes that a slice does not have"
-            )
+    for (name, grad), (_, of_whole) in zip(found.input_grads, expected.input_grads, strict=True):
+        _require_close(rotation, f"the gradient of {name}", grad, of_whole)
+    largest = max((_largest(grad) for _, grad in expected.grads if grad is not None), default=0.0)
+    noise = _NOISE.get(dtype, _NOISE_OF_OTHERS) * largest
+    for (name, grad), (_, of_whole) in zip(found.grads, expected.grads, strict=True):
+        _require_close(rotation, f"the gradient of {name}", grad, of_whole, noise)
+    return True
+
+
+def _on_any_rank(rotation: Rotation, value: bool) -> bool:
+    """Whether it is true of a rank of the ring: an expert without tokens draws nothing."""
+    mesh = _mesh_of(rotation)
+    flag = torch.tensor([int(value)], device=rotation.sharded.flat.device)
+    with ring_of(mesh).hang_diagnosis.collective("verifying a rotated module"):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=ring_group(mesh))
+    return bool(flag.item())
+
+
+def _mesh_of(rotation: Rotation) -> DeviceMesh:
+    parameter = rotation.sharded.parameters[0]
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh
+
+
+def _require_close(
+    rotation: Rotation,
+    what: str,
+    found: Tensor | None,
+    expected: Tensor | None,
+    noise: float = 0.0,
+) -> None:
+    """Refuse a difference of values above ``noise``; no gradient counts as zeros."""
+    some = expected if found is None else found
+    if some is None:
+        return
+    one = torch.zeros_like(some) if found is None else found
+    other = torch.zeros_like(some) if expected is None else expected
+    dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    if _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS), noise):
+        return
+    off = (
+        f"off by {_largest(one - other):.2g} where its largest value is {_largest(other):.2g}"
+        if one.shape == other.shape
+        else f"of shape {tuple(one.shape)} instead of {tuple(other.shape)}"
+    )
+    raise RotationError(
+        f"{rotation.name} computes something else when it rotates: {what} is {off}; its rule does "
+        "not fit it, or its forward reads sizes that a slice does not have"
+    )
 
 
 class _Results:
-    """Outputs and gradients of one call, whole or rotated; gradients of shards are averaged."""
+    """Outputs and gradients of one call, whole or rotated; gradients of shards are averaged.
+
+    Attributes:
+        outputs: all tensors among the outputs, and those in caches.
+        input_grads: gradients by the names of inputs; None for no gradient.
+        grads: those by the names of parameters.
+    """
 
     def __init__(
         self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], *, rotates: bool
@@ -78,18 +163,17 @@ class _Results:
         leaves = tree_flatten((args, kwargs), is_leaf=is_cache)[0]
         inputs = [each for each in leaves if _takes_grad(each)]
         names = [cut.name for cut in rotation.layout.cuts]
-        own = [rotation.module.get_parameter(name) for name in names]
+        own = [parameter_at(rotation.module, name) for name in names]
+        others = {name: parameter_at(rotation.module, name) for name in rotation.replicated}
         if rotates:
             weights: list[Tensor] = list(own)
             output = run(rotation, args, kwargs)
         else:
             whole = {name: _whole(p) for name, p in zip(names, own, strict=True)}
-            others = {
-                name: local_of(parameter_at(rotation.module, name)) for name in rotation.replicated
-            }
             weights = list(whole.values())
             dtype = rotation.policy.compute_dtype
-            used = {name: cast(each, dtype) for name, each in {**whole, **others}.items()}
+            local = {name: local_of(each) for name, each in others.items()}
+            used = {name: cast(each, dtype) for name, each in {**whole, **local}.items()}
             args, kwargs = tree_map_only(
                 Tensor, lambda each: cast(each, dtype), (args, kwargs), is_leaf=is_cache
             )
@@ -98,39 +182,29 @@ class _Results:
         leaves = tree_flatten(output, is_leaf=is_cache)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.outputs = [tensor.detach() for tensor in tensors] + kept_in_copies((args, kwargs))
-        wanted = [tensor for tensor in (*inputs, *weights) if tensor.requires_grad]
-        grads: list[Tensor | None] = []
-        if any(tensor.requires_grad for tensor in tensors) and wanted:
-            trained = [tensor for tensor in tensors if tensor.requires_grad]
+        trained_others = {name: each for name, each in others.items() if each.requires_grad}
+        inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        wanted = [
+            *inputs,
+            *trained_others.values(),
+            *(tensor for tensor in weights if tensor.requires_grad),
+        ]
+        grads: list[Tensor | None] = [None] * len(wanted)
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        if trained and wanted:
             cotangents = [_cotangent(tensor) for tensor in trained]
             grads = list(torch.autograd.grad(trained, wanted, cotangents, allow_unused=True))
-        num_inputs = len([tensor for tensor in inputs if tensor.requires_grad])
-        self.input_grads = grads[:num_inputs]
-        of_weights = iter(grads[num_inputs:])
-        self.weight_grads = [
-            self._shard(position, next(of_weights), rotates=rotates)
-            for position, weight in enumerate(weights)
-            if weight.requires_grad and grads
-        ]
-        self._names = [name for name, p in zip(names, own, strict=True) if p.requires_grad]
-
-    def named(self) -> Iterator[tuple[str, Tensor | None, float]]:
-        """Everything that is compared: its name for the message, and what its rounding may have.
-
-        That is the largest gradient of a parameter, for such gradients, and 0 for all else.
-        """
-        yield from ((f"output {index}", output, 0.0) for index, output in enumerate(self.outputs))
-        yield from (
-            (f"the gradient of input {index}", grad, 0.0)
-            for index, grad in enumerate(self.input_grads)
-        )
-        largest = max(
-            (_largest(grad) for grad in self.weight_grads if grad is not None), default=0.0
-        )
-        yield from (
-            (f"the gradient of {name}", grad, largest)
-            for name, grad in zip(self._names, self.weight_grads, strict=False)
-        )
+        found = iter(grads)
+        self.input_grads = [(f"input {index}", next(found)) for index, _ in enumerate(inputs)]
+        self.grads: list[tuple[str, Tensor | None]] = []
+        for name in trained_others:
+            grad = next(found)
+            self.grads.append((name, None if grad is None else local_of(grad)))
+        if not torch.is_grad_enabled():
+            return
+        for position, (name, weight) in enumerate(zip(names, weights, strict=True)):
+            if weight.requires_grad:
+                self.grads.append((name, self._shard(position, next(found), rotates=rotates)))
 
     def _shard(self, position: int, grad: Tensor | None, *, rotates: bool) -> Tensor | None:
         """The own shard's averaged gradient."""
@@ -138,14 +212,13 @@ class _Results:
         if rotates:
             return None if grad is None else local_of(grad)
         parameter = rotation.sharded.parameters[position]
-        assert isinstance(parameter, DTensor)
         flat = rotation.sharded.flat
         mean = torch.zeros(parameter.shape, dtype=flat.dtype, device=flat.device)
         if grad is not None:
             mean.copy_(grad)
-        group = ring_group(parameter.device_mesh)
-        with ring_of(parameter.device_mesh).hang_diagnosis.collective("verifying a rotated module"):
-            dist.all_reduce(mean, group=group)
+        mesh = _mesh_of(rotation)
+        with ring_of(mesh).hang_diagnosis.collective("verifying a rotated module"):
+            dist.all_reduce(mean, group=ring_group(mesh))
         layout = rotation.sharded.layout
         cut = layout.cuts[position]
         start, stop = layout.bounds(cut, ring.rank)
@@ -175,7 +248,7 @@ def _takes_grad(value: Any) -> bool:
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    return float(tensor.abs().max().item()) if tensor.numel() else 0.0
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> bool:

@@ -12,6 +12,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.stand_ins import behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,13 @@ class Rule(ABC):
 
 
 def parameter_at(module: nn.Module, name: str) -> Any:
-    """The parameter of a name, or the tensor that stands in its place.
+    """The parameter of a name, or the plain tensor that stands in its place.
 
     Raises:
         RotationError: the module has no such parameter any more.
     """
     path, _, last = name.rpartition(".")
-    return _parameters_at(module, path, last)[last]
+    return behind(_parameters_at(module, path, last)[last])
 
 
 def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:

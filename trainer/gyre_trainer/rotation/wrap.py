@@ -13,6 +13,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.replaced_parameters import note_replaced
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
     shard_parameters,
@@ -67,6 +68,9 @@ def wrap(
     sharded = _sharded_parameters(module, layout, target.mesh)
     for cut, parameter in zip(layout.cuts, sharded.parameters, strict=True):
         path, _, name = cut.name.rpartition(".")
+        source = module.get_parameter(cut.name)
+        if source is not parameter:
+            note_replaced(source, f"{cut.name} of {type(module).__name__}")
         setattr(module.get_submodule(path), name, parameter)
     replicated = tuple(_replicated_names(module, layout, reads))
     forward = module.forward if partial is None else partial.forward

@@ -5,31 +5,33 @@ again, for those modules alone.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gyre_trainer.errors import RotationError
-
-# What a constructor may require: the values are then those that the module itself was made with.
-# An attribute of another name might mean something else than the argument does.
-_KNOWN_ARGUMENTS = ("config", "layer_idx")
 
 
 def make_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that are on `meta`, as the constructors of their modules do.
 
-    That takes modules whose constructors require a `config` alone, as transformers' do, and that
-    keep it. Tensors that such a module keeps beside its buffers are computed with them.
+    That takes modules whose constructors require a `config` alone, as transformers' do. It is the
+    one that the module keeps, or else that of the nearest module around it. Tensors that such a
+    module keeps beside its buffers are computed with them.
 
     Raises:
-        RotationError: a module is made in another way; the message names the buffer.
+        RotationError: a module is made in another way, or with another configuration; the message
+            names the buffer.
     """
     for path, module in list(model.named_modules()):
         names = [name for name, buffer in module._buffers.items() if _is_on_meta(buffer)]
         if names:
-            made = _made_again(module, f"{path}.{names[0]}".removeprefix("."))
+            name = f"{path}.{names[0]}".removeprefix(".")
+            made = _made_again(module, _nearest_config(model, path), name)
             _take_tensors(module, made, device)
 
 
@@ -37,8 +39,16 @@ def _is_on_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _made_again(module: nn.Module, name: str) -> nn.Module:
-    """Another module of the same class and configuration, on the CPU.
+def _nearest_config(model: nn.Module, path: str) -> Any:
+    """The `config` of the module at ``path``, or of the nearest one around it; None without one."""
+    names = path.split(".") if path else []
+    around = (".".join(names[:depth]) for depth in range(len(names), -1, -1))
+    configs = (getattr(model.get_submodule(each), "config", None) for each in around)
+    return next((config for config in configs if config is not None), None)
+
+
+def _made_again(module: nn.Module, config: Any, name: str) -> nn.Module:
+    """Another module of the same class and configuration, on the CPU; its parameters on `meta`.
 
     Random numbers that it draws are drawn again later.
     """
@@ -51,15 +61,40 @@ def _made_again(module: nn.Module, name: str) -> nn.Module:
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    arguments = {each: getattr(module, each, None) for each in _KNOWN_ARGUMENTS if each in accepted}
-    if not required <= set(_KNOWN_ARGUMENTS) or arguments.get("config") is None:
-        raise RotationError(
-            f"buffer {name} is on meta, and {classes[0].__name__} cannot be made again from a "
-            "config that it keeps; create it on a real device"
-        )
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        made: nn.Module = classes[0](**arguments)
+    known = {"config": config, "layer_idx": getattr(module, "layer_idx", None)}
+    refusal = (
+        f"buffer {name} is on meta, and {classes[0].__name__} cannot be made again from the "
+        "config that it, or a module around it, keeps; create it on a real device"
+    )
+    if not required <= known.keys() or "config" not in accepted or config is None:
+        raise RotationError(refusal)
+    arguments = {each: value for each, value in known.items() if each in accepted}
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        try:
+            made: nn.Module = classes[0](**arguments)
+        except Exception as error:  # foreign code, with a config that may not be its own
+            raise RotationError(f"{refusal} ({type(error).__name__}: {error})") from error
+    shapes = {each: parameter.shape for each, parameter in module.named_parameters()}
+    if any(shapes.get(each, p.shape) != p.shape for each, p in made.named_parameters()):
+        raise RotationError(refusal)
     return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A context in which new modules have their parameters on `meta`, so that these cost nothing.
+
+    Memory that a constructor asks for is given back before anything is written to it.
+    """
+
+    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> None:
@@ -67,6 +102,11 @@ def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> N
     moved: dict[int, Tensor] = {}
 
     def taken(value: Tensor) -> Tensor:
+        if value.is_meta:
+            raise RotationError(
+                f"a buffer of {type(module).__name__} is on meta, and its constructor computes it "
+                "from parameters; create it on a real device"
+            )
         return moved.setdefault(id(value), value.to(device))
 
     for name, buffer in module._buffers.items():

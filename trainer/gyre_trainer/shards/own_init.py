@@ -10,6 +10,7 @@ values are those of a single process, and a rank holds one module's parameters w
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,14 +74,14 @@ def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
     filled: set[str] = set()
     with torch.random.fork_rng(devices=[]), _replaced(targets):
         torch.manual_seed(seed)
-        for path, module, init in _calls("", model, model._init_weights):  # type: ignore[arg-type]
+        for path, module, init in _calls("", model, model._init_weights, _seen(model)):  # type: ignore[arg-type]
             changed = _changed_by(init, module, targets)
             wholes = [_whole(target) for target in changed]
             init(module)
             for target, whole in zip(changed, wholes, strict=True):
                 target.put(target.twin)
                 if target.is_first_in(path):
-                    _take_shard(target, whole)
+                    _take_shard(target, whole.data)
                     filled.add(target.name)
     return filled
 
@@ -110,12 +111,26 @@ def _replaced(targets: Sequence[_Target]) -> Iterator[None]:
             target.put(target.parameter)
 
 
-def _calls(path: str, module: nn.Module, init: _Init) -> Iterator[tuple[str, nn.Module, _Init]]:
-    """The calls of `_init_weights`, in their order; a module that has its own uses that."""
+def _seen(model: nn.Module) -> set[nn.Module] | None:
+    """Takes the modules that had their turn, where the library marks them; None without marks."""
+    return set() if callable(getattr(model, "_initialize_weights", None)) else None
+
+
+def _calls(
+    path: str, module: nn.Module, init: _Init, seen: set[nn.Module] | None
+) -> Iterator[tuple[str, nn.Module, _Init]]:
+    """The calls of `_init_weights`, in their order; a module that has its own uses that.
+
+    A module in several places is initialised once where there is a set for those ``seen``, as the
+    library does it, and else at each place, as `Module.apply` does.
+    """
     init = getattr(module, "_init_weights", init)
     for name, child in module.named_children():
-        yield from _calls(f"{path}.{name}".removeprefix("."), child, init)
-    yield path, module, init
+        yield from _calls(f"{path}.{name}".removeprefix("."), child, init, seen)
+    if seen is None or module not in seen:
+        if seen is not None:
+            seen.add(module)
+        yield path, module, init
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,15 +147,41 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            self.storages.add(args[0].untyped_storage()._cdata)
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+            if argument.is_write and isinstance(value, Tensor):
+                self.storages.add(value.untyped_storage()._cdata)
         return func(*args, **kwargs or {})
+
+
+# Of `torch.nn.init`: they return a tensor on `meta` as it is, so nothing shows that it changes.
+_IDLE_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+
+
+@contextmanager
+def _writing_on_meta() -> Iterator[None]:
+    """A context in which all of `torch.nn.init` writes to tensors on `meta`, too."""
+    of_torch = {name: getattr(nn.init, name) for name in _IDLE_ON_META}
+    for name, function in of_torch.items():
+        setattr(nn.init, name, partial(_written_on_meta, function))
+    try:
+        yield
+    finally:
+        for name, function in of_torch.items():
+            setattr(nn.init, name, function)
+
+
+def _written_on_meta(
+    function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    return tensor.zero_() if tensor.is_meta else function(tensor, *args, **kwargs)
 
 
 def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> list[_Target]:
     """The parameters that a call changes; found on `meta`, without random numbers."""
     state = torch.get_rng_state()
-    with _Written() as written:
+    before = [_storage(target) for target in targets]
+    with _Written() as written, _writing_on_meta():
         init(module)
     torch.set_rng_state(state)
     replaced = [
@@ -151,14 +192,23 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
             f"_init_weights puts another parameter in the place of {replaced[0].name}; "
             "let it change the values in place"
         )
-    return [t for t in targets if t.twin.untyped_storage()._cdata in written.storages]
+    return [  # `parameter.data = values` gives it another storage
+        target
+        for target, old in zip(targets, before, strict=True)
+        if _storage(target) != old or old in written.storages
+    ]
 
 
-def _whole(target: _Target) -> Tensor:
+def _storage(target: _Target) -> int:
+    return int(target.twin.untyped_storage()._cdata)
+
+
+def _whole(target: _Target) -> nn.Parameter:
     """Memory for the whole parameter, in its place; NaN."""
     whole = torch.full(target.parameter.shape, torch.nan, dtype=target.parameter.dtype)
-    target.put(nn.Parameter(whole))
-    return whole
+    parameter = nn.Parameter(whole)
+    target.put(parameter)
+    return parameter
 
 
 def _take_shard(target: _Target, whole: Tensor) -> None:

@@ -6,7 +6,7 @@ has a stream of random numbers of its own: the Philox counter-based generator (S
 cell's coordinates. A rank generates only the cells that its shard touches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod, sqrt
@@ -26,6 +26,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import place_of
 from gyre_trainer.shards.meta_buffers import make_buffers
 from gyre_trainer.shards.own_init import fill_by_own_init, has_own_init
+from gyre_trainer.shards.replaced_parameters import note_replaced
 
 # Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
 # makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
@@ -95,7 +96,8 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     ``inits()``, else those that torch gives each layer. A model with a method `_init_weights`, as
     transformers' are, gets the very values of that method after `torch.manual_seed(seed)` on the
     CPU, and each rank holds one module's parameters whole at a time. Buffers on `meta` are made by
-    the constructors of their modules, where these take a `config` alone.
+    the constructors of their modules, where these take a `config` alone: their own, or that of
+    the nearest module around them.
 
     Args:
         model: rotated or not.
@@ -130,7 +132,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
                 f"parameter {name} has no initial distribution; give the model a method inits()"
             )
         fill(parameter, inits[name], seed=seed, name=name)
-    _clear_padding(model)
+    _clear_padding(model, {p for name, p in model.named_parameters() if name in filled})
 
 
 def _require_one_seed(model: nn.Module, seed: int) -> None:
@@ -156,10 +158,12 @@ def _require_one_seed(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def _clear_padding(model: nn.Module) -> None:
-    """Set the padding rows of embeddings to zero, as torch does."""
+def _clear_padding(model: nn.Module, filled: Collection[nn.Parameter]) -> None:
+    """Set the padding rows of embeddings to zero, as torch does; those ``filled`` stay as made."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if not isinstance(module, nn.Embedding) or module.weight in filled:
+            continue
+        if module.padding_idx is not None:
             local, first, _ = _local_shard(module.weight, name)
             local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
 
@@ -172,10 +176,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     """
     make_buffers(model, device)
     real: dict[nn.Parameter, nn.Parameter] = {}
-    for child in model.modules():
+    for path, child in model.named_modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 if parameter not in real:
+                    note_replaced(parameter, f"{path}.{name}".removeprefix("."))
                     real[parameter] = nn.Parameter(
                         torch.empty_like(parameter, device=device), parameter.requires_grad
                     )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import mix_in, own_class
+from gyre_trainer.rotation.rule import parameter_at
 from gyre_trainer.shards.local_shards import as_dtensor, local_of, place_of
 
 BASE_LAYER = "base_layer"
@@ -61,7 +62,7 @@ class NormsOfShards:
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **others: Any) -> Tensor:
         """As peft's, beside a layer that rotates."""
-        weight, bias = base_layer.get_parameter("weight"), base_layer.bias
+        weight, bias = parameter_at(base_layer, "weight"), parameter_at(base_layer, "bias")
         if not weight.is_floating_point():
             raise RotationError(
                 "an adapter with a magnitude vector (DoRA) reads the weights of a layer that are "

@@ -30,7 +30,9 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_clas
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
+from gyre_trainer.shards.replaced_parameters import note_replaced
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.shards.stand_ins import StandIn
 
 
 class ReplicatedModule(ShardedModule):
@@ -248,7 +250,9 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             if parameter in plain:
                 continue
             if parameter not in copies:
-                copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
+                where = f"{path}.{name}".removeprefix(".")
+                copies[parameter] = _replicated(parameter, where, mesh)
+                note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
@@ -269,7 +273,7 @@ def _watch(module: nn.Module, _args: Any) -> None:
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
-        and not isinstance(parameter, DTensor)
+        and not isinstance(parameter, (DTensor, StandIn))
         and parameter not in averaging
     }
     if added:

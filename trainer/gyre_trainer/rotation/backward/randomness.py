@@ -7,6 +7,15 @@ import torch
 from torch import Tensor
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The generators that a module with parameters on ``device`` draws from; the CPU's is first."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
 class Randomness:
     """The states of torch's generators before slices that drew random numbers.
 
@@ -15,10 +24,7 @@ class Randomness:
 
     def __init__(self, device: torch.device) -> None:
         """``device`` is that of the parameters; the CPU's generator is replayed, too."""
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators_of(device)
         self._states: dict[int, list[Tensor]] = {}
 
     @contextmanager

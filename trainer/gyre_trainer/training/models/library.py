@@ -16,6 +16,11 @@ from torch import nn
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.models.lora import Lora
 
+_BY_SCRIPT = (
+    'train it by a script with rotate_all, as docs/rtp.md describes under "Your own model", or in '
+    "Hugging Face's Trainer with ShardedTrainer"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LibraryConfig:
@@ -81,21 +86,38 @@ def library_model(model: LibraryConfig) -> nn.Module:
     """The model in float32, on torch's current default device.
 
     Raises:
-        ConfigError: as `library_config`; or the family has no causal language model.
+        ConfigError: as `library_config`; or the family has no causal language model, or its
+            configuration makes none.
     """
     described = library_config(model)
     # It takes seconds, and only these models need it.
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
 
+    where, kind = model.pretrained or "`model.config`", described.model_type
+    if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{where}: transformers has no causal language model of a {kind}, and gyre-train "
+            f"trains no other; {_BY_SCRIPT}"
+        )
     try:
         make: Any = AutoModelForCausalLM.from_config
         built = make(described, dtype=torch.float32)
     except Exception as error:  # each family checks its own keys
-        where = model.pretrained or "`model.config`"
         raise ConfigError(
-            f"{where}: transformers makes no causal language model of a {described.model_type}: "
+            f"{where}: transformers makes no causal language model of this {kind}: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    key = "causal" if hasattr(built.config, "causal") else "is_decoder"
+    if type(described) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(built.config, key):
+        raise ConfigError(
+            f"{where}: a {kind} sees the tokens that it is to predict, unless its configuration "
+            f"has {key} = true, and gyre-train trains causal language models alone; set that, or "
+            f"{_BY_SCRIPT}"
+        )
     return cast("nn.Module", built)
 
 

@@ -62,6 +62,11 @@ class LossHead(nn.Module):
         """The head's weight: some models ask for its dtype."""
         return self.head.weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The head's bias: the library gives some models that of a head that is put in."""
+        return self.head.bias
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         """The mean cross-entropy of the targets that were set before; the logits without any."""
         if self.targets_BT is None:
