@@ -41,6 +41,7 @@ from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
+from gyre_trainer.layers.whole_graph import compile_whole, mark_first_call_hook
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
@@ -59,6 +60,7 @@ __all__ = [
     "RotationPlan",
     "RotationPolicy",
     "Rprop",
+    "compile_whole",
     "linear_cross_entropy",
     "make_mesh",
     "materialize",
@@ -420,16 +422,18 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
     proves = rule is not None and bool(rule.linear_in)
     if not (verifies or proves):
         return
-    left = {True, False}
+    module.unchecked_modes = frozenset((True, False))
 
     @uncompiled
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(rotated, RotatedModule)
+        left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
-        left.remove(rotated.training)
-        if not left:
-            hook.remove()
-        assert isinstance(rotated, RotatedModule)
+        rotated.unchecked_modes = left - {rotated.training}
+        hooks = rotated._forward_pre_hooks
+        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
+            del hooks[hook.id], rotated._forward_pre_hooks_with_kwargs[hook.id]
         # A checkpoint around the call counts what is saved, and the checks are not made again.
         with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if proves:
@@ -437,4 +441,5 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
             if verifies:
                 verify_module(rotated.rotation, args, kwargs)
 
+    mark_first_call_hook(first_call)
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

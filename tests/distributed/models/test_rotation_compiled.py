@@ -6,13 +6,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
-from gyre_trainer.rotate import RotationPolicy
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, mine, reference
 from tests.distributed.steps.test_rotation_parity import UNEVEN
 from tests.distributed.training import (
@@ -101,3 +104,36 @@ def test_compiled_slices_round_as_others_do_under_autocast(ranks: StartRanks) ->
 
 def train_under_autocast(variant: Variant) -> Trained:
     return train(variant, autocast=True)
+
+
+def train_llama(compiled: str) -> Trained:
+    """Train a Llama of the library, compiled as a whole or block by block."""
+    warnings.simplefilter("ignore")  # the compiler's own, of what it traces in the library
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, alone = made("Llama", num_hidden_layers=2), made("Llama", num_hidden_layers=2)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    for module in {"blocks": model.model.layers, "model": [model]}[compiled]:
+        module.compile(backend=BACKEND)
+    both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, alone)]
+    num_graphs = []
+    for step in range(NUM_STEPS + 1):  # the first one checks what was found, without a compiler
+        data = batch(step, VOCABULARY)
+        for each, optimizer in both:
+            tokens, targets = mine(data) if each is model else data
+            logits = each(input_ids=tokens).logits
+            backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return Trained(distance(whole_parameters(model), whole_parameters(alone)), num_graphs)
+
+
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_a_llama_of_the_library_compiles_once_as_a_whole_and_by_blocks(
+    ranks: StartRanks, compiled: str
+) -> None:
+    for apart, num_graphs in ranks(2).run(train_llama, compiled):
+        assert apart <= 1e-6  # its norms compute in float32
+        assert num_graphs[1] > 0
+        assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]

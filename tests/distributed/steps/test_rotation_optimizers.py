@@ -150,6 +150,33 @@ def test_lbfgs_takes_the_steps_of_one_process_where_shards_are_equal(
         assert went > 1e-3
 
 
+def test_every_optimizer_of_torch_has_a_test_here_or_beside() -> None:
+    tested = {each.func.__name__ for each in OPTIMIZERS.values()}
+    elsewhere = {"LBFGS", "Muon", "SparseAdam"}
+    of_torch = {
+        name
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    }
+    assert of_torch == tested | elsewhere | {"Optimizer"}
+
+
+def under_sparse_adam() -> str:
+    model, _ = both_models()
+    compute_gradients(model, 0)
+    optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(model.parameters())
+    before = whole_parameters(model)
+    with pytest.raises(RuntimeError) as refused:
+        optimizer.step()
+    assert distance(whole_parameters(model), before) == 0
+    return str(refused.value)
+
+
+def test_sparse_adam_refuses_gradients_that_are_dense(ranks: StartRanks) -> None:
+    for message in ranks(2).run(under_sparse_adam):
+        assert "SparseAdam does not support dense gradients, please consider Adam" in message
+
+
 def under_every_clipping() -> list[tuple[str, float, float]]:
     """How to clip, and the distance of the gradients and of their norm from one process's."""
     model, alone = both_models()

@@ -131,10 +131,7 @@ class Call:
         self.sums = [RunningSum(tensor.dtype) for tensor in tensors[num_cuts:]]
         self._take_grads = [self.recorded and tensor.requires_grad for tensor in tensors[num_cuts:]]
         inputs = [tensor.detach() for tensor in tensors[num_cuts:]]
-        self.outer_dtype = self._rotation.sharded.flat.dtype
-        if len(inputs) > first and inputs[first].is_floating_point():
-            self.outer_dtype = inputs[first].dtype
-        self.outer_dtype = self._rotation.policy.outer_dtype or self.outer_dtype
+        self.outer_dtype = self._rotation.outer_dtype(inputs[first:])
         self._set_inputs(inputs)
 
     def _set_inputs(self, inputs: list[Tensor]) -> None:

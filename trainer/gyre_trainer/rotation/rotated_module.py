@@ -1,5 +1,6 @@
 """A module whose forward runs slice by slice."""
 
+from collections.abc import Set
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -29,10 +30,13 @@ class RotatedModule(ShardedModule):
     Attributes:
         rotation: how the module is cut, and where its parameters are.
         bundle: the small modules that it travels with; None if it rotates by itself.
+        unchecked_modes: the values of `training` with which the module is still to be checked, at
+            its first call.
     """
 
     rotation: Rotation
     bundle: Bundle | None = None
+    unchecked_modes: Set[bool] = frozenset()
     training: bool
     _by_rule: dict[Rule, Rotation]
 
@@ -44,14 +48,18 @@ class RotatedModule(ShardedModule):
     @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
         """One pass round the ring, or a call beside the others of the bundle."""
+        self.add_dropout_masks(kwargs)
+        if self.bundle is not None:
+            return self.bundle.run(self.rotation, args, kwargs)
+        return run(self.rotation, args, kwargs)
+
+    def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
+        """Add the masks of a new call to its arguments, where slices drop out."""
         if self.training and self.rotation.rule.uses_dropout:
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal
             )
-        if self.bundle is not None:
-            return self.bundle.run(self.rotation, args, kwargs)
-        return run(self.rotation, args, kwargs)
 
     def rotation_by(self, rule: Rule) -> Rotation:
         """The same sharded parameters under another rule; equal rules give the same object."""
@@ -108,3 +116,8 @@ def own_class(module: nn.Module) -> type:
         for cls in type(module).__mro__
         if issubclass(cls, nn.Module) and _MIXED not in vars(cls)
     )
+
+
+def behaviours_of(module: nn.Module) -> list[type]:
+    """What was mixed in before the module's class, the last one first."""
+    return [cls.__bases__[0] for cls in type(module).__mro__ if _MIXED in vars(cls)]

@@ -7,7 +7,7 @@ Backward sends the slices once more and returns an averaged gradient for the own
 optimizer applies in place. See [Note: The backward ring] in `ring_pass`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -136,6 +136,13 @@ class Rotation:
         """The dtype of slices on their way; bytes of encoded weights stay bytes."""
         own = self.sharded.flat.dtype
         return self.policy.compute_dtype or own if own.is_floating_point else own
+
+    def outer_dtype(self, arguments: Sequence[Tensor]) -> torch.dtype:
+        """The dtype of the outputs of a call with these tensors among its arguments."""
+        dtype = self.sharded.flat.dtype
+        if arguments and arguments[0].is_floating_point():
+            dtype = arguments[0].dtype
+        return self.policy.outer_dtype or dtype
 
     @property
     def is_compiled(self) -> bool:
