@@ -11,7 +11,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.shards.initial.sharded_init import materialize
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh

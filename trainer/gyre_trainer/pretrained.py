@@ -27,7 +27,7 @@ from gyre_trainer.adapter_files import has_adapters, is_adapted, load_adapters, 
 from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.stored_weights import (
     Files,
     Target,

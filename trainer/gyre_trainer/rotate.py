@@ -48,7 +48,7 @@ from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
 from gyre_trainer.shards.fused_optimizers import support_dtensors
-from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.shards.initial.sharded_init import materialize
 
 __all__ = [
     "Adafactor",

@@ -11,7 +11,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotation import rotation
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.shards.initial.sharded_init import materialize
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks

@@ -5,7 +5,7 @@ from math import sqrt
 import pytest
 import torch
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.shards.sharded_init import Constant, Normal, Uniform, fill, materialize
+from gyre_trainer.shards.initial.sharded_init import Constant, Normal, Uniform, fill, materialize
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from scipy import stats
 from torch import Tensor, nn

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.rotate import Rules, linear_cross_entropy
-from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated
 from gyre_trainer.training.config import TrainConfig

@@ -26,7 +26,7 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig

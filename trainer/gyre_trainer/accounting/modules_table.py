@@ -10,7 +10,7 @@ import torch
 from gyre_trainer.accounting.dry_run import found_rules, on_fake_ranks
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
-from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, rotated
 from gyre_trainer.training.config import TrainConfig
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import refuse_dropout
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.initial.sharded_init import Uniform
 from gyre_trainer.shards.layout import Cut
-from gyre_trainer.shards.sharded_init import Uniform
 
 
 class Experts(nn.Module):

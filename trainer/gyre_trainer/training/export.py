@@ -7,8 +7,8 @@ import torch
 
 from gyre_trainer import pretrained
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.shards.sharded_init import allocate
 from gyre_trainer.training.build import add_adapters, encode_frozen, has_adapters, rotated
 from gyre_trainer.training.checkpoints import manifest, run_checkpoints
 from gyre_trainer.training.config import TrainConfig, build

@@ -191,7 +191,7 @@ def _answers(pipes: Sequence[Connection]) -> list[tuple[Steps, Any]]:
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
-                is_done, answer = pickle.loads(pipe.recv_bytes())
+                is_done, answer = pipe.recv()
             except EOFError:
                 raise RefusedError("a rank ended without a word") from None
             if not is_done:
@@ -208,7 +208,7 @@ def _cause(first: str, others: Sequence[Connection]) -> str:
         assert isinstance(pipe, Connection)
         others = [each for each in others if each is not pipe]
         with contextlib.suppress(EOFError):
-            is_done, answer = pickle.loads(pipe.recv_bytes())
+            is_done, answer = pipe.recv()
             causes += [] if is_done else [answer]
     return causes[-1]
 

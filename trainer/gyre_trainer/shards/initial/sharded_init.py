@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.initial.meta_buffers import make_buffers
+from gyre_trainer.shards.initial.own_init import fill_by_own_init, has_own_init
 from gyre_trainer.shards.local_shards import place_of
-from gyre_trainer.shards.meta_buffers import make_buffers
-from gyre_trainer.shards.own_init import fill_by_own_init, has_own_init
 from gyre_trainer.shards.replaced_parameters import note_replaced
 
 # Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
