@@ -120,7 +120,7 @@ def evaluated(model: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
     return outputs[1]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.models)])
 def test_one_graph_trains_as_one_process_and_compiles_once(
     ranks: StartRanks, recompute: bool
 ) -> None:

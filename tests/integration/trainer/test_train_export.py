@@ -91,6 +91,7 @@ def test_adapters_are_trained_resumed_and_exported_as_peft_has_them(
             assert value.any(), "it was trained"
 
 
+@pytest.mark.models
 def test_experts_are_trained_killed_resumed_and_exported_from_toml(
     tmp_path: Path, tiny_jobs: Jobs
 ) -> None:
