@@ -1,13 +1,14 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
-        [--bundle-numel 262144]
+        [--bundle-numel 262144] [--recompute]
 
-All take turns in the same processes, round by round: the ranks' mean CPU time of a step, and the
-live bytes of rank 0 at the peak of another step. FSDP2 wraps each attention, MLP or other part of a
-layer that has matrices, and embedding and head where they are not tied. Rotation finds blocks. The
-last row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
-parameters travel in bundles.
+All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
+until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
+wraps each attention, MLP or other part of a layer that has matrices, and embedding and head where
+they are not tied. Rotation finds blocks. The last row is Llama with LoRA on all linear layers. With
+`--bundle-numel`, modules of up to so many parameters travel in bundles. With `--recompute` rotation
+recomputes, and torch's checkpoint is around what FSDP2 wraps, and around the same parts of DDP.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rtp.ranks import run_on_ranks
 from tests.distributed.models.families import FAMILIES, made
@@ -52,7 +54,9 @@ _SIZES: dict[str, dict[str, int]] = {
     | {"vocab_size": _VOCABULARY},
 }
 _NUM_WARM_UP_STEPS = 2
-Figures = tuple[list[float], int, int]  # CPU seconds of each round, peak bytes, bytes sent
+Build = Callable[[str], Any]
+# CPU and passed seconds of each round, peak bytes, bytes sent
+Figures = tuple[list[tuple[float, float]], int, int]
 
 
 def _built(family: str) -> Any:
@@ -65,21 +69,20 @@ def _built(family: str) -> Any:
     return model
 
 
-def _rotated(family: str, bundle_numel: int) -> Any:
+def _rotated(family: str, policy: RotationPolicy) -> Any:
     model = _built(family)
-    policy = RotationPolicy(bundle_numel=bundle_numel)
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy, find_blocks=family != LORA)
     return model
 
 
-def _fully_sharded(family: str) -> Any:
+def _fully_sharded(family: str, *, recomputes: bool) -> Any:
     model = _built(family)
     _call_every_expert(model)
-    for layer in list(_layers(model)):
-        for part in _parts(layer):
-            if any(parameter.ndim > 1 for parameter in part.parameters()):
-                fully_shard(part)
+    if recomputes:
+        _recompute_parts(model)
+    for part in _parts_with_matrices(model):
+        fully_shard(part)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[0].weight is not ends[1].weight:
         for end in ends:
@@ -107,6 +110,20 @@ def _with_every_expert(module: Any, args: Any, output: Any) -> Any:
     return hidden + nothing, *rest
 
 
+def _recompute_parts(model: nn.Module) -> None:
+    for part in _parts_with_matrices(model):
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+
+
+def _parts_with_matrices(model: nn.Module) -> list[nn.Module]:
+    return [
+        part
+        for layer in _layers(model)
+        for part in _parts(layer)
+        if any(parameter.ndim > 1 for parameter in part.parameters())
+    ]
+
+
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
@@ -117,25 +134,31 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else [child]
 
 
-def _with_ddp(family: str) -> Any:
-    return DistributedDataParallel(
-        _built(family), gradient_as_bucket_view=True, find_unused_parameters=True
-    )
+def _with_ddp(family: str, *, recomputes: bool) -> Any:
+    model = _built(family)
+    if recomputes:
+        _recompute_parts(model)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
-def _with_counted_ddp(family: str) -> Any:
+def _with_counted_ddp(family: str, *, recomputes: bool) -> Any:
     """DDP whose buckets are seen: those of torch's C++ are not."""
     model = _built(family)
     _call_every_expert(model)
+    if recomputes:
+        _recompute_parts(model)
     data_parallel(
         nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh("cpu")
     )
     return model
 
 
-def _contenders(bundle_numel: int) -> dict[str, Callable[[str], Any]]:
-    rotated = partial(_rotated, bundle_numel=bundle_numel)
-    return {"rotation": rotated, "FSDP2": _fully_sharded, "DDP": _with_ddp}
+def _contenders(policy: RotationPolicy, ddp: Callable[..., Any]) -> dict[str, Build]:
+    return {
+        "rotation": partial(_rotated, policy=policy),
+        "FSDP2": partial(_fully_sharded, recomputes=policy.recompute),
+        "DDP": partial(ddp, recomputes=policy.recompute),
+    }
 
 
 class _Training:
@@ -146,46 +169,46 @@ class _Training:
         trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained)
 
-    def step(self) -> float:
-        """The CPU seconds of one step."""
+    def step(self) -> tuple[float, float]:
+        """The CPU seconds of one step, and the seconds that it took."""
         dist.barrier()
-        before = time.process_time()
+        before, begin = time.process_time(), time.perf_counter()
         self.model(input_ids=self.rows, labels=self.rows).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.process_time() - before
+        return time.process_time() - before, time.perf_counter() - begin
 
 
-def print_rows(families: list[str], num_rounds: int, bundle_numel: int) -> None:
+def print_rows(families: list[str], num_rounds: int, policy: RotationPolicy) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
     # The ring's buffers stay as large as the largest family's, which comes last.
     for family in sorted(families, key="GptOss".__eq__):
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _measured(family, num_rounds, bundle_numel))
+        dist.all_gather_object(found, _measured(family, num_rounds, policy))
         if dist.get_rank() == 0:
             print(_row(family, found), flush=True)
 
 
-def _measured(family: str, num_rounds: int, bundle_numel: int) -> dict[str, Figures]:
-    contenders = _contenders(bundle_numel)
+def _measured(family: str, num_rounds: int, policy: RotationPolicy) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
+    contenders = _contenders(policy, _with_ddp)
     trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in trainings}
+    seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for label, training in trainings.items():
             seconds[label].append(training.step())
     del trainings
-    costs = {label: _counted(build, family, rows) for label, build in contenders.items()}
+    counted = _contenders(policy, _with_counted_ddp)
+    costs = {label: _counted(build, family, rows) for label, build in counted.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
-def _counted(build: Callable[[str], Any], family: str, rows: torch.Tensor) -> tuple[int, int]:
+def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
     """Bytes alive at the peak of a second step, and bytes sent in it."""
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
-        model = (_with_counted_ddp if build is _with_ddp else build)(family)
-        training = _Training(model, rows)
+        training = _Training(build(family), rows)
         training.step()
         live.mark("step")
         before = sent.total
@@ -194,24 +217,28 @@ def _counted(build: Callable[[str], Any], family: str, rows: torch.Tensor) -> tu
 
 
 def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
-    cpu = {
-        label: [
-            statistics.mean(each) for each in zip(*(rank[label][0] for rank in ranks), strict=True)
-        ]
-        for label in ranks[0]
-    }
+    cpu, passed = [], []
+    for label in ranks[0]:
+        rounds = list(zip(*(rank[label][0] for rank in ranks), strict=True))
+        cpu.append([statistics.mean(used for used, _ in each) for each in rounds])
+        passed.append([max(took for _, took in each) for each in rounds])
     _, peaks, sent = zip(*(ranks[0][label] for label in ranks[0]), strict=True)
-    own, *others = cpu.values()
-    ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
     cells = [
         family,
-        f"{1e3 * statistics.median(own):.0f}",
-        *(f"{ratio:.2f}" for ratio in ratios),
+        *_to_others(cpu),
+        *_to_others(passed),
         f"{peaks[0] / 2**20:.1f}",
         *(f"{peaks[0] / peak:.2f}" for peak in peaks[1:]),
         f"{sent[0] / sent[1]:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _to_others(seconds: list[list[float]]) -> list[str]:
+    """The median of the first one's rounds in ms, and its ratios to those of the others."""
+    own, *others = seconds
+    ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
+    return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def main() -> None:
@@ -222,12 +249,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bundle-numel", type=int, default=0)
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
-    print("| | CPU, ms | to FSDP2 | to DDP | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
-    run_on_ranks(options.ranks, print_rows, options.families, options.rounds, options.bundle_numel)
+    times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
+    print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
+    print("|---" + "|---:" * 10 + "|", flush=True)
+    policy = RotationPolicy(bundle_numel=options.bundle_numel, recompute=options.recompute)
+    run_on_ranks(options.ranks, print_rows, options.families, options.rounds, policy)
 
 
 if __name__ == "__main__":
