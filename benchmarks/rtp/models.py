@@ -69,14 +69,15 @@ def _built(family: str) -> Any:
     return model
 
 
-def _rotated(family: str, policy: RotationPolicy) -> Any:
+def _rotated(family: str, bundle_numel: int, *, recomputes: bool = False) -> Any:
     model = _built(family)
+    policy = RotationPolicy(bundle_numel=bundle_numel, recompute=recomputes)
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy, find_blocks=family != LORA)
     return model
 
 
-def _fully_sharded(family: str, *, recomputes: bool) -> Any:
+def _fully_sharded(family: str, *, recomputes: bool = False) -> Any:
     model = _built(family)
     _call_every_expert(model)
     if recomputes:
@@ -155,7 +156,9 @@ def _with_counted_ddp(family: str, *, recomputes: bool) -> Any:
 
 def _contenders(policy: RotationPolicy, ddp: Callable[..., Any]) -> dict[str, Build]:
     return {
-        "rotation": partial(_rotated, policy=policy),
+        "rotation": partial(
+            _rotated, bundle_numel=policy.bundle_numel, recomputes=policy.recompute
+        ),
         "FSDP2": partial(_fully_sharded, recomputes=policy.recompute),
         "DDP": partial(ddp, recomputes=policy.recompute),
     }
