@@ -356,16 +356,16 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
-        rotated.unchecked_modes = left - {rotated.training}
-        hooks = rotated._forward_pre_hooks
-        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
-            del hooks[hook.id], rotated._forward_pre_hooks_with_kwargs[hook.id]
         # A checkpoint around the call counts what is saved, and the checks are not made again.
         with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if proves:
                 check_rule(rotated.rotation, args, kwargs)
             if verifies:
                 verify_module(rotated.rotation, args, kwargs)
+        rotated.unchecked_modes = left - {rotated.training}
+        hooks = rotated._forward_pre_hooks
+        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
+            del hooks[hook.id], rotated._forward_pre_hooks_with_kwargs[hook.id]
 
     mark_first_call_hook(first_call)
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

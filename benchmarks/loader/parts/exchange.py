@@ -41,7 +41,7 @@ def copy_s(num_bytes: int, num_portions: int) -> float:
     mine, theirs = multiprocessing.get_context("fork").Pipe()
     worker = multiprocessing.get_context("fork").Process(target=_write, args=(exchange, theirs))
     worker.start()
-    taken_s = 0.0
+    taken_s, into = 0.0, None
     try:
         for number in range(num_portions):
             mine.send_bytes(bytes([1 + number % 255]))
@@ -56,7 +56,7 @@ def copy_s(num_bytes: int, num_portions: int) -> float:
     finally:
         worker.kill()
         worker.join()
-        del into
+        into = None  # the view of a slot
         arena.close()
         exchange.close()
     return taken_s / num_portions / PORTION

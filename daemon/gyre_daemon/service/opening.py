@@ -106,6 +106,7 @@ class SessionOpener:
         )
         cursor = skipping(cursor, requests.to_skipped(request))
         order = cursor.order
+        key = None
         if dataset.mixture:
             key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
             if not request.cursor and not any(job_on(each) == key for each in self._sessions):
@@ -125,6 +126,8 @@ class SessionOpener:
                 requests.to_balance(request.order),
             )
         )
+        if key:
+            self._changes.was_opened(key)
         try:
             self._policy.check_session(owner, dataset.name, reader.job)
         except NotAllowed as reason:  # a reload has changed the rules meanwhile
@@ -235,7 +238,7 @@ class SessionOpener:
         if before and _must_be_ready(*before):
             prefix = await self._engines.fastest(before[0])
             async for measuring in self._progress(prefix, config, keeps=True):
-                if measuring.task and measuring.task.done():  # what is held becomes records
+                if measuring.is_over:  # what is held becomes records
                     await self._fastest(config, documents, config.transforms, by_client=False)
                 yield measuring
         dataset = await self._fastest(config, documents, config.transforms, by_client=False)

@@ -5,12 +5,16 @@ sessions of the job end in the same moment. Their clients open sessions again, e
 the last batch that it received. None of them had received the step of the change, so each gets the
 change into its cursor, and all ranks read the new weights from the same step on. From then on the
 cursor has it, wherever the job resumes. A state that was saved before the change was made does not
-have it: then the file does, under the name of the job.
+have it: then the file does, under the name of the job. A rank that opens its first session
+meanwhile, without a cursor, is a late rank of the job, and no new job of its name: so it is until a
+session is open again, or until the others would have opened theirs long ago.
 """
 
 import errno
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +25,8 @@ from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _FILE = "weights.jsonl"
 _MAX_FILE_BYTES = 16 << 20
+# Ranks open their sessions again at once; they may measure or index before they are there.
+_REOPENING_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +49,20 @@ class JobOnMixture:
 class WeightChanges:
     """The changes of all jobs of a daemon."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Look for the changes that were written before.
+
+        Args:
+            folder: of the daemon.
+            clock: seconds, from any moment on.
 
         Raises:
             ConfigError: the file is there and cannot be read, or others control it.
         """
         self._path = folder / _FILE
         self._changes: dict[JobOnMixture, list[Phase]] = {}
-        self._unseen: set[JobOnMixture] = set()  # no rank has opened a session since the change
+        self._clock = clock
+        self._reopening: dict[JobOnMixture, float] = {}  # until when its ranks may open again
         try:
             with os.fdopen(open_ours(self._path, os.O_RDONLY), "rb") as file:
                 for line in file.read(_MAX_FILE_BYTES).splitlines():
@@ -81,7 +92,6 @@ class WeightChanges:
         Raises:
             CursorRejected: a change began before the cursor, which does not have it.
         """
-        self._unseen.discard(key)
         position, size = cursor.position, cursor.order.global_batch_size
         for phase in self._changes.get(key, ()):
             if cursor.mixture and phase in cursor.mixture.phases:
@@ -104,7 +114,11 @@ class WeightChanges:
         """
         self._write(key, [phase.first_step, *phase.weights])
         self._changes.setdefault(key, []).append(phase)
-        self._unseen.add(key)
+        self._reopening[key] = self._clock() + _REOPENING_S
+
+    def was_opened(self, key: JobOnMixture) -> None:
+        """A session of the job is open, so one that begins is no late rank of a change any more."""
+        self._reopening.pop(key, None)
 
     def forget(self, key: JobOnMixture) -> None:
         """A job of this name begins again: it has been given nothing.
@@ -115,9 +129,10 @@ class WeightChanges:
         Raises:
             Overloaded: that cannot be written.
         """
-        if key in self._changes and key not in self._unseen:
+        if key in self._changes and self._clock() >= self._reopening.get(key, 0.0):
             self._write(key, None)
             del self._changes[key]
+            self._reopening.pop(key, None)
 
     def _write(self, key: JobOnMixture, change: list[int] | None) -> None:
         line = json.dumps([key.user, key.job, key.mixture, key.fingerprint, change]) + "\n"

@@ -1,6 +1,9 @@
 """Attention and MLPs of models that nobody wrote rules for are found, tried, and rotate exactly."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -134,8 +137,9 @@ class AcrossTheWidth(Gated):
 class Heads(nn.Module):
     """Attention of two heads by a loop; its forward may read the number of heads elsewhere."""
 
-    def __init__(self, *, reads_weights: bool) -> None:
+    def __init__(self, *, reads_weights: bool, config: object = None) -> None:
         super().__init__()
+        self.config = config
         self.num_heads, self.head_dim, self.reads_weights = 2, 3, reads_weights
         self.o, self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(4))
 
@@ -148,6 +152,11 @@ class Heads(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
         output: Tensor = self.o(y.transpose(1, 2).flatten(2))
         return output
+
+
+@dataclass(frozen=True)
+class Frozen:
+    num_heads: int
 
 
 class HeadsOfATuple(Heads):
@@ -247,6 +256,13 @@ def test_experts_of_gpt_oss_are_found_at_full_width_on_meta() -> None:
         (
             lambda: Heads(reads_weights=False),
             AttentionRule(2, inputs=("q", "k", "v"), output="o", counts=("num_heads",)),
+        ),
+        *(
+            (
+                partial(Heads, reads_weights=False, config=config),
+                AttentionRule(2, inputs=("q", "k", "v"), output="o", counts=("num_heads",)),
+            )
+            for config in ({"num_heads": 2}, SimpleNamespace(num_heads=2), Frozen(2))
         ),
         (HeadsOfATuple, None),
         (lambda: Packed(head_by_head=True), AttentionRule(2, inputs=("qkv",), output="o")),

@@ -191,7 +191,9 @@ class Positions(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.table = nn.Embedding(config.num_places, 2)
-        self.register_buffer("places", torch.arange(config.num_places), persistent=False)
+        self.first = getattr(config, "first", 0)
+        places = torch.arange(self.first, self.first + config.num_places)
+        self.register_buffer("places", places, persistent=False)
 
 
 class Configured(nn.Module):
@@ -206,11 +208,12 @@ def test_buffers_of_another_configuration_are_refused() -> None:
     with torch.device("meta"):
         model, wrong = Configured(config, config), Configured(other, config)
         unlike = Configured(SimpleNamespace(), config)
+        later = Configured(config, SimpleNamespace(num_places=3, first=5))
     materialize(model, seed=0)
     positions: Any = model.inner["positions"]
     assert positions.places.tolist() == [0, 1, 2]
     assert positions.table.weight.shape == (3, 2)
-    for each in (wrong, unlike):
+    for each in (wrong, unlike, later):
         with pytest.raises(
             RotationError, match=r"inner\.positions\.places is on meta, and Positions"
         ):

@@ -115,6 +115,8 @@ class ReadsInside(nn.Module):
                 return y + self.mlp.down.weight.sum()
             case "head":
                 return F.linear(y, self.head.weight)
+            case "interrupt":
+                raise KeyboardInterrupt
             case "whole head":
                 weight: Any = self.head.weight
                 return F.linear(y, weight.full_tensor())
@@ -140,6 +142,14 @@ def told_of_reads() -> dict[str, str]:
         inner.reads = ""
         assert torch.equal(model(x), expected)
         assert all(isinstance(each, DTensor) for each in model.parameters())
+    for look in (partial(model, x), model.state_dict):
+        inner.reads = "interrupt"
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        inner.reads = ""
+        look()
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+    assert torch.equal(model(x), expected)
     inner.reads = "whole head"
     with torch.no_grad():
         torch.testing.assert_close(model(x), F.linear(expected, whole(inner.head.weight)))

@@ -34,7 +34,23 @@ def test_a_late_rank_gets_the_change_and_a_new_run_does_not(tmp_path: Path) -> N
     changes.forget(KEY)
     assert phases(changes, START) == (Phase(0, (3, 1)), LATER)
     assert phases(WeightChanges(tmp_path), START) == (Phase(0, (3, 1)), LATER)
+    # One rank has its cursor, and its session is not open yet: another one begins.
+    changes.forget(KEY)
+    assert phases(changes, START) == (Phase(0, (3, 1)), LATER)
+    changes.was_opened(KEY)
     # The job has ended, and begins again.
     changes.forget(KEY)
     assert phases(changes, START) == (Phase(0, (3, 1)),)
     assert phases(WeightChanges(tmp_path), START) == (Phase(0, (3, 1)),)
+
+
+def test_a_job_that_ended_with_the_change_begins_again_without_it(tmp_path: Path) -> None:
+    now = [0.0]
+    changes = WeightChanges(tmp_path, lambda: now[0])
+    changes.give(KEY, LATER)
+    now[0] = 299.0
+    changes.forget(KEY)
+    assert phases(changes, START) == (Phase(0, (3, 1)), LATER)
+    now[0] = 301.0
+    changes.forget(KEY)
+    assert phases(changes, START) == (Phase(0, (3, 1)),)

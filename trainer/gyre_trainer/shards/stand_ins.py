@@ -27,6 +27,9 @@ class StandIn(Tensor):
     full_name: str
     path: str
 
+    # what is asked of it for each call of a model is answered without Python
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @staticmethod
     def of(parameter: DTensor, name: str, path: str) -> "StandIn":
         """A stand-in of a parameter; it takes a gradient where the parameter does."""

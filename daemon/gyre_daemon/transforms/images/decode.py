@@ -58,7 +58,8 @@ class DecodeImage(OfField):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         data = sample.pop(self.field).data
-        factor = self._factor(*self.declared_size(data)) if self.min_size else 1
+        scales = self.min_size and _is_jpeg(data)
+        factor = self._factor(*self.declared_size(data)) if scales else 1
         image, _ = self.decoded(data, factor)
         self.put(self.to, image, sample, out)
 

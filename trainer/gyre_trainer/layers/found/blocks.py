@@ -14,7 +14,6 @@ from itertools import chain, combinations, islice, product
 import torch
 from torch import nn
 
-from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.twin import Twin
@@ -64,9 +63,9 @@ def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
     """A twin to try the rule on; None where the rule or the forward cannot be tried."""
     try:
         return Twin.of(module, rule, num_slices)
-    except RotationError:  # such as dropout, or heads that the ranks cannot share
-        return None
-    except Exception:  # foreign code, called with arguments that it may not take
+    except Exception:
+        # A RotationError tells of dropout, or of heads that the ranks cannot share; anything else
+        # comes from foreign code, called with arguments that it may not take.
         return None
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +85,11 @@ class Twin:
         read: dict[str, int] = {}
         if not self.expected:  # it cannot be called like this
             return read
-        with reads_recorded(self.module) as names:
-            self.module(**self.arguments)
+        try:
+            with reads_recorded(self.module) as names:
+                self.module(**self.arguments)
+        except Exception:  # foreign code, that may look at its class
+            return read
         for name in names:
             owner, last = owner_of(self.module, name)
             value = getattr(owner, last, None)
@@ -149,12 +152,14 @@ def reads_recorded(module: nn.Module) -> Iterator[list[str]]:
     names: dict[str, None] = {}
     before = dict(vars(module))
     cls = type(module)
-    module.__class__ = _recording(cls, "", names)
-    if "config" in before:
-        vars(module)["config"] = copy(before["config"])
-        module.config.__class__ = _recording(type(before["config"]), "config.", names)
     found: list[str] = []
     try:
+        module.__class__ = _recording(cls, "", names)
+        if "config" in before:
+            vars(module)["config"] = copy(before["config"])
+            # a dictionary, a frozen dataclass or None takes no other class, and has no counts
+            with suppress(TypeError, AttributeError):
+                module.config.__class__ = _recording(type(before["config"]), "config.", names)
         yield found
     finally:
         module.__class__ = cls

@@ -77,34 +77,41 @@ class ReadableParameters:
         """Register the hooks; parameters of modules that are never called are read in ``dtype``."""
         self._dtype = dtype
         self._places: list[_Whole | _Cut] | None = list(_places(model, dtype))
-        self._running: list[list[tuple[dict[str, Any], str, DTensor]]] = []
+        self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
         model.register_forward_pre_hook(self._before)
         model.register_forward_hook(self._after, always_call=True)
+        model.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReadableParameters":
         """The hooks of a copied model, which finds its own places when it first runs."""
         copied = copy(self)
-        copied._places, copied._running = None, []
+        copied._places, copied._replaced = None, []
         return copied
 
     @uncompiled
     def _before(self, model: nn.Module, _args: Any) -> None:
+        self._put_back()  # torch calls no hook after a forward that Ctrl-C has ended
         if self._places is None:
             self._places = list(_places(model, self._dtype))
-        put: list[tuple[dict[str, Any], str, DTensor]] = []
-        self._running.append(put)
         for place in self._places:
             parameters: dict[str, Any] = place.owner._parameters
             parameter = parameters.get(place.last)
             if isinstance(parameter, DTensor):  # a model around this one may have been here before
+                self._replaced.append((parameters, place.last, parameter))
                 parameters[place.last] = place.instead(parameter)
-                put.append((parameters, place.last, parameter))
 
     @uncompiled
     def _after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        if self._running:  # not where a hook before `_before` has failed
-            for parameters, last, parameter in self._running.pop():
-                parameters[last] = parameter
+        self._put_back()
+
+    def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        while self._replaced:
+            parameters, last, parameter = self._replaced[-1]
+            parameters[last] = parameter
+            self._replaced.pop()
 
 
 def _places(model: nn.Module, dtype: torch.dtype | None) -> Iterator[_Whole | _Cut]:

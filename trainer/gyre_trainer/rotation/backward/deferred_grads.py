@@ -101,6 +101,8 @@ class DeferWeightGrads(TorchFunctionMode):
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
+        if not args:  # by keywords, which no known layer does
+            return result
         if func in _UNBIND and id(args[0]) in self._deferred.positions:
             self._note_entries(self._deferred.positions[id(args[0])], result)
         if func in _TRANSPOSE and id(args[0]) in self._deferred.positions:

@@ -77,7 +77,19 @@ def _made_again(module: nn.Module, config: Any, name: str) -> nn.Module:
     shapes = {each: parameter.shape for each, parameter in module.named_parameters()}
     if any(shapes.get(each, p.shape) != p.shape for each, p in made.named_parameters()):
         raise RotationError(refusal)
+    own = _plain_values(module)
+    if any(own.get(each, value) != value for each, value in _plain_values(made).items()):
+        raise RotationError(refusal)
     return made
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Numbers and texts that a module keeps: another one was made with another configuration."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str)) and name != "training"
+    }
 
 
 @contextmanager
