@@ -21,7 +21,7 @@ from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.fetch import Fetcher
-from gyre_daemon.fetching.measuring.shared_work import SharedWork
+from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -33,9 +33,6 @@ SUFFIX = ".gyre-columns"
 _VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"
 # Samples that are read at once; their bytes are bounded too.
 _AT_ONCE, _MAX_BYTES = 1 << 14, 16 << 20
-# Columns in memory that were read and that no filter has taken yet: up to 8 bytes for each sample.
-# Others are read again, from their sidecars.
-_MAX_KEPT = 8
 # Different texts of a column. A filter compares it with a few of them; a column of documents, where
 # all differ, is a mistake that would take the memory of the whole dataset.
 _MAX_TEXTS, _MAX_TEXT_BYTES = 1 << 16, 256
@@ -121,7 +118,8 @@ class ColumnReader:
         """
         self._sidecars, self._threads = sidecars, threads
         self._flow = Flow("columns")
-        self._found: dict[_Key, ColumnReading] = {}
+        # those that no filter has taken yet
+        self._readings: WorkByKey[_Key, ColumnReading] = WorkByKey()
 
     async def read(self, dataset: Dataset, name: str) -> Column:
         """The values of a stored field of all samples; they are not kept in memory any longer.
@@ -136,8 +134,7 @@ class ColumnReader:
         key, reading = self._begun(dataset, name)
         assert reading.task
         column = await asyncio.shield(reading.task)
-        if self._found.get(key) is reading:
-            del self._found[key]
+        self._readings.forget(key, reading)
         return column
 
     def progress(self, dataset: Dataset, name: str) -> AsyncIterator[ColumnReading]:
@@ -151,28 +148,23 @@ class ColumnReader:
 
     def close(self) -> None:
         """Stop what is being read; shards that are done stay so."""
-        for reading in self._found.values():
-            if reading.task:
-                reading.task.cancel()
-        self._found.clear()
+        self._readings.close()
 
     def _begun(self, dataset: Dataset, name: str) -> tuple[_Key, ColumnReading]:
         key = id(dataset.storage), dataset.fingerprint, name
-        reading = self._found.pop(key, None)
-        if reading is None:
+
+        def begin() -> ColumnReading:
             column = _column(dataset, name)
             reading = ColumnReading(len(dataset.shards), name=name)
             reading.begin(self._read(column, reading), partial(self._ended, key, reading))
-            done = [each for each, its in self._found.items() if its.is_over]
-            for each in done[: max(0, len(done) + 1 - _MAX_KEPT)]:
-                del self._found[each]
-        self._found[key] = reading
-        return key, reading
+            return reading
+
+        return key, self._readings.begun(key, begin)
 
     def _ended(self, key: _Key, reading: ColumnReading) -> None:
         """One that failed is tried again by the next that asks."""
-        if reading.has_failed and self._found.get(key) is reading:
-            del self._found[key]
+        if reading.has_failed:
+            self._readings.forget(key, reading)
 
     async def _read(self, column: Dataset, reading: ColumnReading) -> Column:
         """The values of the only field of a dataset."""

@@ -25,7 +25,7 @@ from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.measuring.columns import ColumnReader
 from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.measuring.shards import AT_ONCE, ShardMeasurer, ShardPart
-from gyre_daemon.fetching.measuring.shared_work import SharedWork
+from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 from gyre_daemon.fetching.portions import PortionReader
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
@@ -34,9 +34,6 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.measured import Lengths
-
-# Chains whose lengths are kept in memory: 4 bytes for each sample. Others are read from sidecars.
-_MAX_KEPT = 8
 
 _Key = tuple[int, str, str, bool]
 
@@ -109,7 +106,7 @@ class Measurer:
         self.columns = ColumnReader(sidecars, threads)
         self._cache = cache
         self._shards = ShardMeasurer(sidecars)
-        self._found: dict[_Key, Measuring] = {}
+        self._measurings: WorkByKey[_Key, Measuring] = WorkByKey()
 
     async def measured(
         self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
@@ -154,30 +151,25 @@ class Measurer:
     def close(self) -> None:
         """Stop what is being measured and read; shards that are done stay so."""
         self.columns.close()
-        for measuring in self._found.values():
-            if measuring.task:
-                measuring.task.cancel()
-        self._found.clear()
+        self._measurings.close()
 
     def _begun(self, dataset: TransformedDataset, *, goes_on: bool, keeps: bool) -> Measuring:
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
-        measuring = self._found.pop(key, None)
-        if measuring is None:
+
+        def begin() -> Measuring:
             measuring = Measuring(len(dataset.shards), goes_on=goes_on)
             if keeps and self._cache:
                 measuring.held = HeldRecords(dataset, self._cache)
             measuring.begin(self._measure(dataset, measuring), partial(self._ended, key, measuring))
-            done = [each for each, its in self._found.items() if its.is_over]
-            for each in done[: max(0, len(done) + 1 - _MAX_KEPT)]:
-                del self._found[each]
-        self._found[key] = measuring
-        return measuring
+            return measuring
+
+        return self._measurings.begun(key, begin)
 
     def _ended(self, key: _Key, measuring: Measuring) -> None:
         """One that failed is tried again by the next that asks."""
         measuring.release_if_unwanted()
-        if measuring.has_failed and self._found.get(key) is measuring:
-            del self._found[key]
+        if measuring.has_failed:
+            self._measurings.forget(key, measuring)
 
     async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Measured:
         index, num_shards = dataset.stored.index, len(dataset.shards)

@@ -5,7 +5,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
+# Results in memory: of lengths 4, of columns up to 8 bytes for each sample. Others are read again,
+# from their sidecars.
+_MAX_KEPT = 8
+
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 
 
 @dataclass(slots=True)
@@ -50,7 +55,7 @@ class SharedWork(Generic[Result]):
     def has_failed(self) -> bool:
         """Whether it is over without a result."""
         task = self.task
-        return bool(task and task.done() and (task.cancelled() or task.exception()))
+        return bool(task and self.is_over and (task.cancelled() or task.exception()))
 
     def after(self, shard: str, *, was_kept: bool) -> None:
         """One more shard is done, whose result may have been stored before."""
@@ -75,3 +80,36 @@ class SharedWork(Generic[Result]):
             if over:
                 self.task.result()
             yield self
+
+
+Work = TypeVar("Work", bound=SharedWork[Any])
+
+
+class WorkByKey(Generic[Key, Work]):
+    """Work that is under way, and the last few results, by what they are about."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Work] = {}
+
+    def begun(self, key: Key, begin: Callable[[], Work]) -> Work:
+        """The work for a key, which begins if there is none."""
+        work = self._found.pop(key, None)
+        if work is None:
+            work = begin()
+            over = [each for each, its in self._found.items() if its.is_over]
+            for each in over[: max(0, len(over) + 1 - _MAX_KEPT)]:
+                del self._found[each]
+        self._found[key] = work
+        return work
+
+    def forget(self, key: Key, work: Work) -> None:
+        """Keep this work no longer; whoever waits for it gets its result."""
+        if self._found.get(key) is work:
+            del self._found[key]
+
+    def close(self) -> None:
+        """Stop all of it; shards that are done stay so."""
+        for work in self._found.values():
+            if work.task:
+                work.task.cancel()
+        self._found.clear()
