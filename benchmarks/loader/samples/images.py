@@ -73,7 +73,7 @@ IN_PAIRS = ("DataLoader, Pillow", "Gyre, folder")
 
 
 def jpeg(generator: np.random.Generator) -> bytes:
-    """A picture with noise, whose file has 30 to 110 KiB."""
+    """A picture with noise, whose file has 33 to 83 KiB."""
     height, width = generator.integers(300, 400, 2).tolist()
     coarse = generator.integers(0, 256, (height // 16, width // 16, 3), np.uint8)
     smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
