@@ -1,6 +1,6 @@
 """Ranks that call different modules are told so at once; unused experts take part all the same."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import group_of_processes
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
@@ -27,12 +28,13 @@ class Pair(nn.Module):
 
 def told_when_ranks_differ(reach: str, when: str) -> str:
     torch.manual_seed(0)
-    context: AbstractContextManager[object] = (
-        patch.object(transport, "connect_neighbours", lambda group, timeout: {})
-        if reach == "group"
-        else nullcontext()
-    )
-    with context:
+    with ExitStack() as context:
+        if reach != "memory":
+            context.enter_context(
+                patch.object(transport, "connect_neighbours", lambda group, timeout: {})
+            )
+        if reach == "group, one work a batch":
+            context.enter_context(patch.object(dist, "batch_isend_irecv", _as_one_work))
         mesh = DeviceMesh.from_group(
             dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
         )
@@ -41,6 +43,24 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
         text = _told(pair, when)
         dist.barrier()  # a rank that ends at once could be missed before the difference is seen
     return text
+
+
+class _Joint:
+    """One work for a whole batch, which is what NCCL returns."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+_BATCH = dist.batch_isend_irecv
+
+
+def _as_one_work(operations: list[dist.P2POp]) -> list[_Joint]:
+    return [_Joint(_BATCH(operations))]
 
 
 def _told(pair: Pair, when: str) -> str:
@@ -58,7 +78,11 @@ def _told(pair: Pair, when: str) -> str:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group"), (3, "group")]
+    ("num_ranks", "reach"),
+    [
+        *((2, "memory"), (3, "memory"), (2, "group"), (3, "group")),
+        (3, "group, one work a batch"),
+    ],
 )
 def test_ranks_that_call_different_modules_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
@@ -71,6 +95,22 @@ def test_ranks_that_call_different_modules_are_told_which(
         assert any(other in message for other in others), message
         assert "weights" in message
     assert len({message.partition(": ")[2].partition(": ")[2] for message in told}) == 1
+
+
+def sum_between_processes() -> list[float]:
+    """The sum of the ranks' numbers, by the group that a group of devices alone gets."""
+    of_devices = dist.new_group([0, 2], backend="cuda:gloo", use_local_synchronization=True)
+    if dist.get_rank() == 1:
+        return []
+    words = group_of_processes(of_devices)
+    assert group_of_processes(words) is words
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total, group=words)
+    return [*dist.get_process_group_ranks(words), total.item()]
+
+
+def test_identities_go_between_processes_where_tensors_do_not(ranks: StartRanks) -> None:
+    assert ranks(3).run(sum_between_processes) == [[0, 2, 4.0], [], [0, 2, 4.0]]
 
 
 @pytest.mark.parametrize("number", [0, 1, 77, 2**20 - 1])

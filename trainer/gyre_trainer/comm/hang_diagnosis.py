@@ -198,9 +198,13 @@ def _answer(
 
 
 def _end(answers: threading.Thread, stop: threading.Event) -> None:
-    """Stop the thread and wait for its end: an exit while it is inside torch could crash."""
+    """Stop the thread and wait for its end.
+
+    An exit while it is inside torch would abort the process ("terminate called without an active
+    exception"). It is inside torch while the store answers, which a busy machine delays.
+    """
     stop.set()
-    answers.join(_LOOK_INTERVAL_S)
+    answers.join(_ANSWER_TIMEOUT_S)
 
 
 def _write(store: Store, rank: int, progress: RankProgress) -> None:

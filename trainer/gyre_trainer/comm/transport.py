@@ -105,14 +105,16 @@ class Transport(Protocol):
 class ProcessGroupTransport:
     """Sends and receives in a process group, which reaches every rank on every device.
 
-    On a CPU a message with the hop's identity goes before each tensor, and the receiver compares
-    it. On CUDA none does: to compare it, the process would have to wait for the device.
+    A message with the hop's identity goes before each tensor, and the receiver compares it. With
+    CUDA, too, gloo carries it from process to process: a wait is one for the neighbour's process,
+    which has to start the same hop, never for the device.
     """
 
     def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
         self._group = group
         self._diagnosis = diagnosis
         self._is_real = dist.get_backend(group) != "fake"
+        self._words = group_of_processes(group) if self._is_real else group
 
     def offsets(self, device: torch.device) -> frozenset[int]:
         """Both neighbours."""
@@ -124,19 +126,23 @@ class ProcessGroupTransport:
             # Sends come first. Gloo writes at once what the other side already waits for, and holds
             # a lock meanwhile on which its own thread spins if the two share a core. That thread
             # itself writes later what nobody waits for yet.
-            identities = [self._identity(leg, stream) for leg in reversed(legs)]
+            identities = (
+                [self._identity(leg, stream) for leg in reversed(legs)][::-1]
+                if self._is_real
+                else []
+            )
             works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error
+        if not self._is_real:
+            return [(work, _described(legs)) for work in works]
         # NCCL returns one work for the whole batch, gloo one for each operation.
-        descriptions = (
-            [leg.description for leg in legs] if len(works) == len(legs) else [_described(legs)]
+        batch: Sequence[Work | None] = (
+            works[::-1] if len(works) == len(legs) else [*[None] * (len(legs) - 1), works[0]]
         )
         return [
-            (work if identity is None else _ComparedWork(work, identity), description)
-            for work, identity, description in zip(
-                reversed(works), reversed(identities[: len(works)]), descriptions, strict=True
-            )
+            (_ComparedWork(work, identity), leg.description)
+            for work, identity, leg in zip(batch, identities, legs, strict=True)
         ]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -144,13 +150,13 @@ class ProcessGroupTransport:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_up(self) -> None:
-        """Close this rank's connections, with gloo; NCCL's watchdog ends waits at the timeout.
+        """Close this rank's connections of gloo; NCCL's watchdog ends waits at the timeout.
 
         Gloo closes all of them where a wait passes its timeout (`UnboundBuffer::waitRecv`); it has
         no call for that.
         """
-        group = self._group
-        if not self._is_real or "gloo" not in dist.get_backend(group):
+        group = self._words
+        if not self._is_real:
             return
         neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
@@ -158,18 +164,16 @@ class ProcessGroupTransport:
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
 
-    def _identity(self, leg: Leg, stream: Stream) -> "_Identity | None":
-        """Start to send or receive the identity of a leg; None where the device is not a CPU."""
-        if leg.tensor.device.type != "cpu" or not self._is_real:
-            return None
+    def _identity(self, leg: Leg, stream: Stream) -> "_Identity":
+        """Start to send or receive the identity of a leg."""
         # Tools that count the bytes of a step, or its memory, must not see this.
         with torch._C._DisableTorchDispatch():
             message = torch.tensor([0 if leg.arrives else leg.identity])
             peer, tag = self._peer(leg), _IDENTITY_TAG + stream
             work = (
-                dist.irecv(message, group=self._group, group_src=peer, tag=tag)
+                dist.irecv(message, group=self._words, group_src=peer, tag=tag)
                 if leg.arrives
-                else dist.isend(message, group=self._group, group_dst=peer, tag=tag)
+                else dist.isend(message, group=self._words, group_dst=peer, tag=tag)
             )
         return _Identity(work, message, leg.identity)
 
@@ -199,9 +203,12 @@ class _Identity:
 
 
 class _ComparedWork:
-    """A work that fails where the identity before its tensor is not the expected one."""
+    """A work that fails where the identity before its tensor is not the expected one.
 
-    def __init__(self, work: Work, identity: _Identity) -> None:
+    Without a ``work`` the tensor comes with another leg of the batch, which is waited for later.
+    """
+
+    def __init__(self, work: Work | None, identity: _Identity) -> None:
         self._work = work
         self._identity = identity
 
@@ -211,7 +218,18 @@ class _ComparedWork:
             theirs = int(self._identity.message)
         if theirs != self._identity.expected:
             raise MispairedHop(theirs)
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+
+
+def group_of_processes(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or one of the same ranks where it carries nothing between CPUs (NCCL alone)."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(words, dist.ProcessGroup)  # this rank is on it
+    return words
 
 
 def _described(legs: Sequence[Leg]) -> str:
