@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.rtp.ranks import run_on_ranks
 
 _NUM_STEPS, _NUM_SEQUENCES, _NUM_TOKENS = 12, 8, 12
-_CONFIG: Any = cast(Any, LlamaConfig)(
+_CONFIG: Any = cast("Any", LlamaConfig)(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=64,
@@ -57,7 +57,7 @@ _WAYS: dict[str, Callable[[Any], None]] = {
 def losses(seed: int, *, autocast: bool = False, way: str = "") -> list[float]:
     """The global batch's mean loss before each step; with a way, each rank computes its part."""
     torch.manual_seed(seed)
-    model = cast(Any, LlamaForCausalLM)(_CONFIG)
+    model = cast("Any", LlamaForCausalLM)(_CONFIG)
     num_parts, part = 1, 0
     if way:
         num_parts, part = dist.get_world_size(), dist.get_rank()
