@@ -69,7 +69,7 @@ def _built(family: str) -> Any:
     return model
 
 
-def _rotated(family: str, bundle_numel: int, *, recomputes: bool = False) -> Any:
+def _rotated(family: str, bundle_numel: int | None, *, recomputes: bool = False) -> Any:
     model = _built(family)
     policy = RotationPolicy(bundle_numel=bundle_numel, recompute=recomputes)
     # adapters stay outside of the layers that rotate, so those rotate one by one
@@ -251,7 +251,7 @@ def main() -> None:
     every = [*FAMILIES, LORA]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bundle-numel", type=int, default=0)
+    parser.add_argument("--bundle-numel", type=int)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
     options = parser.parse_args()

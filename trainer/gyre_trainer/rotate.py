@@ -329,8 +329,8 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     require_equal_models(module, target.mesh)
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
-    bundle_small(module)
     defer_logits(module)
+    bundle_small(module)
     fix_vocabulary(module)
     if target.policy.recompute:
         recompute_norms(module)

@@ -125,7 +125,7 @@ def test_all_layers_share_their_hops(ranks: StartRanks, num_ranks: int) -> None:
     trained = 2 * num_bytes + 4 * 6
     for found in ranks(num_ranks).run(hops_and_bytes, 2):
         one = num_ranks - 1
-        assert found == [(2 * one, trained * one), (3 * one, (trained + num_bytes) * one)]
+        assert found == [(2 * one, trained * one)] * 2
 
 
 def told(which: str) -> tuple[str, list[bool]]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
-from gyre_trainer.rotation.bundle import Bundle, bundled
+from gyre_trainer.rotation.bundles.bundle import Bundle
+from gyre_trainer.rotation.bundles.forming import bundled
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import Rule
@@ -30,12 +31,14 @@ class RotatedModule(ShardedModule):
     Attributes:
         rotation: how the module is cut, and where its parameters are.
         bundle: the small modules that it travels with; None if it rotates by itself.
+        needs_slices: whether other code asks for its slices, so that it must rotate by itself.
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
     """
 
     rotation: Rotation
     bundle: Bundle | None = None
+    needs_slices: bool = False
     unchecked_modes: Set[bool] = frozenset()
     training: bool
     _by_rule: dict[Rule, Rotation]
@@ -102,7 +105,7 @@ def bundle_small(model: nn.Module) -> None:
     modules = {
         module.rotation: module
         for module in model.modules()
-        if isinstance(module, RotatedModule) and module.bundle is None
+        if isinstance(module, RotatedModule) and not (module.bundle or module.needs_slices)
     }
     for bundle, rotations in bundled(list(modules)):
         for rotation in rotations:

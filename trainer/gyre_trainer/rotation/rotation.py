@@ -53,9 +53,10 @@ class RotationPolicy:
             size share one compiled graph. Weight gradients are then formed beside the buffer that
             travels, so they take memory of their own.
         bundle_numel: modules with at most this many parameters travel together, up to 2^18 of them
-            in one bundle, and are computed whole, once, instead of slice by slice. Their whole
-            parameters are on every rank until backward has used them. 0 for none. Modules that are
-            recomputed or compiled rotate by themselves all the same.
+            in one bundle, and are computed whole, once, instead of slice by slice. A rank holds few
+            bundles whole at a time, and gathers others again for backward. 0 for none; None for
+            2^18, which is 1 MiB in float32. Modules that are recomputed or compiled, and heads
+            whose loss the library computes by slices, rotate by themselves all the same.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -64,7 +65,7 @@ class RotationPolicy:
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
-    bundle_numel: int = 0
+    bundle_numel: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -73,7 +74,7 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
-        if self.bundle_numel < 0:
+        if self.bundle_numel is not None and self.bundle_numel < 0:
             raise RotationError(
                 f"RotationPolicy(bundle_numel={self.bundle_numel}): it must not be negative"
             )

@@ -1,0 +1,94 @@
+"""Small modules that travel together, and are computed whole.
+
+[Note: Bundles]
+
+A visit of a slice costs Python, however small the slice is, and a hop costs a message. So small
+modules of a model are put into bundles. At the first call of a module in a bundle, the slices of
+all its modules go round the ring in one buffer, and each rank puts the whole parameters together.
+Modules then run as they are, each once. Autograd knows when the last of them has its gradients:
+these go round the ring in one buffer, too, and each rank keeps the sum for its own slice.
+
+A rank holds the whole parameters of few bundles at a time (`whole_parameters`). What autograd would
+save of them is replaced by its place, and the first of a bundle's modules in backward gathers them
+again, as FSDP2 does. Where all bundles of a model fit, weights travel once for forward and
+backward. Without gradients, the whole parameters are kept until others need the room or until they
+change.
+
+Parameters that no rank used must get no gradient, and one that only some ranks used is an error. So
+behind each slice's gradients travels one number for each parameter: the share of the ranks that
+have a gradient of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gyre_trainer.comm.spans import path_of
+from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.bundles.travel import Travel
+from gyre_trainer.rotation.bundles.whole_parameters import WholeParameters
+from gyre_trainer.rotation.call import cast
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
+from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.local_shards import local_of
+
+
+class Bundle:
+    """Small modules whose parameters travel together. See [Note: Bundles]."""
+
+    def __init__(self, rotations: Sequence[Rotation]) -> None:
+        """``rotations`` have one policy, dtype, device and ring."""
+        ring = rotations[0].sharded.ring
+        sharded = list(dict.fromkeys(rotation.sharded for rotation in rotations))
+        names = {rotation.sharded: path_of(rotation.module) for rotation in reversed(rotations)}
+        cuts = [
+            replace(cut, name=f"{place}: {names[each]}.{cut.name}", padded=False)
+            for place, each in enumerate(sharded)
+            for cut in each.layout.cuts
+        ]
+        layout = Layout(tuple(cuts), ring.size)
+        number = ring.modules.add(rotations[0].module)
+        starts = accumulate((len(each.layout.cuts) for each in sharded), initial=0)
+        self._starts = dict(zip(sharded, starts, strict=False))
+        self._whole = WholeParameters(Travel(rotations[0], sharded, layout, number))
+
+    def run(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The output of one of the modules, computed whole."""
+        if rotation.sharded.replica_gradients is not None and torch.is_grad_enabled():
+            rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
+        dtype, cuts = rotation.policy.compute_dtype, rotation.layout.cuts
+        first = self._starts[rotation.sharded]
+        whole = self._whole.parameters()[first : first + len(cuts)]
+        weights = {cut.name: tensor for cut, tensor in zip(cuts, whole, strict=True)}
+        others = {
+            name: cast(local_of(parameter_at(rotation.module, name)), dtype)
+            for name in rotation.replicated
+        }
+        outer_dtype = _outer_dtype(rotation, args, kwargs)
+        if dtype is not None:
+            args, kwargs = tree_map_only(Tensor, partial(cast, dtype=dtype), (args, kwargs))
+        bounds = {cut.name: (0, cut.shape[cut.dim]) for cut in cuts}
+        saving = self._whole.saving() if torch.is_grad_enabled() else nullcontext()
+        with swapped(rotation.module, weights | others), saving:
+            current = ModuleSlice(
+                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1
+            )
+            output = rotation.rule.run(current, *args, **kwargs)
+        return tree_map_only(Tensor, partial(cast, dtype=outer_dtype), output)
+
+
+def _outer_dtype(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of the outputs, as where the module rotates by itself."""
+    first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    own = rotation.sharded.flat.dtype
+    if first is not None and first.is_floating_point():
+        own = first.dtype
+    return rotation.policy.outer_dtype or own
