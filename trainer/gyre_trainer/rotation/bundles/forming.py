@@ -1,21 +1,28 @@
 """Which modules are small, and which of them share a bundle."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
+from gyre_trainer.comm.spans import path_of
 from gyre_trainer.rotation.bundles.bundle import Bundle
 from gyre_trainer.rotation.rotation import Rotation
 
-# What a policy without a bound of its own calls small: 1 MiB in float32. With slices of so few
-# parameters, Python and messages take longer than the arithmetic.
-SMALL_NUMEL = 2**18
+# What a policy without a bound of its own calls small: 1.1 MiB in float32. Python and messages for
+# slices of so few parameters take longer than the arithmetic. It is an eighth above 2^18, so that
+# four matrices of 256 by 256 with their biases are small.
+SMALL_NUMEL = 9 * 2**15
 # Elements of a bundle. A rank holds as many whole while it computes with them, and as many
 # gradients in backward. Half of it doubles the messages of a model with many small modules.
-_MAX_BUNDLE_NUMEL = 2**18
+_MAX_BUNDLE_NUMEL = 9 * 2**15
 
 
 def bundled(rotations: Sequence[Rotation]) -> Iterator[tuple[Bundle, list[Rotation]]]:
-    """Bundles of those rotations that are small enough for their policy, in the given order."""
+    """Bundles of those rotations that are small enough for their policy, in the given order.
+
+    Modules inside one parent share a bundle if they fit into one. They are often called in another
+    order than they are listed in, and two bundles in turns would be gathered again and again.
+    """
     kinds: dict[Any, list[Rotation]] = {}
     for rotation in rotations:
         if _is_small(rotation):
@@ -23,12 +30,22 @@ def bundled(rotations: Sequence[Rotation]) -> Iterator[tuple[Bundle, list[Rotati
             kinds.setdefault((rotation.policy, flat.dtype, flat.device), []).append(rotation)
     for kind in kinds.values():
         members: list[Rotation] = []
-        for rotation in kind:
-            if members and _numel_of([*members, rotation]) > _MAX_BUNDLE_NUMEL:
+        for siblings in _parts(kind):
+            if members and _numel_of([*members, *siblings]) > _MAX_BUNDLE_NUMEL:
                 yield Bundle(members), members
                 members = []
-            members.append(rotation)
+            members.extend(siblings)
         yield Bundle(members), members
+
+
+def _parts(rotations: Sequence[Rotation]) -> Iterator[list[Rotation]]:
+    """The rotations in groups that a bundle takes as a whole: siblings, if they fit into one."""
+    for _, group in groupby(rotations, lambda each: path_of(each.module).rpartition(".")[0]):
+        siblings = list(group)
+        if _numel_of(siblings) <= _MAX_BUNDLE_NUMEL:
+            yield siblings
+        else:
+            yield from ([each] for each in siblings)
 
 
 def _is_small(rotation: Rotation) -> bool:

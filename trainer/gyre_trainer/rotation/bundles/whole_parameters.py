@@ -17,7 +17,7 @@ from gyre_trainer.shards.local_shards import spec_of, with_spec
 # Elements that the bundles of a ring hold whole at most, but for the one that computes: 1 MiB in
 # float32. Bundles of more elements are gathered a second time, for backward. Twice as many save
 # that for twice as large models, and raise the peak of larger ones by as much.
-_MAX_HELD_NUMEL = 2**18
+_MAX_HELD_NUMEL = 9 * 2**15
 
 
 class _View(NamedTuple):
