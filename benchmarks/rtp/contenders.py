@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rtp.workloads import Model, Workload, recomputed
 
-_BUNDLE_NUMEL = 2**18
-
 
 class How(StrEnum):
     """How parameters are spread over the ranks."""
@@ -27,7 +25,7 @@ class How(StrEnum):
     FSDP2_LAYER = "FSDP2 per layer"
     FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
     GYRE = "Gyre"
-    BUNDLED = "Gyre, in bundles"
+    BY_SLICE = "Gyre, slice by slice"  # small modules, too
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def build(
     before = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)
     try:
-        if contender.how in (How.GYRE, How.BUNDLED):
+        if contender.how in (How.GYRE, How.BY_SLICE):
             assert mesh is not None
             return _rotated(contender, workload, mesh, fake=fake)
         with device:
@@ -90,7 +88,7 @@ def build(
 
 
 def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake: bool) -> Model:
-    bundle_numel = _BUNDLE_NUMEL if contender.how is How.BUNDLED else 0
+    bundle_numel = 0 if contender.how is How.BY_SLICE else None
     policy = RotationPolicy(recompute=contender.recompute, bundle_numel=bundle_numel)
     with torch.device("meta"):
         model = Model(workload, eager_loss=contender.eager_loss)

@@ -4,9 +4,9 @@
 
 The model has eight modules with next to nothing to compute, so a step is Python, operators and
 messages. All take turns in the same processes, round by round: the model by itself, FSDP2, Gyre
-slice by slice, the same with its hops left out, and Gyre with the modules in a bundle. Figures are
-the ranks' mean CPU time of the process, and of the thread that computes, beside the plain model's
-in the same round.
+slice by slice, the same with its hops left out, and Gyre as it is, with the modules in a bundle.
+Figures are the ranks' mean CPU time of the process, and of the thread that computes, beside the
+plain model's in the same round.
 
 A visit is one computation with one slice, in forward or backward. With heads that the ranks cannot
 share (twelve heads on eight ranks), the four layers of an attention rotate one by one, and there
@@ -30,9 +30,9 @@ _NUM_WARM_UP_STEPS = 3
 _TURNS = [
     Turn(Contender(How.ALONE)),
     Turn(Contender(How.FSDP2_SUB_BLOCK)),
+    Turn(Contender(How.BY_SLICE)),
+    Turn(Contender(How.BY_SLICE), Hops.LEFT_OUT),
     Turn(Contender(How.GYRE)),
-    Turn(Contender(How.GYRE), Hops.LEFT_OUT),
-    Turn(Contender(How.BUNDLED)),
 ]
 Found = tuple[list[Took], int]  # this rank's rounds, and its visits in a step
 

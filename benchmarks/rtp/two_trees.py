@@ -6,8 +6,8 @@
 Each tree has ranks of its own, which live through the whole run. In each round the trees take
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice
 by slice ("gyre"), the same with its hops left out ("no hops") or in bundles ("bundles"), or of a
-family of `models` ("Llama", and "FSDP2 Llama" for what it is compared with). Figures are of the
-ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of the rounds, of the
+family of `models` slice by slice ("Llama", and "FSDP2 Llama" for what it is compared with).
+Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of the rounds, of the
 process and of the thread that computes. The last column is what the computing thread takes more
 than that of the plain model in the same tree, new to old; only the tiny modules have one.
 """
@@ -42,11 +42,12 @@ def _step_of(what: str) -> Callable[[], object]:
     from benchmarks.rtp.contenders import Contender, How, build  # noqa: PLC0415
     from benchmarks.rtp.workloads import NARROW, make_batch, make_optimizer  # noqa: PLC0415
 
+    by_slice = getattr(How, "BY_SLICE", How.GYRE)  # once the default
     hows = {
         _PLAIN: How.ALONE,
-        "gyre": How.GYRE,
-        "no hops": How.GYRE,
-        "bundles": How.BUNDLED,
+        "gyre": by_slice,
+        "no hops": by_slice,
+        "bundles": getattr(How, "BUNDLED", How.GYRE),  # now the default
         "FSDP2": How.FSDP2_SUB_BLOCK,
     }
     if what not in hows:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.rotation.bundles import forming
 
 HOP_TIMEOUT_S = 120.0
 RUN_DEADLINE_S = 300.0
@@ -116,6 +117,8 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # Modules of tests are small. They are computed slice by slice unless a policy says otherwise.
+    forming.SMALL_NUMEL = 0
     timeout = timedelta(seconds=HOP_TIMEOUT_S)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout

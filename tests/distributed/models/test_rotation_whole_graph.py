@@ -358,11 +358,10 @@ def test_the_inductor_reuses_no_memory_that_a_ring_pass_needs(ranks: StartRanks)
 
 def refused_models() -> list[str]:
     mesh = make_mesh("cpu")
-    plain, bundled, twice, sliced, few_bits = (nn.Sequential(nn.Linear(4, 4)) for _ in range(5))
+    plain, twice, sliced, few_bits = (nn.Sequential(nn.Linear(4, 4)) for _ in range(4))
     in_parts = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     attends = nn.Sequential(nn.MultiheadAttention(4, 2))
     equal = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    rotate_all(bundled, mesh=mesh, policy=RotationPolicy(bundle_numel=100))
     rotate_all(twice, mesh=mesh)
     compile_whole(twice, backend=BACKEND)
     rotate(in_parts[0], mesh=mesh)
@@ -373,7 +372,7 @@ def refused_models() -> list[str]:
     rotate_all(few_bits, mesh=mesh, find_blocks=False)
     quantize_frozen(few_bits.requires_grad_(False), "int8", mesh=mesh)
     messages = []
-    for model in (plain, bundled, twice, in_parts, attends, equal, sliced, few_bits):
+    for model in (plain, twice, in_parts, attends, equal, sliced, few_bits):
         with pytest.raises(RotationError) as refused:
             compile_whole(model, backend=BACKEND)
         messages.append(str(refused.value))
@@ -382,9 +381,8 @@ def refused_models() -> list[str]:
 
 def test_what_cannot_be_in_a_graph_is_refused(ranks: StartRanks) -> None:
     for found in ranks(2).run(refused_models):
-        plain, bundled, twice, in_parts, attends, equal, sliced, few_bits = found
+        plain, twice, in_parts, attends, equal, sliced, few_bits = found
         assert "is not rotated as a whole; first call rotate_all on it" in plain
-        assert "one graph: 0 travels in a bundle" in bundled
         assert "is compiled as one graph already" in twice
         assert "0 was rotated by itself; rotate the model by rotate_all alone" in in_parts
         assert "0 is a MultiheadAttention that runs in a way of its own" in attends

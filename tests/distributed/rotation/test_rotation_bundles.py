@@ -6,12 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import (
+    RotationPolicy,
+    compile_whole,
+    linear_cross_entropy,
+    quantize_frozen,
+    rotate_all,
+)
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -191,3 +199,117 @@ def test_ranks_that_use_other_layers_are_told_which(ranks: StartRanks) -> None:
 def test_parameters_that_change_before_backward_are_refused(ranks: StartRanks) -> None:
     for message, _ in ranks(2).run(told, "changed"):
         assert "changed between forward and backward" in message
+
+
+WIDE = 512  # so that each layer is a bundle of its own, and a rank holds one whole
+NUM_LAYERS = 3
+
+
+def wide_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDE, WIDE, dtype=torch.float64) for _ in range(NUM_LAYERS))
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def wide_step(surroundings: str) -> tuple[float, int, int, int]:
+    """How far gradients are off, hops, the bytes at the peak, and those saved by outer hooks."""
+    rotated, plain, mesh = wide_model(), wide_model(), make_mesh("cpu")
+    rotate_all(rotated, mesh=mesh, policy=RotationPolicy(bundle_numel=WIDE * (WIDE + 1)))
+    x = torch.randn(4, WIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain(x).sum().backward()
+    hops, ring = [0], ring_of(mesh)
+    shift = ring.shift
+
+    def counted(*args: object) -> object:
+        hops[0] += 1
+        return shift(*args)  # type: ignore[arg-type]
+
+    ring.shift = counted  # type: ignore[method-assign, assignment]
+    saved: list[int] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor.clone()
+
+    with LiveBytes() as live:
+        match surroundings:
+            case "a checkpoint":
+                y = checkpoint(rotated, x, use_reentrant=False)
+            case "hooks":
+                with saved_tensors_hooks(save, lambda tensor: tensor):
+                    y = rotated(x)
+            case _:
+                y = rotated(x)
+        live.mark("forward")
+        y.sum().backward()
+        peak = live.timeline().since("forward").peak_bytes
+    del ring.shift
+    off = max(
+        (one.grad.full_tensor() - other.grad).abs().max().item()  # type: ignore[union-attr]
+        for one, other in zip(rotated.parameters(), plain.parameters(), strict=True)
+    )
+    return off, hops[0], peak, sum(saved)
+
+
+def test_whole_parameters_are_let_go_and_gathered_again(ranks: StartRanks) -> None:
+    """All but two bundles are gathered once more.
+
+    The last one of forward is the first of backward, and the first layer's backward needs no
+    weights: its input takes no gradient.
+    """
+    whole = 8 * WIDE * (WIDE + 1)
+    for off, hops, peak, _ in ranks(2).run(wide_step, "nothing"):
+        assert off <= 1e-12
+        assert hops == NUM_LAYERS + (NUM_LAYERS - 2) + NUM_LAYERS
+        # half of all gradients stay; weights, their gradients, and what is formed of both
+        assert peak < NUM_LAYERS * whole / 2 + 4.5 * whole
+
+
+def test_a_checkpoint_around_bundles_is_exact(ranks: StartRanks) -> None:
+    assert [off <= 1e-12 for off, *_ in ranks(2).run(wide_step, "a checkpoint")] == [True] * 2
+
+
+def test_hooks_around_bundles_save_activations_alone(ranks: StartRanks) -> None:
+    for off, _, _, saved in ranks(2).run(wide_step, "hooks"):
+        assert off <= 1e-12
+        assert 0 < saved < 8 * WIDE * WIDE
+
+
+def bundles_left(what: str) -> tuple[list[bool], float]:
+    """Which layers are still in a bundle, and how far the output is off after that."""
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8)), make_mesh("cpu")
+    plain, x = deepcopy(model), torch.ones(2, 6)
+    rotate_all(model, mesh=mesh, policy=TOGETHER)
+    expected = plain(x)
+    match what:
+        case "one graph":
+            compile_whole(model, backend="aot_eager")
+        case "few bits":
+            model(x).sum().backward()
+            quantize_frozen(model.requires_grad_(False), "int8", mesh=mesh, keep=("1",))
+        case _:
+            targets = torch.tensor([1, 2])
+            expected = nn.functional.cross_entropy(expected, targets)
+            for _ in range(2):  # its bundle is gathered in the first call
+                found = linear_cross_entropy(model[1], model[0](x), targets)
+                found.backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            return [bool(each.bundle) for each in model], (found - expected).abs().item()
+    return [bool(each.bundle) for each in model], (model(x) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("what", "left", "most"),
+    [
+        ("one graph", [False, False], 1e-6),
+        ("few bits", [False, True], 2e-2),
+        ("a loss by slices", [True, False], 1e-6),
+    ],
+)
+def test_what_needs_slices_leaves_its_bundle(
+    ranks: StartRanks, what: str, left: list[bool], most: float
+) -> None:
+    for found, off in ranks(2).run(bundles_left, what):
+        assert found == left
+        assert off <= most

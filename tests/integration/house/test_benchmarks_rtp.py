@@ -44,7 +44,7 @@ def test_the_rotated_head_stands_beside_chunks_and_all_logits() -> None:
     assert float(rows[1][2]) == 1
 
 
-@pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE, How.BUNDLED])
+@pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE, How.BY_SLICE])
 @pytest.mark.parametrize(
     "workload", [TOY, SMALL.with_layers(2).with_tokens(32)], ids=["AdamW", "SGD, no vocabulary"]
 )
@@ -99,13 +99,13 @@ def test_ratios_compare_the_slowest_rank_and_the_cpu_time_of_all() -> None:
     ]
 
 
-def test_bundles_stand_beside_slices_and_fsdp2() -> None:
+def test_the_default_puts_small_modules_into_a_bundle() -> None:
     found = [cells(row) for row in rows(2, 1)]
     assert [row[:2] for row in found] == [
         ["2", "FSDP2 per sub-block"],
+        ["2", "Gyre, slice by slice"],
+        ["2", "Gyre, slice by slice, its hops left out"],
         ["2", "Gyre"],
-        ["2", "Gyre, its hops left out"],
-        ["2", "Gyre, in bundles"],
     ]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
     assert [row[4] for row in found] == ["", "32", "32", "16"]

@@ -52,6 +52,7 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
         raise RotationError(f"{path}.weight is not finite; load or make weights before quantizing")
     codes, scales = encode(weight, to)
     bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
+    module.leave_bundle()
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
     for cut, parameter in zip(sharded.layout.cuts, sharded.parameters, strict=True):

@@ -153,11 +153,12 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Let ``model``'s forward be one graph of `torch.compile`, with its ring passes as operators.
 
-    What it computes and sends does not change. Hooks of the model itself stay outside of the graph,
-    and those of modules inside are traced.
+    What it computes does not change. Small modules leave their bundles and rotate by themselves
+    from now on; nothing else that is sent changes. Hooks of the model itself stay outside of the
+    graph, and those of modules inside are traced.
 
     Args:
-        model: rotated as a whole by `rotate_all`, without bundles, on one ring.
+        model: rotated as a whole by `rotate_all`, on one ring.
         backend: a backend of `torch.compile`.
 
     Raises:
@@ -175,6 +176,9 @@ def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "indu
             f"{type(model).__name__} is not rotated as a whole; first call rotate_all on it"
         )
     modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module, RotatedModule):
+            module.leave_bundle()
     for path, module in modules.items():
         _require_fits(path or type(model).__name__, module, is_root=module is model)
     order_operators()
@@ -214,8 +218,6 @@ def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
 
 
 def _problem_of_rotation(module: RotatedModule) -> str | None:
-    if module.bundle is not None:
-        return "travels in a bundle (RotationPolicy(bundle_numel=...))"
     if module.rotation.sharded.ring.replicas is not None:
         return "rotates on several rings"
     if module.rotation.policy.compiler is not None:

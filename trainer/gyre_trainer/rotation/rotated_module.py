@@ -56,6 +56,12 @@ class RotatedModule(ShardedModule):
             return self.bundle.run(self.rotation, args, kwargs)
         return run(self.rotation, args, kwargs)
 
+    def leave_bundle(self) -> None:
+        """Rotate by itself from now on."""
+        bundle, self.bundle = self.bundle, None
+        if bundle is not None:
+            bundle.leave(self.rotation)
+
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
         """Add the masks of a new call to its arguments, where slices drop out."""
         if self.training and self.rotation.rule.uses_dropout:

@@ -53,6 +53,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
         compute_dtype=getattr(torch, dtypes.compute_dtype),
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
+        bundle_numel=config.memory.bundle_numel,
     )
     finds = rules is None and not isinstance(model, GPT) and not has_adapters(config.model)
     rotate_all(

@@ -117,6 +117,7 @@ def _statistics(
             "name it in the `keep` of quantize_frozen"
         )
     if isinstance(linear, RotatedModule):
+        linear.leave_bundle()  # its weights would be gathered for nothing
         # not a field of the rule: a number that differs in each step would make another rule of it
         arguments = (*inputs, *_whole_bias(linear)), {"chain": chain}
         statistics: Tensor = run(linear.rotation_by(rule), *arguments)

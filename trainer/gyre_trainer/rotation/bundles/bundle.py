@@ -46,7 +46,13 @@ class Bundle:
 
     def __init__(self, rotations: Sequence[Rotation]) -> None:
         """``rotations`` have one policy, dtype, device and ring."""
-        ring = rotations[0].sharded.ring
+        self._rotations = list(rotations)
+        self._number = rotations[0].sharded.ring.modules.add(rotations[0].module)
+        self._form()
+
+    def _form(self) -> None:
+        """Let the parameters of the members travel from now on."""
+        rotations = self._rotations
         sharded = list(dict.fromkeys(rotation.sharded for rotation in rotations))
         names = {rotation.sharded: path_of(rotation.module) for rotation in reversed(rotations)}
         cuts = [
@@ -54,11 +60,16 @@ class Bundle:
             for place, each in enumerate(sharded)
             for cut in each.layout.cuts
         ]
-        layout = Layout(tuple(cuts), ring.size)
-        number = ring.modules.add(rotations[0].module)
+        layout = Layout(tuple(cuts), sharded[0].ring.size)
         starts = accumulate((len(each.layout.cuts) for each in sharded), initial=0)
         self._starts = dict(zip(sharded, starts, strict=False))
-        self._whole = WholeParameters(Travel(rotations[0], sharded, layout, number))
+        self._whole = WholeParameters(Travel(rotations[0], sharded, layout, self._number))
+
+    def leave(self, rotation: Rotation) -> None:
+        """Let one of the modules rotate by itself; a backward of earlier calls still works."""
+        self._rotations.remove(rotation)
+        if self._rotations:
+            self._form()
 
     def run(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of one of the modules, computed whole."""
