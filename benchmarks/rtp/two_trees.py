@@ -7,9 +7,10 @@ Each tree has ranks of its own, which live through the whole run. In each round 
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice
 by slice ("gyre"), the same with its hops left out ("no hops") or in bundles ("bundles"), or of a
 family of `models` slice by slice ("Llama", and "FSDP2 Llama" for what it is compared with).
-Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of the rounds, of the
-process and of the thread that computes. The last column is what the computing thread takes more
-than that of the plain model in the same tree, new to old; only the tiny modules have one.
+Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of
+the rounds, of the process and of the thread that computes. The last column is what the computing
+thread takes more than that of the plain model in the same tree, new to old; only the tiny modules
+have one.
 """
 
 import argparse
