@@ -1,14 +1,16 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
-        [--bundle-numel 262144] [--recompute]
+        [--bundle-numel 0] [--recompute] [--device cuda]
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
 wraps each attention, MLP or other part of a layer that has matrices, and embedding and head where
 they are not tied. Rotation finds blocks. The last row is Llama with LoRA on all linear layers. With
-`--bundle-numel`, modules of up to so many parameters travel in bundles. With `--recompute` rotation
-recomputes, and torch's checkpoint is around what FSDP2 wraps, and around the same parts of DDP.
+`--bundle-numel`, modules of up to so many parameters travel in bundles, 0 for none. With
+`--recompute` rotation recomputes, and torch's checkpoint is around what FSDP2 wraps, and around the
+same parts of DDP. With `--device cuda` each rank has a GPU of its own, with NCCL: a step ends when
+its kernels have, and the peak is that of CUDA's allocator.
 """
 
 import argparse
@@ -59,26 +61,28 @@ Build = Callable[[str], Any]
 Figures = tuple[list[tuple[float, float]], int, int]
 
 
-def _built(family: str) -> Any:
+def _built(family: str, device: str = "cpu") -> Any:
     name = "Llama" if family == LORA else family
     model = made(name, **_SIZES.get(name, _COMMON)).float()
     if family == LORA:
         from peft import LoraConfig, get_peft_model  # noqa: PLC0415
 
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
-    return model
+    return model.to(device)
 
 
-def _rotated(family: str, bundle_numel: int | None, *, recomputes: bool = False) -> Any:
-    model = _built(family)
+def _rotated(
+    family: str, bundle_numel: int | None, *, recomputes: bool = False, device: str = "cpu"
+) -> Any:
+    model = _built(family, device)
     policy = RotationPolicy(bundle_numel=bundle_numel, recompute=recomputes)
     # adapters stay outside of the layers that rotate, so those rotate one by one
-    rotate_all(model, mesh=make_mesh("cpu"), policy=policy, find_blocks=family != LORA)
+    rotate_all(model, mesh=make_mesh(device), policy=policy, find_blocks=family != LORA)
     return model
 
 
-def _fully_sharded(family: str, *, recomputes: bool = False) -> Any:
-    model = _built(family)
+def _fully_sharded(family: str, *, recomputes: bool = False, device: str = "cpu") -> Any:
+    model = _built(family, device)
     _call_every_expert(model)
     if recomputes:
         _recompute_parts(model)
@@ -135,32 +139,31 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else [child]
 
 
-def _with_ddp(family: str, *, recomputes: bool) -> Any:
-    model = _built(family)
+def _with_ddp(family: str, *, recomputes: bool, device: str) -> Any:
+    model = _built(family, device)
     if recomputes:
         _recompute_parts(model)
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
-def _with_counted_ddp(family: str, *, recomputes: bool) -> Any:
+def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
     """DDP whose buckets are seen: those of torch's C++ are not."""
-    model = _built(family)
+    model = _built(family, device)
     _call_every_expert(model)
     if recomputes:
         _recompute_parts(model)
     data_parallel(
-        nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh("cpu")
+        nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh(device)
     )
     return model
 
 
-def _contenders(policy: RotationPolicy, ddp: Callable[..., Any]) -> dict[str, Build]:
+def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) -> dict[str, Build]:
+    alike = {"recomputes": policy.recompute, "device": device}
     return {
-        "rotation": partial(
-            _rotated, bundle_numel=policy.bundle_numel, recomputes=policy.recompute
-        ),
-        "FSDP2": partial(_fully_sharded, recomputes=policy.recompute),
-        "DDP": partial(ddp, recomputes=policy.recompute),
+        "rotation": partial(_rotated, bundle_numel=policy.bundle_numel, **alike),
+        "FSDP2": partial(_fully_sharded, **alike),
+        "DDP": partial(ddp, **alike),
     }
 
 
@@ -175,48 +178,67 @@ class _Training:
     def step(self) -> tuple[float, float]:
         """The CPU seconds of one step, and the seconds that it took."""
         dist.barrier()
+        self._synchronize()
         before, begin = time.process_time(), time.perf_counter()
         self.model(input_ids=self.rows, labels=self.rows).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._synchronize()
         return time.process_time() - before, time.perf_counter() - begin
 
+    def _synchronize(self) -> None:
+        if self.rows.is_cuda:
+            torch.cuda.synchronize()
 
-def print_rows(families: list[str], num_rounds: int, policy: RotationPolicy) -> None:
+
+def print_rows(families: list[str], num_rounds: int, policy: RotationPolicy, device: str) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
     # The ring's buffers stay as large as the largest family's, which comes last.
     for family in sorted(families, key="GptOss".__eq__):
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _measured(family, num_rounds, policy))
+        dist.all_gather_object(found, _measured(family, num_rounds, policy, device))
         if dist.get_rank() == 0:
             print(_row(family, found), flush=True)
 
 
-def _measured(family: str, num_rounds: int, policy: RotationPolicy) -> dict[str, Figures]:
+def _measured(
+    family: str, num_rounds: int, policy: RotationPolicy, device: str
+) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
-    contenders = _contenders(policy, _with_ddp)
+    rows = rows.to(device)
+    contenders = _contenders(policy, _with_ddp, device)
     trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
     seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for label, training in trainings.items():
             seconds[label].append(training.step())
     del trainings
-    counted = _contenders(policy, _with_counted_ddp)
+    counted = _contenders(policy, _with_counted_ddp, device)
     costs = {label: _counted(build, family, rows) for label, build in counted.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
 def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
-    """Bytes alive at the peak of a second step, and bytes sent in it."""
+    """Bytes alive at the peak of a second step, and bytes sent in it.
+
+    On CUDA they are those that the allocator has given out, the ring's buffers included.
+    """
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
         training = _Training(build(family), rows)
         training.step()
         live.mark("step")
         before = sent.total
+        if rows.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
         training.step()
-        return live.timeline().since("step").peak_bytes, sent.total - before
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if rows.is_cuda
+            else live.timeline().since("step").peak_bytes
+        )
+        return peak, sent.total - before
 
 
 def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
@@ -253,6 +275,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bundle-numel", type=int)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
@@ -260,7 +283,8 @@ def main() -> None:
     print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---" + "|---:" * 10 + "|", flush=True)
     policy = RotationPolicy(bundle_numel=options.bundle_numel, recompute=options.recompute)
-    run_on_ranks(options.ranks, print_rows, options.families, options.rounds, policy)
+    arguments = options.families, options.rounds, policy, options.device
+    run_on_ranks(options.ranks, print_rows, *arguments, device=options.device)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ MODEL = {
 }
 
 
-def config(*, memory: dict[str, bool] | None = None, **optimizer: Any) -> TrainConfig:
+def config(*, memory: dict[str, int] | None = None, **optimizer: Any) -> TrainConfig:
     sections = {
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 32, "sequence_length": 16},
         "model": MODEL,
         "optimizer": optimizer,
-        "memory": memory or {},
+        "memory": {"bundle_numel": 0} if memory is None else memory,
     }
     return build(TrainConfig, sections, "")
 
@@ -53,6 +53,16 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights
     share = (num_ranks - 1) / num_ranks
     assert cost.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
+
+
+def test_small_modules_share_hops_unless_the_configuration_says_otherwise() -> None:
+    sent = [
+        dry_run(config(memory=memory), Strategy.GYRE, 2).sent_bytes
+        for memory in ({"bundle_numel": 0}, {"bundle_numel": 9 * 2**15}, {})
+    ]
+    by_slice, in_bundles, default = sent
+    assert default != by_slice
+    assert default == in_bundles
 
 
 def test_ddp_keeps_everything_on_every_rank() -> None:
@@ -84,7 +94,8 @@ def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories
 
 def test_recomputation_leaves_less_alive_and_sends_the_same() -> None:
     keeps, recomputes = (
-        dry_run(config(memory={"recompute": flag}), Strategy.GYRE, 4) for flag in (False, True)
+        dry_run(config(memory={"recompute": flag, "bundle_numel": 0}), Strategy.GYRE, 4)
+        for flag in (False, True)
     )
     assert (
         recomputes.timeline.peak()[Category.ACTIVATIONS]
