@@ -14,9 +14,9 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.rotation.bundles.travel import Travel
 from gyre_trainer.shards.local_shards import spec_of, with_spec
 
-# Elements that the bundles of a ring hold whole at most, but for the one that computes: 1 MiB in
-# float32. Bundles of more elements are gathered a second time, for backward. Twice as many save
-# that for twice as large models, and raise the peak of larger ones by as much.
+# Elements that the bundles of a ring hold whole together: one full bundle. What does not fit is
+# gathered a second time, for backward. Twice as many save that for twice as large models, and raise
+# the peak of larger ones by as much (1.1 MiB in float32).
 _MAX_HELD_NUMEL = 9 * 2**15
 
 
