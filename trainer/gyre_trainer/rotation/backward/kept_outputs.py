@@ -88,9 +88,10 @@ class KeptOutputs:
         Raises:
             RotationError: it did so before.
         """
-        saved = iter(self._take())
+        saved = self._take()
         for each in self._calls:
-            each.outputs = [next(saved) for _ in each.versions] if each.is_kept else []
+            # Nothing else holds them, so that each is released when it was used.
+            each.outputs = [saved.popleft() for _ in each.versions] if each.is_kept else []
         self.is_replaying = True
         try:
             with _as_current(self):
@@ -144,17 +145,17 @@ class KeptOutputs:
         self._node = _Keep.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
         self._num_others = len(others)
 
-    def _take(self) -> list[Tensor]:
+    def _take(self) -> deque[Tensor]:
         """The kept outputs; `others` has the other tensors from then on."""
         if self._node is None:
             raise RotationError(
                 "backward through a part of a model that it computes again ran before; it can run "
                 "once after each forward"
             )
-        saved = list(self._node.saved_tensors)
+        saved = deque(self._node.saved_tensors)
         self._node = None
-        self.others = saved[: self._num_others]
-        return saved[self._num_others :]
+        self.others = [saved.popleft() for _ in range(self._num_others)]
+        return saved
 
     def _replayed(
         self, owner: object, call: Any, compute: Callable[[], Outputs], inputs: Sequence[Tensor]
@@ -171,6 +172,7 @@ class KeptOutputs:
         if kept.states is not None:
             set_states(self._generators, kept.states)
         outputs: Outputs = _Replay.apply(kept.outputs, *inputs)  # type: ignore[no-untyped-call]
+        kept.outputs = []
         return outputs
 
 

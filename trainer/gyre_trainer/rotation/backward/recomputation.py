@@ -96,10 +96,11 @@ class Recomputation:
         ``cache`` is as above, but not the same one.
         """
         if self.node not in cache:
-            whole = self.compute_whole()
-            anchor = whole.new_empty(0).requires_grad_()
+            # The node must not hold its own output, or both would stay for good.
+            whole = [self.compute_whole()]
+            anchor = whole[0].new_empty(0).requires_grad_()
             with saved_tensors_hooks(Tensor.detach, Tensor.detach):
-                cache[self.node] = recomputed(lambda _: whole, anchor)
+                cache[self.node] = recomputed(lambda _: whole.pop(), anchor)
         return self._viewed(cache[self.node])
 
     @torch.no_grad()
