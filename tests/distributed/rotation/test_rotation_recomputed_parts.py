@@ -12,7 +12,7 @@ from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import RotationPolicy, compile_whole, plan_of, rotate_all
+from gyre_trainer.rotate import RotationPolicy, Rules, compile_whole, plan_of, rotate_all
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +35,8 @@ class Part(nn.Module):
     def forward(self, x: Tensor, scales: dict[str, Tensor]) -> Tensor:
         h = torch.sigmoid(self.up(x)) * self.scale
         y: Tensor = self.down(self.dropout(h).exp())
-        return self.dropout(y.tanh()) * scales["of output"]
+        output: Tensor = self.dropout(y.tanh()) * scales["of output"]
+        return output
 
 
 class ReadsLayer(Part):
@@ -102,7 +103,7 @@ class Model(nn.Module):
 def made(part: Callable[[], nn.Module], policy: RotationPolicy) -> Any:
     torch.manual_seed(1)
     model = Model(part)
-    rules = {"*.read": None} if part is ReadsLayer else None
+    rules: Rules | None = {"*.read": None} if part is ReadsLayer else None
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy, find_blocks=False, rules=rules)
     return model
 
@@ -177,6 +178,8 @@ def _compared(part: Callable[[], nn.Module], checkpointed: bool) -> tuple[bool, 
 
 class Counts(Part):
     """Writes to a buffer."""
+
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
-from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
 from gyre_trainer.shards.local_shards import local_of, place_of
 
 How = Literal["rotated", "replicated", "local"]
@@ -100,7 +100,7 @@ def plan_of(model: nn.Module) -> RotationPlan:
         tuple(
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
-            if isinstance(module, RecomputedPart)
+            if RecomputedPart in behaviours_of(module)
         ),
     )
 

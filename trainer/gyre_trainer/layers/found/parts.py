@@ -33,8 +33,8 @@ def parts_of(modules: dict[str, nn.Module]) -> list[str]:
                 owners[outer] = owners.get(outer, 0) + 1
     several = {path for path, number in owners.items() if number > 1}
     called = {path for path in several if _is_called(modules[path])}
-    outer = {each for path in called for each in _around(path)}
-    return [path for path in modules if path in called - outer and _repeats(path, modules)]
+    around = {each for path in called for each in _around(path)}
+    return [path for path in modules if path in called - around and _repeats(path, modules)]
 
 
 def _is_layer(module: nn.Module) -> bool:
