@@ -29,6 +29,7 @@ from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
+from gyre_trainer.layers.found.parts import recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
@@ -43,6 +44,7 @@ from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
+from gyre_trainer.rotation.backward.kept_outputs import nothing_kept
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
@@ -334,6 +336,8 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     fix_vocabulary(module)
     if target.policy.recompute:
         recompute_norms(module)
+        if target.policy.recompute_parts:
+            recompute_parts(module)
     if target.policy.dropout == "equal":
         use_equal_masks(module, target.mesh)
 
@@ -357,7 +361,7 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         if rotated.training not in left:
             return
         # A checkpoint around the call counts what is saved, and the checks are not made again.
-        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if proves:
                 check_rule(rotated.rotation, args, kwargs)
             if verifies:

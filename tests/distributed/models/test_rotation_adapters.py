@@ -1,5 +1,6 @@
 """peft's adapters on a rotated model: exact, few bytes, and saved by peft itself."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import quantize_frozen, rotate_all
+from gyre_trainer.rotate import RotationPolicy, quantize_frozen, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 
 NUM_STEPS = 3
+PLAIN = RotationPolicy()
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "vocab_size": 60}
 
 
@@ -48,7 +50,7 @@ def adapted(model: nn.Module, kind: str) -> Any:
 
 
 def tokens(step: int) -> Tensor:
-    return torch.randint(60, (6, 7), generator=torch.Generator().manual_seed(step))
+    return torch.randint(60, (12, 7), generator=torch.Generator().manual_seed(step))
 
 
 def trained(model: Any, part: int, num_parts: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -67,15 +69,17 @@ def trained(model: Any, part: int, num_parts: int) -> tuple[list[float], dict[st
     return losses, adapters
 
 
-def trained_on_the_ring(kind: str, order: str) -> tuple[list[float], dict[str, Tensor]]:
-    mesh, model = make_mesh("cpu"), llama(biased=kind == "dora")
+def trained_on_the_ring(
+    kind: str, order: str, policy: RotationPolicy = PLAIN, replicate: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    mesh, model = make_mesh("cpu", replicate=replicate), llama(biased=kind == "dora")
     if order == "rotated, then adapted":
-        rotate_all(model, mesh=mesh, find_blocks=False)
+        rotate_all(model, mesh=mesh, policy=policy, find_blocks=False)
         model = adapted(model, kind)
     else:
         model = adapted(model, kind)
-        rotate_all(model, mesh=mesh)
-    return trained(model, dist.get_rank(), mesh.size())
+        rotate_all(model, mesh=mesh, policy=policy)
+    return trained(model, ring_of(mesh).part, mesh.size())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -92,9 +96,32 @@ def trained_on_the_ring(kind: str, order: str) -> tuple[list[float], dict[str, T
 def test_adapters_train_as_in_one_process(
     ranks: StartRanks, num_ranks: int, kind: str, order: str
 ) -> None:
+    require_as_in_one_process(kind, ranks(num_ranks).run(trained_on_the_ring, kind, order))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
+def test_adapters_train_exactly_where_backward_computes_again(
+    ranks: StartRanks, num_ranks: int, order: str
+) -> None:
+    policy = RotationPolicy(recompute=True)
+    found = ranks(num_ranks).run(trained_on_the_ring, "lora", order, policy)
+    require_as_in_one_process("lora", found)
+
+
+@pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
+def test_adapters_train_on_several_rings(ranks: StartRanks, order: str) -> None:
+    found = ranks(4).run(trained_on_the_ring, "lora", order, PLAIN, 2)
+    require_as_in_one_process("lora", found)
+
+
+def require_as_in_one_process(
+    kind: str, found: Sequence[tuple[list[float], dict[str, Tensor]]]
+) -> None:
     losses, adapters = trained(adapted(llama(biased=kind == "dora"), kind), 0, 1)
-    found = ranks(num_ranks).run(trained_on_the_ring, kind, order)
-    means = [sum(of_step) / num_ranks for of_step in zip(*(each for each, _ in found), strict=True)]
+    means = [
+        sum(of_step) / len(found) for of_step in zip(*(each for each, _ in found), strict=True)
+    ]
     assert means == pytest.approx(losses, rel=1e-6)
     for _, parameters in found:
         assert parameters.keys() == adapters.keys()

@@ -29,6 +29,14 @@ def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_mixers_train_exactly_where_backward_computes_them_again(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    run = partial(compared, recompute=True, num_hidden_layers=2)
+    require_exact(ranks(num_ranks).run(run, ["Mamba"]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_stacked_experts_are_found_and_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
     found = ranks(num_ranks).run(compared, ["GptOss"])
     require_exact(found)

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
+from gyre_trainer.rotate import plan_of
 from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.training.build import build_model
+from gyre_trainer.training.build import add_adapters, build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.rank_context import RankContext
 from gyre_trainer.training.step import Stepper, build_optimizer
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 
@@ -35,11 +36,11 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def config(folder: Path) -> TrainConfig:
+def config(folder: Path, **lora: Any) -> TrainConfig:
     sections = {
         "run": {"out": "nowhere", "steps": NUM_STEPS},
         "data": {"dataset": "none", "batch_size": 4, "sequence_length": 8},
-        "model": {"pretrained": str(folder)},
+        "model": {"pretrained": str(folder), "lora": lora},
     }
     return build(TrainConfig, sections)
 
@@ -50,7 +51,19 @@ def rows(step: int) -> Tensor:
 
 def train(folder: Path, out: Path) -> list[float]:
     """The loss of each step, summed over the targets of this rank. Runs on each rank."""
-    settings = config(folder)
+    sums, model = trained(config(folder))
+    save_pretrained(model, out)
+    return sums
+
+
+def train_adapters(settings: TrainConfig) -> tuple[list[float], set[tuple[str, str]]]:
+    """As `train`, with adapters; and which modules of an expert layer's MLP a rule cuts."""
+    sums, model = trained(settings)
+    entries = plan_of(model).entries
+    return sums, {(each.path, each.rule) for each in entries if ".1.mlp" in each.path}
+
+
+def trained(settings: TrainConfig) -> tuple[list[float], nn.Module]:
     rank, size = dist.get_rank(), dist.get_world_size()
     context = RankContext(rank, size, torch.device("cpu"), make_mesh("cpu"))
     stepper = Stepper(build_model(settings, context), settings)
@@ -58,8 +71,7 @@ def train(folder: Path, out: Path) -> list[float]:
     for step in range(NUM_STEPS):
         here = rows(step).chunk(size)[rank]
         sums.append(float(stepper.take(Examples(here[:, :-1], here[:, 1:], None), step)))
-    save_pretrained(stepper.model, out)
-    return sums
+    return sums, stepper.model
 
 
 def begun_from(base: Path, adapters: Path) -> list[str]:
@@ -154,6 +166,32 @@ def test_a_pretrained_model_trains_as_in_one_process_and_goes_back(
     alone.save_pretrained(tmp_path / "before")
     optimizer = build_optimizer(alone, config(tmp_path / "before"))
     sums = ranks(2).run(train, tmp_path / "before", tmp_path / "after")
+    require_as_alone(sums, alone, optimizer)
+    after = library.from_pretrained(tmp_path / "after")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            after(rows(9)).logits, alone(rows(9)).logits, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_stacked_experts_rotate_beside_adapters(tmp_path: Path, ranks: StartRanks) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    library: Any = AutoModelForCausalLM
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
+    alone = library.from_config(AutoConfig.for_model("gpt_oss", **SHAPE, **experts))
+    alone.save_pretrained(tmp_path)
+    settings = config(tmp_path, rank=2, targets=("q_proj", "o_proj"))
+    found = ranks(2).run(train_adapters, settings)
+    add_adapters(alone, settings)
+    require_as_alone([sums for sums, _ in found], alone, build_optimizer(alone, settings))
+    for _, rules in found:
+        assert ("model.layers.1.mlp.experts", "ExpertsRule") in rules
+
+
+def require_as_alone(sums: list[list[float]], alone: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train in one process, and compare each step's loss."""
     for step in range(NUM_STEPS):
         for group in optimizer.param_groups:
             group["lr"] = [1e-3, 5.5e-4, 1e-4][step]  # half a cosine
@@ -165,8 +203,3 @@ def test_a_pretrained_model_trains_as_in_one_process_and_goes_back(
         optimizer.step()
         optimizer.zero_grad()
         assert sum(each[step] for each in sums) / 32 == pytest.approx(loss.item(), rel=1e-5)
-    after = library.from_pretrained(tmp_path / "after")
-    with torch.no_grad():
-        torch.testing.assert_close(
-            after(rows(9)).logits, alone(rows(9)).logits, rtol=1e-3, atol=1e-4
-        )

@@ -24,6 +24,7 @@ from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.found.finder import experts_rules
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.initial.sharded_init import allocate
@@ -68,16 +69,18 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
     """The rules of a model of transformers, by the paths of its blocks.
 
-    They are found before a dry run: fake tensors have no values to try a rule with. None for a GPT,
-    and for a model with adapters, which rotates layer by layer.
+    They are found before a dry run: fake tensors have no values to try a rule with. None for a GPT;
+    of a model with adapters, which rotates layer by layer, those of stacked experts alone.
 
     Raises:
         ConfigError: there is no such model.
     """
-    if isinstance(config.model, GPTConfig) or has_adapters(config.model):
+    if isinstance(config.model, GPTConfig):
         return None
     with torch.device("meta"):
         model = plain(config.model)
+    if has_adapters(config.model):
+        return experts_rules(model, num_ranks)
     rules: dict[type[nn.Module] | str, Rule | None] = {}
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in rules)

@@ -96,19 +96,31 @@ def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def unnamed(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh of one axis without a name for it; always the same object.
+    """The same mesh without names for its axes; always the same object.
 
     peft takes a name that it does not know for tensor parallelism, whose modules compute with their
-    shard alone. A mesh of two axes is returned as it is: torch wants names for these.
+    shard alone.
     """
-    if mesh.ndim > 1 or mesh.mesh_dim_names is None:
+    if mesh.mesh_dim_names is None:
         return mesh
     found = _UNNAMED.get(mesh)  # type: ignore[no-untyped-call]
     if found is None:
         # A mesh reads the values of its tensor of ranks, which a fake tensor has not.
         with _disable_current_modes():
-            found = _UNNAMED[mesh] = DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+            found = _UNNAMED[mesh] = _same_groups(mesh)
     assert isinstance(found, DeviceMesh)
+    return found
+
+
+def _same_groups(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+    # `from_group` wants names for several axes, which nothing needs that is done with these meshes.
+    names = mesh.mesh_dim_names
+    found = DeviceMesh.from_group(
+        mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=names
+    )
+    found._mesh_dim_names = None
     return found
 
 

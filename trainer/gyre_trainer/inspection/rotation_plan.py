@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.inspection.table import table
-from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
 from gyre_trainer.shards.local_shards import local_of, place_of
 
 How = Literal["rotated", "replicated", "local"]
@@ -50,9 +51,11 @@ class RotationPlan:
 
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
+        recomputed: path and class of each module that backward computes again between its layers.
     """
 
     entries: tuple[PlanEntry, ...]
+    recomputed: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_local_bytes(self) -> int:
@@ -60,7 +63,7 @@ class RotationPlan:
         return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table with one row for each entry."""
+        """A table with one row for each entry, and a line for each class that is recomputed."""
         rows: list[tuple[str, ...]] = [
             ("module", "class", "rule", "parameters", "bytes", "bytes here")
         ]
@@ -68,7 +71,15 @@ class RotationPlan:
             sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
             rule = each.rule or _WITHOUT_RULE[each.how]
             rows.append((each.path or "(model)", each.module_class, rule, *sizes))
-        return table(rows, num_texts=3)
+        return "\n".join([table(rows, num_texts=3), *self._recomputed_classes()])
+
+    def _recomputed_classes(self) -> Iterator[str]:
+        paths: dict[str, list[str]] = {}
+        for path, module_class in self.recomputed:
+            paths.setdefault(module_class, []).append(path)
+        for module_class, (first, *others) in paths.items():
+            more = f" and {len(others)} more" if others else ""
+            yield f"{module_class}: computed again in backward between its layers: {first}{more}"
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
@@ -85,7 +96,12 @@ def plan_of(model: nn.Module) -> RotationPlan:
             entry
             for path, module in model.named_modules()
             for entry in _entries(path, module, seen)
-        )
+        ),
+        tuple(
+            (path, own_class(module).__name__)
+            for path, module in model.named_modules()
+            if RecomputedPart in behaviours_of(module)
+        ),
     )
 
 

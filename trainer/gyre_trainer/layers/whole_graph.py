@@ -17,6 +17,7 @@ from gyre_trainer.layers.linear import AddsBias
 from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.graph_sites import NOTHING, Sites
 from gyre_trainer.rotation.pass_operator import order_operators, traced_pass
@@ -30,6 +31,7 @@ _IN_GRAPHS = {
     DefersLogits,
     ReplicatedModule,
     RecomputedNorm,
+    RecomputedPart,
     SliceDropout,
 }
 _FIRST_CALL = "_checks_a_first_call"  # marks hooks
@@ -190,7 +192,7 @@ def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "indu
             _number(each)
             each.traced = traced
             _keep_checks_outside(each)
-        elif isinstance(module, ReplicatedModule | RecomputedNorm):
+        elif isinstance(module, ReplicatedModule | RecomputedNorm | RecomputedPart):
             mix_in(each, ReplicatedInGraph, "")
     mix_in(model, WholeGraph, "")
     whole: Any = model

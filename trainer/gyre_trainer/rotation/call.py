@@ -48,8 +48,8 @@ _CONSTANTS = (
 )
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether no slice can change an argument: it is immutable, or a function."""
+def is_constant(value: Any) -> bool:
+    """Whether no call can change an argument: it is immutable, or a function."""
     if isinstance(value, _CONSTANTS) or callable(value):
         return True
     return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
@@ -74,6 +74,7 @@ class Call:
             call.
         sums: the sums of the inputs' gradients, which all slices add to.
         outer_dtype: the dtype of the outputs.
+        output_form: the form of the outputs; None before the first slice.
     """
 
     def __init__(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ class Call:
         self._recomputations: list[Recomputation | None] = []
         self._kept_inputs: list[Recomputation | Tensor] = []
         self.inputs: list[Tensor] = []
-        self._output: Form | None = None
+        self.output_form: Form | None = None
 
     def _share_caches(self) -> None:
         """Share caches of keys and values; refuse other objects that every slice would change."""
@@ -114,7 +115,7 @@ class Call:
                 )
                 self._leaves[place] = shared
                 self._caches.append(shared)
-            elif not _is_constant(leaf) and not isinstance(leaf, SharedCache):
+            elif not is_constant(leaf) and not isinstance(leaf, SharedCache):
                 raise RotationError(
                     f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
                     "slice could change: the module runs once for every rank's slice. Call the "
@@ -226,12 +227,12 @@ class Call:
         """The tensors of an output. The first slice's output gives the form and everything else."""
         form = Form([output])
         tensors = form.take_tensors()
-        if self._output is None:
+        if self.output_form is None:
             for shared in self._caches:
                 form.leaves = [
                     shared.cache if shared.is_copy(leaf) else leaf for leaf in form.leaves
                 ]
-            self._output = form
+            self.output_form = form
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
             returned = f"a tensor of {wrong}" if wrong else type(output).__name__
@@ -243,8 +244,8 @@ class Call:
 
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
         """The module's output, in the form of a slice's output, with ``tensors`` as its tensors."""
-        assert self._output is not None
-        (output,) = self._output.filled(self._output.leaves, tensors)
+        assert self.output_form is not None
+        (output,) = self.output_form.filled(self.output_form.leaves, tensors)
         return output
 
     def of_parameters(self, grads: Sequence[Tensor]) -> list[Tensor]:

@@ -38,6 +38,7 @@ from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.randomness import Randomness
 from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
 from gyre_trainer.rotation.call import Call
@@ -56,9 +57,18 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     call = Call(rotation, args, kwargs)
     if call.recomputed:
         call.find_recomputations()
-    outputs = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
+    outputs = _outputs(rotation, call)
     call.merge_caches()
     return call.rebuild_output(outputs)
+
+
+def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
+    def rotate() -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
+        return outputs
+
+    kept = kept_outputs()
+    return rotate() if kept is None else kept.outputs_of(rotation, call, rotate, call.tensors)
 
 
 class _Rotate(torch.autograd.Function):

@@ -42,6 +42,10 @@ class RotationPolicy:
         grad_dtype: the dtype of travelling gradients; None for the parameters' own.
         recompute: whether backward computes each slice again, so that no activation inside the
             module is kept. It sends no more bytes.
+        recompute_parts: whether backward, with ``recompute``, also computes again what lies between
+            the layers of a module that does not rotate as a whole, such as an attention with
+            adapters. What these layers return is kept, so it sends no more bytes. False for modules
+            that write to their arguments or buffers.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
             `gyre_trainer.rotation.backward.dropout_masks`.
@@ -62,6 +66,7 @@ class RotationPolicy:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
+    recompute_parts: bool = True
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None

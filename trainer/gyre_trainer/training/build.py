@@ -7,7 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer import pretrained
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.layers.found.finder import experts_rules
 from gyre_trainer.rotate import RotationPolicy, Rules, materialize, quantize_frozen, rotate_all
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
@@ -55,14 +57,17 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
         recompute=config.memory.recompute,
         bundle_numel=config.memory.bundle_numel,
     )
+    verify = None if rules is None else False
     finds = rules is None and not isinstance(model, GPT) and not has_adapters(config.model)
+    if rules is None and has_adapters(config.model):
+        rules = experts_rules(model, ring_of(mesh).size)
     rotate_all(
         model,
         mesh=mesh,
         policy=policy,
         rules=rules,
         find_blocks=finds,
-        verify=None if rules is None else False,
+        verify=verify,
     )
     return model
 

@@ -126,7 +126,8 @@ class MemoryConfig:
 
     Attributes:
         recompute: whether backward computes each norm, and the attention or MLP after it, again
-            from the input of the norm, which is then all that forward keeps.
+            from the input of the norm, which is then all that forward keeps; where layers rotate
+            one by one, forward keeps what they return, too.
         bundle_numel: modules with at most so many parameters travel together and are computed
             whole; None for 294,912 (1.1 MiB in float32), 0 for none.
     """

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.rotation.rule import Rule
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -31,6 +32,20 @@ class BlockFinder:
         if rule is not None and rule.caches_heads and not self._shares_caches:
             return None
         return rule
+
+
+def experts_rules(model: nn.Module, num_slices: int) -> dict[type[nn.Module] | str, Rule | None]:
+    """The rules of stacked experts by their paths; all other blocks are left alone."""
+    found: dict[type[nn.Module] | str, Rule | None] = {}
+    tried: dict[Hashable, Rule | None] = {}
+    for path, module in model.named_modules():
+        key = tuple(_likeness(module)) if module._parameters else ()
+        if key and key not in tried:
+            tried[key] = find_experts_rule(module, num_slices)
+        rule = tried.get(key)
+        if rule is not None:
+            found[path] = rule
+    return found
 
 
 def _has_cache_of_its_own(module: Any) -> bool:

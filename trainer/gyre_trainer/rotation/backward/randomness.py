@@ -1,6 +1,6 @@
 """Random numbers that a slice drew in forward, drawn again when backward computes it again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,25 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     return generators
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """The states of generators, as `set_states` takes them."""
+    with torch._C._DisableTorchDispatch():
+        return [generator.get_state() for generator in generators]
+
+
+def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    """Give generators their states of another moment."""
+    with torch._C._DisableTorchDispatch():
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def have_drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether random numbers were drawn between two moments."""
+    with torch._C._DisableTorchDispatch():
+        return any(not torch.equal(*each) for each in zip(before, after, strict=True))
 
 
 class Randomness:
@@ -30,9 +49,9 @@ class Randomness:
     @contextmanager
     def recording(self, index: int) -> Iterator[None]:
         """A context in which slice ``index`` computes for the first time."""
-        before = self._now()
+        before = states_of(self._generators)
         yield
-        if any(map(_differ, before, self._now())):
+        if have_drawn(before, states_of(self._generators)):
             self._states[index] = before
 
     @contextmanager
@@ -42,23 +61,9 @@ class Randomness:
         if states is None:
             yield
             return
-        now = self._now()
-        self._set(states)
+        now = states_of(self._generators)
+        set_states(self._generators, states)
         try:
             yield
         finally:
-            self._set(now)
-
-    def _now(self) -> list[Tensor]:
-        with torch._C._DisableTorchDispatch():
-            return [generator.get_state() for generator in self._generators]
-
-    def _set(self, states: list[Tensor]) -> None:
-        with torch._C._DisableTorchDispatch():
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    with torch._C._DisableTorchDispatch():
-        return not torch.equal(one, other)
+            set_states(self._generators, now)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 Compute = Callable[..., Tensor]
 _NOTHING = nullcontext()
@@ -87,11 +87,32 @@ class Recomputation:
         ``cache`` has the results of nodes for other readers that ask at the same time.
         """
         if self.node not in cache:
-            with self.node.autocast():
-                cache[self.node] = self.node.compute(*_inputs(self.node))
-        whole = cache[self.node]
+            cache[self.node] = self.compute_whole()
+        return self._viewed(cache[self.node].detach())
+
+    def stand_in(self, cache: dict[Any, Tensor]) -> Tensor:
+        """The tensor in a graph that saves nothing, where `recomputation_of` finds it, too.
+
+        ``cache`` is as above, but not the same one.
+        """
+        if self.node not in cache:
+            # The node must not hold its own output, or both would stay for good.
+            whole = [self.compute_whole()]
+            anchor = whole[0].new_empty(0).requires_grad_()
+            with saved_tensors_hooks(Tensor.detach, Tensor.detach):
+                cache[self.node] = recomputed(lambda _: whole.pop(), anchor)
+        return self._viewed(cache[self.node])
+
+    @torch.no_grad()
+    def compute_whole(self) -> Tensor:
+        """The tensor, or the base that it is a view of."""
+        with self.node.autocast():
+            whole: Tensor = self.node.compute(*_inputs(self.node))
+        return whole
+
+    def _viewed(self, whole: Tensor) -> Tensor:
         if self.view is None:
-            return whole.detach()
+            return whole
         size, stride, offset, whole_stride = self.view
         assert whole.stride() == whole_stride
         return whole.as_strided(size, stride, offset)

@@ -1,0 +1,76 @@
+"""Finds the parts of a model that are computed again in backward: modules with rotating layers.
+
+Such a part is the smallest module around two or more layers that rotate by themselves, such as an
+attention with adapters, or a state-space mixer. A model has many of its kind, in a list.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LAYER = {"weight", "bias"}
+
+
+def recompute_parts(model: nn.Module) -> None:
+    """Let backward compute the parts of a rotated model again, but for what their layers return."""
+    modules = dict(model.named_modules())
+    for path in parts_of(modules):
+        if not isinstance(modules[path], RecomputedPart):
+            mix_in(modules[path], RecomputedPart, "Recomputed")
+
+
+def parts_of(modules: dict[str, nn.Module]) -> list[str]:
+    """The paths of the parts among all modules of a model."""
+    owners: dict[str, int] = {}
+    for path, module in modules.items():
+        if _is_layer(module):
+            for outer in _around(path):
+                owners[outer] = owners.get(outer, 0) + 1
+    several = {path for path, number in owners.items() if number > 1}
+    called = {path for path in several if _is_called(modules[path])}
+    around = {each for path in called for each in _around(path)}
+    return [path for path in modules if path in called - around and _repeats(path, modules)]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer that rotates by itself, and that recomputation pays for."""
+    return (
+        isinstance(module, RotatedModule)
+        and module.rotation.rule.recompute_pays
+        and {cut.name for cut in module.rotation.layout.cuts} <= _LAYER
+    )
+
+
+def _is_called(module: nn.Module) -> bool:
+    return own_class(module).forward is not nn.ModuleList.forward  # type: ignore[attr-defined]
+
+
+def _repeats(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a part is in a list, and computing it again changes nothing but memory."""
+    module = modules[path]
+    return (
+        any(isinstance(modules[outer], _LISTS) for outer in _around(path))
+        and not any(isinstance(modules[each], RotatedModule) for each in (path, *_around(path)))
+        and not any(map(_changes, module.modules()))
+    )
+
+
+def _changes(module: nn.Module) -> bool:
+    """Whether a call changes a module, or what travels in a bundle with it."""
+    return (
+        (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats)
+        or (isinstance(module, RotatedModule) and module.bundle is not None)
+        or is_parametrized(module)
+    )
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules around one, from the nearest to the model itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

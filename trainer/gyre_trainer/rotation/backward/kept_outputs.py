@@ -1,0 +1,215 @@
+"""The outputs of rotated modules inside a part of a model that backward computes again.
+
+[Note: Parts that are computed again]
+
+Where a module does not rotate as a whole, such as a state-space mixer or an attention with
+adapters, its layers rotate one by one, and the activations between them would be kept until
+backward. `torch.utils.checkpoint` around the module drops them and computes them again. But then
+the layers' slices would go round the ring once more. So the part keeps what these layers returned,
+and a layer that is called again in backward gives that instead: nothing more is sent, and the rank
+need not wait for others. Dropped is everything else, such as the states of a scan, what rotary
+positions, activation functions and adapters save, and the masks of dropout.
+
+An output is not kept where somebody else may write to it: where the part itself wrote to it, or
+returned it. If backward needs it, its layer goes round the ring again, on every rank alike.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.randomness import (
+    generators_of,
+    have_drawn,
+    set_states,
+    states_of,
+)
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one rotated module returned in forward.
+
+    Attributes:
+        owner: the module's rotation.
+        form: the form of its output.
+        outputs: detached; empty once the graph keeps them.
+        versions: of the outputs, when the module returned them.
+        states: of the generators of random numbers after the call; None where it drew none.
+        is_kept: whether the outputs are kept.
+    """
+
+    owner: object
+    form: Any
+    outputs: list[Tensor]
+    versions: list[int]
+    states: list[Tensor] | None
+    is_kept: bool = True
+
+
+class KeptOutputs:
+    """The outputs of the rotated modules in one call of a part. See the note above.
+
+    Tensors are saved as torch's functions save theirs, so a checkpoint around the part drops them.
+
+    Attributes:
+        is_replaying: whether backward computes the part again.
+        others: the tensors that were given to `keep` beside the outputs, while it does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """``device`` is that of the part's parameters."""
+        self._generators = generators_of(device)
+        self._calls: deque[_Kept] = deque()
+        self._node: Any = None
+        self._num_others = 0
+        self.is_replaying = False
+        self.others: list[Tensor] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which the part computes for the first time."""
+        with _as_current(self):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """A context in which backward computes the part again, once.
+
+        Raises:
+            RotationError: it did so before.
+        """
+        saved = self._take()
+        for each in self._calls:
+            # Nothing else holds them, so that each is released when it was used.
+            each.outputs = [saved.popleft() for _ in each.versions] if each.is_kept else []
+        self.is_replaying = True
+        try:
+            with _as_current(self):
+                yield
+        finally:
+            self._calls.clear()
+            self.others = []
+
+    def outputs_of(
+        self, owner: object, call: Any, compute: Callable[[], Outputs], inputs: Sequence[Tensor]
+    ) -> Outputs:
+        """What a rotated module returns: computed in forward, and the same again in backward.
+
+        Args:
+            owner: the module's rotation.
+            call: the call, of which ``output_form`` is read or set.
+            compute: sends the slices round the ring.
+            inputs: the tensors that the outputs depend on.
+
+        Raises:
+            RotationError: the part calls other modules than in forward.
+        """
+        if self.is_replaying:
+            return self._replayed(owner, call, compute, inputs)
+        before = states_of(self._generators)
+        outputs = compute()
+        after = states_of(self._generators)
+        detached = [output.detach() for output in outputs]
+        versions = [output._version for output in outputs]
+        states = after if have_drawn(before, after) else None
+        self._calls.append(_Kept(owner, call.output_form, detached, versions, states))
+        return outputs
+
+    def keep(self, returned: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Let the graph keep ``others``, and the outputs that nobody can write to any more.
+
+        Args:
+            returned: what the part returns.
+            others: see the attribute.
+        """
+        storages = {tensor.untyped_storage()._cdata for tensor in returned}
+        saved = [*others]
+        for each in self._calls:
+            each.is_kept = all(
+                output._version == version and output.untyped_storage()._cdata not in storages
+                for output, version in zip(each.outputs, each.versions, strict=True)
+            )
+            saved += each.outputs if each.is_kept else []
+            each.outputs = []
+        anchor = torch.empty(0, requires_grad=True)
+        self._node = _Keep.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
+        self._num_others = len(others)
+
+    def _take(self) -> deque[Tensor]:
+        """The kept outputs; `others` has the other tensors from then on."""
+        if self._node is None:
+            raise RotationError(
+                "backward through a part of a model that it computes again ran before; it can run "
+                "once after each forward"
+            )
+        saved = deque(self._node.saved_tensors)
+        self._node = None
+        self.others = [saved.popleft() for _ in range(self._num_others)]
+        return saved
+
+    def _replayed(
+        self, owner: object, call: Any, compute: Callable[[], Outputs], inputs: Sequence[Tensor]
+    ) -> Outputs:
+        kept = self._calls.popleft() if self._calls else None
+        if kept is None or kept.owner is not owner:
+            raise RotationError(
+                "a part of a model calls other modules when backward computes it again than in "
+                "forward; take RotationPolicy(recompute_parts=False)"
+            )
+        if not kept.is_kept:
+            return compute()
+        call.output_form = kept.form
+        if kept.states is not None:
+            set_states(self._generators, kept.states)
+        outputs: Outputs = _Replay.apply(kept.outputs, *inputs)  # type: ignore[no-untyped-call]
+        kept.outputs = []
+        return outputs
+
+
+class _Keep(torch.autograd.Function):
+    """A node that keeps tensors for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+
+class _Replay(torch.autograd.Function):
+    """A rotated module's outputs in a graph that is made for its saved tensors alone."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Sequence[Tensor], *_inputs: Tensor) -> Outputs:
+        return tuple(output.detach() for output in outputs)
+
+
+_CURRENT: ContextVar[KeptOutputs | None] = ContextVar("kept outputs", default=None)
+
+
+@contextmanager
+def _as_current(kept: KeptOutputs | None) -> Iterator[None]:
+    token = _CURRENT.set(kept)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def kept_outputs() -> KeptOutputs | None:
+    """Of the part that computes now, if backward will compute it again, or does."""
+    return _CURRENT.get()
+
+
+def nothing_kept() -> Any:
+    """A context for calls that are none of the part's own, such as those that check a rule."""
+    return _as_current(None)

@@ -1,0 +1,149 @@
+"""A module whose layers rotate one by one, and that backward computes again between them.
+
+See [Note: Parts that are computed again] in `kept_outputs`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from gyre_trainer.comm.spans import path_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
+from gyre_trainer.rotation.backward.recomputation import recomputation_of
+from gyre_trainer.rotation.call import is_constant
+from gyre_trainer.rotation.form import Arguments
+from gyre_trainer.rotation.rotated_module import own_class, uncompiled
+
+
+class RecomputedPart:
+    """Mixed in before the class of a module that is computed again in backward.
+
+    A call with an object that computing again would change, such as a cache of keys and values,
+    keeps its activations.
+    """
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without recomputation.
+
+        Raises:
+            RotationError: the module writes to a buffer of its own, or to an argument.
+        """
+        assert isinstance(self, nn.Module)
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        changing = next((leaf for leaf in arguments.leaves if not is_constant(leaf)), None)
+        if changing is not None:
+            _warn_of(self, changing)
+            return forward(*args, **kwargs)
+        return _Call(self, forward, arguments).run()
+
+
+def _warn_of(module: nn.Module, argument: object) -> None:
+    kind = type(argument).__name__
+    warnings.warn(
+        f"{own_class(module).__name__} is called with a {kind}, which computing it again in "
+        "backward would change, so its activations are kept; call the model without it "
+        "(use_cache=False for a cache of keys and values)",
+        stacklevel=2,
+    )
+
+
+class _Call:
+    """One call of a part: what computes it again holds its inputs, but not its activations."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._arguments = arguments
+        # Inputs are here until the first computation begins.
+        self._tensors = arguments.take_tensors()
+        self._recomputations = [recomputation_of(tensor) for tensor in self._tensors]
+        self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
+        # Plain tensors may stand in the place of parameters while the model runs.
+        self._parameters = list(_parameters_of(module))
+        self._device = _device_of(self._tensors, module)
+        self._kept = KeptOutputs(self._device)
+
+    def run(self) -> Any:
+        """The module's output."""
+        tensors = list(self._tensors)
+        written = [*tensors, *self._module.buffers()]
+        versions = [each._version for each in written]
+        output = checkpoint(
+            self._compute,
+            torch.empty(0, device=self._device),  # tells whose random numbers are drawn
+            use_reentrant=False,
+            context_fn=self._contexts,
+        )
+        if versions != [each._version for each in written]:
+            raise RotationError(
+                f"{path_of(self._module)} ({own_class(self._module).__name__}) writes to an "
+                "argument or to a buffer of its own, so backward cannot compute it again; take "
+                "RotationPolicy(recompute_parts=False)"
+            )
+        others = [
+            tensor
+            for tensor, again in zip(tensors, self._recomputations, strict=True)
+            if again is None
+        ]
+        self._kept.keep([x for x in tree_leaves(output) if isinstance(x, Tensor)], others)
+        return output
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return self._kept.recording(), self._kept.replaying()
+
+    def _compute(self, _anchor: Tensor) -> Any:
+        if self._kept.is_replaying:
+            with _in_place(self._parameters):
+                return self._forward_of(self._inputs_again())
+        tensors, self._tensors = self._tensors, []
+        return self._forward_of(tensors)
+
+    def _forward_of(self, tensors: Iterable[Tensor]) -> Any:
+        args, kwargs = self._arguments.call(self._arguments.leaves, tensors)
+        return self._forward(*args, **kwargs)
+
+    def _inputs_again(self) -> Iterator[Tensor]:
+        kept, cache = iter(self._kept.others), dict[Any, Tensor]()
+        for again, needs_grad in zip(self._recomputations, self._needs_grad, strict=True):
+            if again is not None:
+                yield again.stand_in(cache)
+            else:
+                yield next(kept).detach().requires_grad_(needs_grad)
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for each in module.modules():
+        parameters: dict[str, Any] = each._parameters
+        for name, parameter in parameters.items():
+            yield parameters, name, parameter
+
+
+@contextmanager
+def _in_place(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """A context in which modules have these parameters, as they had them in forward."""
+    now = [(parameters, name, parameters.get(name)) for parameters, name, _ in places]
+    for parameters, name, parameter in places:
+        parameters[name] = parameter
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in now:
+            parameters[name] = parameter
+
+
+def _device_of(tensors: Sequence[Tensor], module: nn.Module) -> torch.device:
+    first = next((each for each in (*tensors, *module.parameters())), None)
+    return torch.device("cpu") if first is None else first.device
