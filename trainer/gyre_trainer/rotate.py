@@ -35,6 +35,13 @@ from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
+from gyre_trainer.layers.whole.read_rule import (
+    MIN_READ_NUMEL,
+    ReadRule,
+    reads_much,
+    shard_own,
+    share_cut,
+)
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.layers.whole_graph import compile_whole, mark_first_call_hook
@@ -132,7 +139,9 @@ def rotate(
     _sync(module, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    if rule is not None:
+    if isinstance(rule, ReadRule):
+        shard_own(module, rule, target)
+    elif rule is not None:
         wrap(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
@@ -204,6 +213,7 @@ def rotate_all(
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()
+    share_cut(model, target)
     if isinstance(model, RotatedModule):
         name_modules(model)
         require_equal_models(model, mesh)
@@ -247,19 +257,30 @@ class _Walk:
             rule = self._rules[key]
             if rule is None:
                 self.kept[path] = "a rule of None keeps them whole"
+            elif isinstance(rule, ReadRule):
+                shard_own(module, rule, self._target)
+                self._visit_inside(path, module, keeps_whole=keeps_whole)
             else:
                 self._rotate(module, rule)
         elif _largest_numel(module) < self._min_numel:
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
-        elif keeps_whole or not self._rotate_by_kind(module):
-            adapters, read = adapters_of(module), read_layers_of(module)
-            use_norms_of_shards(module)
-            for name, child in module.named_children():
-                inner = f"{path}.{name}".removeprefix(".")
-                if child in read:
-                    self.kept[inner] = f"{type(module).__name__} reads them when it generates"
-                whole = keeps_whole or child in adapters or child in read
-                self.visit(inner, child, keeps_whole=whole)
+        elif keeps_whole:
+            self._visit_inside(path, module, keeps_whole=True)
+        elif not self._rotate_by_kind(module):
+            min_numel = max(self._min_numel, MIN_READ_NUMEL)
+            if reads_much(module, min_numel):
+                shard_own(module, ReadRule(min_numel), self._target)
+            self._visit_inside(path, module, keeps_whole=False)
+
+    def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
+        adapters, read = adapters_of(module), read_layers_of(module)
+        use_norms_of_shards(module)
+        for name, child in module.named_children():
+            inner = f"{path}.{name}".removeprefix(".")
+            if child in read:
+                self.kept[inner] = f"{type(module).__name__} reads them when it generates"
+            whole = keeps_whole or child in adapters or child in read
+            self.visit(inner, child, keeps_whole=whole)
 
     def _rotate_by_kind(self, module: nn.Module) -> bool:
         """Rotate a module whose kind is known or can be found, and return whether it is."""

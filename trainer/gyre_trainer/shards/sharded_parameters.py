@@ -91,6 +91,7 @@ def has_sole_storage(tensor: Tensor) -> bool:
 
 # From a parameter to a weak reference; what it refers to lives as long as a module rotates it.
 _SHARDED = WeakIdKeyDictionary()
+_SUCCESSORS = WeakIdKeyDictionary()  # from a parameter that was cut to a weak reference, likewise
 
 
 def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
@@ -110,7 +111,16 @@ def shard_parameters(
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
     find_from(sharded, (*sources, *sharded.parameters))
+    for source, parameter in zip(sources, sharded.parameters, strict=True):
+        _SUCCESSORS[source] = weakref.ref(parameter)
     return sharded
+
+
+def successor_of(source: nn.Parameter) -> nn.Parameter | None:
+    """The sharded parameter that has replaced this one; None if none has."""
+    reference = _SUCCESSORS.get(source)  # type: ignore[no-untyped-call]
+    parameter: nn.Parameter | None = reference() if reference is not None else None
+    return parameter
 
 
 def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
