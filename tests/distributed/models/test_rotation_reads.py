@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.whole.read_rule import ReadRule
-from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import distance, whole, whole_parameters
+from tests.distributed.training import distance, whole_parameters
 
 DIM, BATCH, TIME = 6, 12, 5
 

@@ -93,8 +93,8 @@ class Gathered:
     def _layout(self) -> Layout:
         """How the parameter travels; settled when it is read first."""
         sharded = self._sharded
-        pairs = zip(sharded.parameters, sharded.layout.cuts, strict=True)
-        cut = next(cut for parameter, cut in pairs if parameter is self.parameter)
+        places = {id(each): place for place, each in enumerate(sharded.parameters)}
+        cut = sharded.layout.cuts[places[id(self.parameter)]]
         layout = Layout((cut,), sharded.ring.size)
         return layout.in_pieces(sharded.ring.pool.largest_whole_numel)
 

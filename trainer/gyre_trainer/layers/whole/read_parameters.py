@@ -66,10 +66,13 @@ class CutPlace:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The place of a copied parameter, which has a stand-in of its own."""
-        owner, reader, sharded = (
-            deepcopy(each, memo) for each in (self.owner, self.reader, self.sharded)
+        return type(self)(
+            deepcopy(self.owner, memo),
+            self.last,
+            deepcopy(self.reader, memo),
+            self.policy,
+            deepcopy(self.sharded, memo),
         )
-        return type(self)(owner, self.last, reader, self.policy, sharded)
 
     @property
     def is_read(self) -> bool:
