@@ -44,7 +44,7 @@ def part(step: int) -> tuple[Tensor, Tensor]:
 
 def used(replicate: int) -> tuple[float, float, float, str]:
     """The distance of a moved and copied model, trained beside the first one, from one process's;
-    of an average of weights from one formed by hand; and the refusal of another dtype."""
+    of an average of weights from one formed by hand; and the refusal of another device."""
     model = rotated_gpt(TIED, replicate=replicate)
     first = {name: each.clone() for name, each in whole_parameters(model).items()}
     with default_dtype(TIED.dtype):
@@ -78,7 +78,7 @@ def used(replicate: int) -> tuple[float, float, float, str]:
         loss /= dist.get_world_size()
         losses = abs(float(loss - alone.loss(*batch(2, UNEVEN.vocab_size))))
     with pytest.raises(RotationError) as refused:
-        model.bfloat16()
+        model.to("meta")
     return kept, trained, max(losses, distance(averaged, expected)), str(refused.value)
 
 
@@ -88,8 +88,7 @@ def test_models_are_moved_copied_and_averaged(
 ) -> None:
     for kept, trained, averaged, refusal in ranks(num_ranks).run(used, replicate):
         assert max(kept, trained, averaged) <= 1e-12
-        assert "cannot become torch.bfloat16" in refusal
-        assert "RotationPolicy(compute_dtype=torch.bfloat16)" in refusal
+        assert "cannot become torch.float64 on meta" in refusal
 
 
 class Experts(nn.Module):
@@ -119,3 +118,50 @@ def copied_experts() -> float:
 
 def test_the_copy_of_a_list_of_experts_calls_its_own(ranks: StartRanks) -> None:
     assert max(ranks(2).run(copied_experts)) <= 1e-6
+
+
+def converted(call: str, replicate: int) -> tuple[dict[str, bool], float, list[str], str]:
+    """What a converted model has in common with a plain one: values, a step, its dtypes."""
+    variant = replace(TIED, dtype=torch.float32)
+    model = rotated_gpt(variant, replicate=replicate)
+    with default_dtype(torch.float32):
+        plain = build(variant.config)
+    materialize(plain, seed=7)
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model.loss(*part(1)))
+    backward(plain.loss(*batch(1, UNEVEN.vocab_size)))
+    for each in (model, plain):
+        assert getattr(each, call)() is each
+    expected = whole_parameters(plain)
+    equal = {
+        name: torch.equal(found, expected[name]) for name, found in whole_parameters(model).items()
+    }
+    apart = distance(gradients(model), gradients(plain))
+    with pytest.raises(RotationError) as refused:
+        old.step()
+    for each, tokens in ((model, part(0)), (plain, batch(0, UNEVEN.vocab_size))):
+        each.zero_grad()
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            train_step(each, optimizer, *tokens, variant)
+    apart = max(apart, distance(whole_parameters(model), whole_parameters(plain)))
+    model.train(False).double()
+    plain.train(False).double()
+    tokens = part(2)
+    with torch.no_grad():
+        plain.load_state_dict(whole_parameters(model), strict=False)
+        apart = max(apart, abs(float(model.loss(*tokens) - plain.loss(*tokens))))
+    dtypes = {str(each.dtype) for each in (*model.parameters(), *model.buffers())}
+    return equal, apart, sorted(dtypes), str(refused.value)
+
+
+@pytest.mark.parametrize("call", ["double", "bfloat16"])
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (3, 1), (4, 2)])
+def test_a_rotated_model_is_converted_as_a_plain_one(
+    ranks: StartRanks, num_ranks: int, replicate: int, call: str
+) -> None:
+    for equal, apart, dtypes, refusal in ranks(num_ranks).run(converted, call, replicate):
+        assert all(equal.values())
+        assert apart <= (1e-6 if call == "double" else 5e-2)
+        assert dtypes == ["torch.float64"]
+        assert "a conversion, such as bfloat16(), has replaced them" in refusal

@@ -6,7 +6,7 @@ packed.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
@@ -19,7 +19,12 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import as_parameter, digest_of, with_local
+from gyre_trainer.shards.local_shards import (
+    as_parameter,
+    converted_to,
+    digest_of,
+    with_local,
+)
 from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 
@@ -111,13 +116,18 @@ def shard_parameters(
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
     find_from(sharded, (*sources, *sharded.parameters))
-    for source, parameter in zip(sources, sharded.parameters, strict=True):
-        _SUCCESSORS[source] = weakref.ref(parameter)
+    note_successors(sources, sharded.parameters)
     return sharded
 
 
+def note_successors(before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
+    """Let `successor_of` find the parameters that have replaced others."""
+    for source, parameter in zip(before, after, strict=True):
+        _SUCCESSORS[source] = weakref.ref(parameter)
+
+
 def successor_of(source: nn.Parameter) -> nn.Parameter | None:
-    """The sharded parameter that has replaced this one; None if none has."""
+    """The parameter that has replaced this one when it was cut or converted; None if none has."""
     reference = _SUCCESSORS.get(source)  # type: ignore[no-untyped-call]
     parameter: nn.Parameter | None = reference() if reference is not None else None
     return parameter
@@ -134,6 +144,20 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     ]
     find_from(copied, copied.parameters)
     return copied
+
+
+@torch.no_grad()
+def convert_sharded(sharded: ShardedParameters, fn: Callable[[Tensor], Tensor]) -> None:
+    """Let ``fn`` convert the own slice; the parameters are others afterwards."""
+    before = sharded.parameters
+    sharded.flat = fn(sharded.flat)
+    sharded.parameters = [
+        converted_to(parameter, view)
+        for parameter, view in zip(before, sharded.views(sharded.flat), strict=True)
+        if isinstance(parameter, DTensor)
+    ]
+    note_successors(before, sharded.parameters)
+    find_from(sharded, sharded.parameters)
 
 
 def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:

@@ -37,7 +37,7 @@ from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.gathered import release_after
 from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
 from gyre_trainer.shards.replaced_parameters import note_replaced
-from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 from gyre_trainer.shards.stand_ins import StandIn
 
 
@@ -113,7 +113,7 @@ class ReplicatedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self.postponed = False
-        self._parameters = list(parameters)
+        self._given = list(parameters)
         self._mesh = mesh
         self._groups = groups_of(mesh)
         self._ring = ring_of(mesh)
@@ -121,6 +121,13 @@ class ReplicatedGradients:
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
         self.watch()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters; others have taken their places where the model was converted."""
+        if any(successor_of(each) is not None for each in self._given):
+            self._given = [_now(each) for each in self._given]
+        return self._given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
         """Averages the gradients of the copied model's parameters."""
@@ -134,7 +141,7 @@ class ReplicatedGradients:
         """Average the gradients of plain parameters, too; they take the first rank's values."""
         for parameter in parameters:
             _take_first_ranks_values(parameter, self._mesh)
-        self._parameters += parameters
+        self._given += parameters
 
     def watch(self) -> None:
         """Average the gradients of all parameters that are trainable now, frozen before or not."""
@@ -194,6 +201,13 @@ class ReplicatedGradients:
             grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
         ):
             grad.copy_(mean.view_as(grad))
+
+
+def _now(parameter: nn.Parameter) -> nn.Parameter:
+    """What a parameter has become by conversions of the model."""
+    while (successor := successor_of(parameter)) is not None:
+        parameter = successor
+    return parameter
 
 
 def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
