@@ -2,11 +2,13 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import backward, gradients
 from tests.distributed.steps.test_rotation_parity import UNEVEN
 from tests.distributed.training import (
@@ -165,3 +168,34 @@ def test_a_rotated_model_is_converted_as_a_plain_one(
         assert apart <= (1e-6 if call == "double" else 5e-2)
         assert dtypes == ["torch.float64"]
         assert "a conversion, such as bfloat16(), has replaced them" in refusal
+
+
+def saved_in_half(folder: str) -> float:
+    """How far the loss of a converted model is from one process's; saves the model."""
+    torch.manual_seed(0)
+    model, plain = made("Llama"), made("Llama")
+    rotate_all(model, mesh=make_mesh("cpu"))
+    tokens = torch.arange(24).view(4, 6) % VOCABULARY
+    losses = []
+    for each in (model, plain):
+        each.bfloat16()
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for _ in range(2):
+            loss = each(input_ids=tokens, labels=tokens).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert model.dtype == torch.bfloat16
+    pretrained.save_pretrained(model, folder)
+    return abs(losses[0] - losses[1])
+
+
+def test_a_model_that_was_converted_is_saved_in_its_dtype(
+    ranks: StartRanks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM  # seconds, for this test alone
+
+    assert max(ranks(2).run(saved_in_half, str(tmp_path))) <= 2e-2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}

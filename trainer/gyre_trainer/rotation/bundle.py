@@ -116,6 +116,12 @@ class _Travel:
     def gather(self) -> list[Tensor]:
         """The whole parameters, in the dtype to compute in."""
         ring, layout = self.ring, self.layout
+        dtypes = {each.flat.dtype for each in self.sharded}
+        if len(dtypes) > 1:
+            raise RotationError(
+                f"{self.rotation.name} travels in one bundle with modules of another dtype "
+                f"({', '.join(sorted(map(str, dtypes)))}); convert the whole model"
+            )
         own = torch.cat([each.flat for each in self.sharded])
         own = cast(own, self.rotation.policy.compute_dtype)
         slices = {ring.rank: layout.views(own, ring.rank)}
