@@ -2,7 +2,7 @@
 
 `rotate_all` rotates a whole model, `rotate` one module. The rules for known kinds of modules are in
 the modules of `gyre_trainer.layers`; a rule for a new kind derives from
-`gyre_trainer.rotation.rule.Rule`.
+`gyre_trainer.rotation.rule.Rule`. `ReadRule` is for a module that reads parameters of its own.
 """
 
 from collections.abc import Mapping
@@ -60,6 +60,7 @@ from gyre_trainer.shards.initial.sharded_init import materialize
 __all__ = [
     "Adafactor",
     "Muon",
+    "ReadRule",
     "RotationPlan",
     "RotationPolicy",
     "Rprop",
@@ -163,7 +164,8 @@ def rotate_all(
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
     Afterwards all that `rotate` promises is true of the whole model. Modules that were rotated
-    before are left as they are.
+    before are left as they are. Parameters of 2^18 elements or more that other modules have
+    themselves are sharded, too, and gathered when a forward reads them (`ReadRule`).
 
     Args:
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
@@ -185,7 +187,8 @@ def rotate_all(
             was found. False lets their layers rotate one by one, which adapters that
             come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
-            rule: its hops would take longer than its memory is worth.
+            rule, and so do smaller parameters that a module reads: their hops would take longer
+            than their memory is worth.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the

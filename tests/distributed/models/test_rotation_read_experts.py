@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.whole.read_rule import ReadRule
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import ReadRule, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart

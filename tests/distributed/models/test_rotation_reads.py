@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.layers.whole.read_rule import ReadRule
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import ReadRule, RotationPolicy, rotate_all
 from gyre_trainer.rotation.call import cast
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -40,7 +40,8 @@ class ReadsLayer(nn.Module):
         self.layer, self.called = nn.Linear(DIM, 7), nn.Linear(7, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.called(F.linear(x, self.layer.weight, self.layer.bias).sin()) + x
+        output: Tensor = self.called(F.linear(x, self.layer.weight, self.layer.bias).sin())
+        return output + x
 
 
 class Mixes(nn.Module):
@@ -54,7 +55,8 @@ class Mixes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = sum(part * (index + 1) for index, part in enumerate(self.parts))
-        return self.norm(x @ mixed * self.named["gain"] + x @ self.parts[0].t())
+        output: Tensor = self.norm(x @ mixed * self.named["gain"] + x @ self.parts[0].t())
+        return output
 
 
 class Routes(nn.Module):
@@ -255,7 +257,7 @@ def hops_and_bytes(name: str) -> tuple[int, int, int, int]:
         hops[0] += 1
         return shift(*args)
 
-    ring.shift = counted  # type: ignore[method-assign]
+    ring.shift = counted  # type: ignore[method-assign, assignment]
     before = ring.bytes_sent
     model(torch.rand(2, TIME, DIM)).sum().backward()
     step = hops[0], ring.bytes_sent - before
@@ -368,7 +370,7 @@ def rotated_raw() -> nn.Module:
 
 def save_state(folder: str) -> None:
     state = state_of(rotated_raw())
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+    checkpoints.save(state, checkpoint_id=folder)
     torch.save(_whole_state(state), f"{folder}/whole-{dist.get_rank()}.pt")
 
 
@@ -384,7 +386,7 @@ def load_state(folder: str) -> float:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for model in (rotated_raw(), sharded):
         state = state_of(model)
-        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        checkpoints.load(state, checkpoint_id=folder)
         expected = torch.load(f"{folder}/whole-0.pt")
         for one, other in zip(_whole_state(state), expected, strict=True):
             off.append(float((one - other).abs().max()))
