@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoints
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
@@ -19,6 +18,8 @@ from gyre_trainer.rotation.call import cast
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -322,12 +323,12 @@ def kept(name: str) -> tuple[list[int], list[str]]:
     rotate_all(model, mesh=make_mesh("cpu"), rules=dict.fromkeys(CASES[name].rules, ReadRule()))
     shapes = {parameter.shape for parameter in model.parameters()}
 
-    def save(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         if tensor.shape in shapes or tensor.t().shape in shapes:
             saved.append(type(tensor).__name__)
         return tensor
 
-    with saved_tensors_hooks(save, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(torch.rand(BATCH, TIME, DIM)).sum()
     alive = [num_alive(shapes)]
     loss.backward()
@@ -370,7 +371,7 @@ def rotated_raw() -> nn.Module:
 
 def save_state(folder: str) -> None:
     state = state_of(rotated_raw())
-    checkpoints.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
     torch.save(_whole_state(state), f"{folder}/whole-{dist.get_rank()}.pt")
 
 
@@ -386,7 +387,7 @@ def load_state(folder: str) -> float:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for model in (rotated_raw(), sharded):
         state = state_of(model)
-        checkpoints.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         expected = torch.load(f"{folder}/whole-0.pt")
         for one, other in zip(_whole_state(state), expected, strict=True):
             off.append(float((one - other).abs().max()))

@@ -121,6 +121,7 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
     return found
 
 
+@pytest.mark.models
 def test_a_dry_run_counts_what_is_read(ranks: StartRanks) -> None:
     """Experts of a class without a rule, just large enough to be cut."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}

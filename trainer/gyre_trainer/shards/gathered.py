@@ -52,6 +52,7 @@ class Gathered:
         owner: nn.Module,
         last: str,
         reader: nn.Module,
+        number: int,
         *,
         dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
@@ -63,6 +64,7 @@ class Gathered:
             owner: the module that has it.
             last: its name there.
             reader: the module whose forward reads it; the whole is released when that returns.
+            number: its own in `Ring.modules`.
             dtype: what it is read in, and travels in; None for its own.
             grad_dtype: what its gradient travels in; None for its own dtype.
         """
@@ -70,6 +72,7 @@ class Gathered:
         self.dtype = dtype or parameter.dtype
         self.is_read = False
         self._owner, self._last, self._reader = ref(owner), last, ref(reader)
+        self._number = number
         self._grad_dtype = grad_dtype or parameter.dtype
         self._whole: tuple[int, Tensor] | None = None
 
@@ -97,12 +100,6 @@ class Gathered:
         cut = sharded.layout.cuts[places[id(self.parameter)]]
         layout = Layout((cut,), sharded.ring.size)
         return layout.in_pieces(sharded.ring.pool.largest_whole_numel)
-
-    @cached_property
-    def _number(self) -> int:
-        owner = self._owner()
-        assert owner is not None
-        return self._sharded.ring.modules.add(owner)
 
     @property
     def version(self) -> int:

@@ -8,7 +8,7 @@ that are read] in `gyre_trainer.shards.gathered`.
 
 from collections.abc import Iterator
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -55,6 +55,7 @@ class CutPlace:
         policy: of its rotation.
         sharded: the sharded parameters that it is one of.
         stand_in: what is read in its place; made when it is needed first.
+        number: its number in `Ring.modules`, the same on every rank.
     """
 
     owner: nn.Module
@@ -63,6 +64,10 @@ class CutPlace:
     policy: RotationPolicy
     sharded: ShardedParameters
     stand_in: StandIn | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = self.sharded.ring.modules.add(self.owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The place of a copied parameter, which has a stand-in of its own."""
@@ -89,6 +94,7 @@ class CutPlace:
                 self.owner,
                 self.last,
                 self.reader,
+                self.number,
                 dtype=policy.outer_dtype if parameter.is_floating_point() else None,
                 grad_dtype=policy.grad_dtype,
             )
