@@ -2,7 +2,7 @@
 
 `rotate_all` rotates a whole model, `rotate` one module. The rules for known kinds of modules are in
 the modules of `gyre_trainer.layers`; a rule for a new kind derives from
-`gyre_trainer.rotation.rule.Rule`.
+`gyre_trainer.rotation.rule.Rule`. `ReadRule` is for a module that reads parameters of its own.
 """
 
 from collections.abc import Mapping
@@ -36,6 +36,13 @@ from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
+from gyre_trainer.layers.whole.read_rule import (
+    MIN_READ_NUMEL,
+    ReadRule,
+    reads_much,
+    shard_own,
+    share_cut,
+)
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.layers.whole_graph import compile_whole, mark_first_call_hook
@@ -55,6 +62,7 @@ from gyre_trainer.shards.initial.sharded_init import materialize
 __all__ = [
     "Adafactor",
     "Muon",
+    "ReadRule",
     "RotationPlan",
     "RotationPolicy",
     "Rprop",
@@ -134,7 +142,9 @@ def rotate(
     _sync(module, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    if rule is not None:
+    if isinstance(rule, ReadRule):
+        shard_own(module, rule, target)
+    elif rule is not None:
         wrap(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
@@ -156,7 +166,8 @@ def rotate_all(
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
     Afterwards all that `rotate` promises is true of the whole model. Modules that were rotated
-    before are left as they are.
+    before are left as they are. Parameters of 2^18 elements or more that other modules have
+    themselves are sharded, too, and gathered when a forward reads them (`ReadRule`).
 
     Args:
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
@@ -178,7 +189,8 @@ def rotate_all(
             was found. False lets their layers rotate one by one, which adapters that
             come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
-            rule: its hops would take longer than its memory is worth.
+            rule, and so do smaller parameters that a module reads: their hops would take longer
+            than their memory is worth.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -206,6 +218,7 @@ def rotate_all(
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()
+    share_cut(model, target)
     if isinstance(model, RotatedModule):
         name_modules(model)
         require_equal_models(model, mesh)
@@ -249,19 +262,30 @@ class _Walk:
             rule = self._rules[key]
             if rule is None:
                 self.kept[path] = "a rule of None keeps them whole"
+            elif isinstance(rule, ReadRule):
+                shard_own(module, rule, self._target)
+                self._visit_inside(path, module, keeps_whole=keeps_whole)
             else:
                 self._rotate(module, rule)
         elif _largest_numel(module) < self._min_numel:
             self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
-        elif keeps_whole or not self._rotate_by_kind(module):
-            adapters, read = adapters_of(module), read_layers_of(module)
-            use_norms_of_shards(module)
-            for name, child in module.named_children():
-                inner = f"{path}.{name}".removeprefix(".")
-                if child in read:
-                    self.kept[inner] = f"{type(module).__name__} reads them when it generates"
-                whole = keeps_whole or child in adapters or child in read
-                self.visit(inner, child, keeps_whole=whole)
+        elif keeps_whole:
+            self._visit_inside(path, module, keeps_whole=True)
+        elif not self._rotate_by_kind(module):
+            min_numel = max(self._min_numel, MIN_READ_NUMEL)
+            if reads_much(module, min_numel):
+                shard_own(module, ReadRule(min_numel), self._target)
+            self._visit_inside(path, module, keeps_whole=False)
+
+    def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
+        adapters, read = adapters_of(module), read_layers_of(module)
+        use_norms_of_shards(module)
+        for name, child in module.named_children():
+            inner = f"{path}.{name}".removeprefix(".")
+            if child in read:
+                self.kept[inner] = f"{type(module).__name__} reads them when it generates"
+            whole = keeps_whole or child in adapters or child in read
+            self.visit(inner, child, keeps_whole=whole)
 
     def _rotate_by_kind(self, module: nn.Module) -> bool:
         """Rotate a module whose kind is known or can be found, and return whether it is."""

@@ -20,7 +20,8 @@ from tests.distributed.training import default_dtype, whole_parameters
 SEED = 5
 _ENCODER = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 1}
 _VIT = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "image_size": 8}
-# Families whose embeddings keep no configuration, and one that replaces the data of parameters.
+# Families whose embeddings keep no configuration, one that replaces the data of parameters, and one
+# that ties three embeddings in its constructor.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Roberta": ("ForMaskedLM", FAMILIES["Bert"][1] | {"pad_token_id": 1}),
     "DistilBert": (
@@ -28,6 +29,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         _ENCODER | {"dim": 16, "hidden_dim": 20, "n_layers": 1, "n_heads": 4},
     ),
     "ViT": ("ForImageClassification", _VIT | {"patch_size": 4, "num_attention_heads": 4}),
+    "Bart": (
+        "ForConditionalGeneration",
+        _ENCODER
+        | {f"{part}_{size}": 4 for part in ("encoder", "decoder") for size in ("ffn_dim", "layers")}
+        | {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+        | {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1},
+    ),
 }
 ALL = FAMILIES | OTHERS
 
@@ -62,7 +70,7 @@ def output_of(family: str, model: Any) -> Tensor:
     arguments: dict[str, Tensor] = {"input_ids": tokens}
     if family == "ViT":
         arguments = {"pixel_values": torch.linspace(-1, 1, 192).view(1, 3, 8, 8)}
-    if family == "T5":
+    if family in ("T5", "Bart"):
         arguments["decoder_input_ids"] = tokens
     with torch.no_grad():
         logits: Tensor = model.eval()(**arguments).logits

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import group_of_processes
@@ -24,6 +25,10 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)  # each of 3 ranks has a shard
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        weight: Any = getattr(self, name).weight
+        return F.linear(x, weight)
 
 
 def told_when_ranks_differ(reach: str, when: str) -> str:
@@ -68,6 +73,8 @@ def _told(pair: Pair, when: str) -> str:
     try:
         if when == "forward":
             (pair.other if is_first else pair.one)(x)
+        elif when == "read":
+            pair(x, "other" if is_first else "one")
         else:
             outputs = pair.one(x), pair.other(x)
             outputs[is_first].sum().backward()
@@ -76,7 +83,7 @@ def _told(pair: Pair, when: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", "backward", "read"])
 @pytest.mark.parametrize(
     ("num_ranks", "reach"),
     [
@@ -88,6 +95,7 @@ def test_ranks_that_call_different_modules_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:
     told = ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when)
+    when = "forward" if when == "read" else when
     others = [f"rank {rank} calls one ({when}, step 1 of round 0)" for rank in range(1, num_ranks)]
     for rank, message in enumerate(told):
         assert message.startswith(f"rank {rank}: "), message

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.rotation import rotation
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.shards import layout
 from gyre_trainer.shards.initial.sharded_init import materialize
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class Seen:
 
 def trained_in_pieces(variant: Variant) -> Seen:
     gc.collect()  # a ring of other models would know of larger slices
-    with patch.object(rotation, "_MIN_PIECE_NUMEL", 1):
+    with patch.object(layout, "_MIN_PIECE_NUMEL", 1):
         model = rotated_gpt(variant)
         tokens, _ = batch(0, variant.config.vocab_size)
         with torch.no_grad():

@@ -122,6 +122,17 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
 
 
 @pytest.mark.models
+def test_a_dry_run_counts_what_is_read(ranks: StartRanks) -> None:
+    """Experts of a class without a rule, just large enough to be cut."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = LLAMA | experts | sizes | {"model_type": "granitemoe", "use_cache": False}
+    settings = config({"model": {"config": model}})
+    (_, sent), *_ = [each["read"] for each in ranks(2).run(measured_by_family, {"read": settings})]
+    assert dry_run(settings, Strategy.GYRE, 2).sent_bytes == sent
+
+
+@pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_dry_run_counts_the_bytes_of_any_family(num_ranks: int, ranks: StartRanks) -> None:
     sizes = LLAMA | {"use_cache": False, "pad_token_id": 0}

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from gyre_trainer.shards.stand_ins import StandIn
+
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that sees operators on plain tensors; wrappers come back as such."""
@@ -25,7 +27,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # half of all operators on fake tensors
             return args[0].fake_device
         given = list(tensors_in((args, kwargs)))
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+        if any(isinstance(t, StandIn) or is_traceable_wrapper_subclass(t) for t in given):
             return NotImplemented
         result = func(*args, **kwargs or {})
         self.saw(func, args, kwargs or {}, given, result)

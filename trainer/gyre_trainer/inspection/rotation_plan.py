@@ -111,10 +111,11 @@ def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry
         rotation = module.rotation
         cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
         yield from _entry(path, module, cut, "rotated", type(rotation.rule).__name__, seen)
-    own = {
-        name: p for name, p in module._parameters.items() if p is not None and not _is_sharded(p)
-    }
-    yield from _entry(path, module, own, "replicated", "", seen)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    read = {name: p for name, p in own.items() if _is_sharded(p)}
+    yield from _entry(path, module, read, "rotated", "ReadRule", seen)
+    whole = {name: p for name, p in own.items() if name not in read}
+    yield from _entry(path, module, whole, "replicated", "", seen)
     buffers = {name: b for name, b in module._buffers.items() if b is not None}
     yield from _entry(path, module, buffers, "local", "", seen)
 

@@ -215,6 +215,8 @@ def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
         )
     elif isinstance(module, RotatedModule):
         problem = _problem_of_rotation(module)
+    elif getattr(module, "read_parameters", {}):
+        problem = "reads parameters that are cut; keep it whole by a rule of None"
     if problem is not None:
         raise RotationError(f"the model cannot be compiled as one graph: {path} {problem}")
 

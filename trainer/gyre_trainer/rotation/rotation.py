@@ -22,13 +22,6 @@ from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.regrouping import meet, to_slice
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
-# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so
-# that one large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18
-# elements (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the
-# hops per call.
-_MIN_PIECE_NUMEL = 2**18
-_MAX_ROUNDS = 16
-
 _Dropout = Literal["independent", "equal"]
 
 
@@ -131,11 +124,9 @@ class Rotation:
         The number of rounds is settled at the first call, when everything that rotates on the ring
         is known, and does not change afterwards.
         """
-        largest_whole = self.sharded.ring.pool.largest_whole_numel
-        if not self.rule.divisible or len(self.layout.cuts) > 1 or not largest_whole:
+        if not self.rule.divisible:
             return self.layout
-        num_rounds = -(-self.layout.numel(0) // max(largest_whole, _MIN_PIECE_NUMEL))
-        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
+        return self.layout.in_pieces(self.sharded.ring.pool.largest_whole_numel)
 
     @property
     def travelling_dtype(self) -> torch.dtype:

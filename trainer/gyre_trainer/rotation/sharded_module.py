@@ -1,33 +1,54 @@
 """What torch's methods for whole models do to modules with shards: `to`, `bfloat16`, `deepcopy`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.local_shards import local_of, with_local
-from gyre_trainer.shards.sharded_parameters import copy_sharded, sharded_parameters_of
+from gyre_trainer.shards.local_shards import converted_to, local_of, with_local
+from gyre_trainer.shards.replaced_parameters import note_replaced
+from gyre_trainer.shards.sharded_parameters import (
+    convert_sharded,
+    copy_sharded,
+    note_successors,
+    sharded_parameters_of,
+    successor_of,
+)
 
 
 class ShardedModule:
     """The base of what is mixed in before a module's class when it is rotated, or kept whole."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn`` to buffers and plain parameters, if it leaves the shards as they are.
+        """Apply ``fn`` to all tensors inside; shards may take another dtype.
 
-        `Module.to` and the like call this.
+        `Module.to`, `bfloat16` and the like call this. Where the dtype changes, parameters are
+        others afterwards: an optimizer that holds the old ones is refused at its next step.
 
         Raises:
-            RotationError: it would move or convert the shards.
+            RotationError: it would move shards to another device, or convert them to integers, or
+                those of few bits.
         """
-        with _without_shards(cast("nn.Module", self)) as shards:
-            for name, shard in shards.items():
-                _require_unchanged(name, shard, fn)
-            return super()._apply(fn, recurse)  # type: ignore[misc,no-any-return]
+        places = list(_places(cast("nn.Module", self)))
+        for place in places:
+            _require_convertible(place, fn)
+        for place in places:
+            place.put(None)
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for place in places:
+                place.put(place.parameter)
+        for place in places:
+            converted = _converted(place.parameter, fn)
+            if converted is not place.parameter:
+                note_replaced(place.parameter, place.name)
+                place.put(converted)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module with a copy of this rank's shards, on the same ring."""
@@ -57,33 +78,67 @@ def copy_shards(parameters: list[nn.Parameter], memo: dict[int, Any]) -> None:
                 memo[id(one)] = other
 
 
-@contextmanager
-def _without_shards(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """A context in which the module and those inside have no DTensors: yields shards by name."""
-    taken = [
-        (child, path, name, parameter)
-        for path, child in module.named_modules()
-        for name, parameter in child._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
-    for child, _, name, _ in taken:
-        child._parameters[name] = None
-    try:
-        yield {
-            f"{type(module).__name__}.{path}.{name}".replace("..", "."): local_of(each.detach())
-            for _, path, name, each in taken
-        }
-    finally:
-        for child, _, name, parameter in taken:
-            child._parameters[name] = parameter
+class _Place(NamedTuple):
+    """Where a DTensor parameter is.
+
+    Attributes:
+        owner: the module that has it.
+        last: its name there.
+        name: its name in the module that is converted, for messages.
+        parameter: the parameter.
+    """
+
+    owner: nn.Module
+    last: str
+    name: str
+    parameter: Any
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Put another parameter there."""
+        self.owner._parameters[self.last] = parameter
 
 
-def _require_unchanged(name: str, shard: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+def _places(module: nn.Module) -> Iterator[_Place]:
+    for path, child in module.named_modules():
+        for last, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor):
+                name = f"{type(module).__name__}.{path}.{last}".replace("..", ".")
+                yield _Place(child, last, name, parameter)
+
+
+def _require_convertible(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
+    shard = local_of(place.parameter.detach())
     result = fn(shard.view(-1)[:0])
     if (result.dtype, result.device) == (shard.dtype, shard.device):
         return
+    sharded = sharded_parameters_of(place.parameter)
+    encoded = sharded is not None and not sharded.flat.is_floating_point()
+    if result.device == shard.device and result.is_floating_point() and not encoded:
+        return
     raise RotationError(
-        f"{name} is rotated as {shard.dtype} on {shard.device} and cannot become {result.dtype} on "
-        f"{result.device}; move or convert a model before it is rotated, or compute in another "
-        f"dtype by RotationPolicy(compute_dtype={result.dtype})"
+        f"{place.name} is rotated as {shard.dtype} on {shard.device} and cannot become "
+        f"{result.dtype} on {result.device}; move or convert a model before it is rotated"
     )
+
+
+@torch.no_grad()
+def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """The parameter after a conversion; the same one where nothing changes.
+
+    The parameters that rest in one buffer are converted together.
+    """
+    shard = local_of(parameter.detach())
+    if fn(shard.view(-1)[:0]).dtype == shard.dtype:
+        same: nn.Parameter = parameter
+        return same
+    converted = successor_of(parameter)  # a tied one was converted at its other place
+    if converted is None:
+        sharded = sharded_parameters_of(parameter)
+        if sharded is None:
+            converted = converted_to(parameter, fn(shard))
+            note_successors([parameter], [converted])
+        else:
+            convert_sharded(sharded, fn)
+            converted = successor_of(parameter)
+    assert converted is not None
+    return converted

@@ -10,6 +10,13 @@ from torch import Tensor
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
+# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so
+# that one large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18
+# elements (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the
+# hops per call.
+_MIN_PIECE_NUMEL = 2**18
+_MAX_ROUNDS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -69,6 +76,17 @@ class Layout:
         """
         assert num_rounds == 1 or [cut.dim for cut in self.cuts] == [0]
         return self if num_rounds == self.num_rounds else replace(self, num_rounds=num_rounds)
+
+    def in_pieces(self, largest_whole_numel: int) -> "Layout":
+        """The slices of one parameter in pieces, no larger than the largest slice of all others.
+
+        A parameter that is not cut along its first dim travels in one piece, and so does any where
+        nothing else travels: ``largest_whole_numel`` is 0.
+        """
+        if [cut.dim for cut in self.cuts] != [0] or not largest_whole_numel:
+            return self
+        num_rounds = -(-self.numel(0) // max(largest_whole_numel, _MIN_PIECE_NUMEL))
+        return self.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
 
     def piece(self, index: int, round_: int) -> int:
         """The number of the piece of slice ``index`` in round ``round_``."""

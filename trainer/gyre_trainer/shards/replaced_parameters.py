@@ -45,8 +45,9 @@ class _Replaced:
         if names:
             raise RotationError(
                 f"{type(optimizer).__name__} holds {len(names)} parameters, first {names[0]}, that "
-                "the model has no more: rotate_all, rotate or materialize has replaced them, so a "
-                "step would not train it; make the optimizer after rotate_all and materialize"
+                "the model has no more: rotate_all, rotate, materialize or a conversion, such as "
+                "bfloat16(), has replaced them, so a step would not train it; make the optimizer "
+                "after these"
             )
 
 

@@ -78,6 +78,10 @@ class ReplicaGradients:
         for grad in _joined(grads):
             self._backwards.start(grad, self._number)
 
+    def settle(self) -> None:
+        """Wait for the all-reduces in flight, before anything else is added to a gradient."""
+        self._backwards.settle()
+
 
 def _touch(gradients: "ref[ReplicaGradients]", _parameter: Tensor) -> None:
     there = gradients()
@@ -140,20 +144,28 @@ class _Backwards:
         for _, member in sorted(self._members.items()):
             if member.is_due and not member.postponed:
                 member.start()
+        some = self._in_flight[0][1] if self._in_flight else None
+        self.settle()
+        if some is not None:
+            self._require_one_order(some)
+        self._backward = None
+
+    def settle(self) -> None:
+        """Wait for all that was started."""
         with self._diagnosis.collective("averaging gradients over the replicas"):
             for work, grad in self._in_flight:
                 work.wait()
                 grad.div_(self._group.size())
-            self._require_one_order()
         self._in_flight.clear()
-        self._backward = None
 
-    def _require_one_order(self) -> None:
+    def _require_one_order(self, grad: Tensor) -> None:
         """Refuse replicas that trained other modules. On CUDA it would wait for the device."""
-        device = self._in_flight[0][1].device if self._in_flight else torch.device("cuda")
-        if device.type != "cpu" or isinstance(self._in_flight[0][1], FakeTensor):
+        if grad.device.type != "cpu" or isinstance(grad, FakeTensor):
             return
-        if _differs(int.from_bytes(self._order, "little"), [self._group], device):
+        number = int.from_bytes(self._order, "little")
+        with self._diagnosis.collective("comparing what the replicas trained"):
+            differs = _differs(number, [self._group], grad.device)
+        if differs:
             raise RotationError(
                 "the replicas of the ring trained other modules, or in another order, so their "
                 "gradients were mixed up; all ranks must call the same modules in the same order"

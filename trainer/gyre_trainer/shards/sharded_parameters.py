@@ -6,7 +6,7 @@ packed.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
@@ -19,7 +19,12 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import as_parameter, digest_of, with_local
+from gyre_trainer.shards.local_shards import (
+    as_parameter,
+    converted_to,
+    digest_of,
+    with_local,
+)
 from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 
@@ -91,6 +96,7 @@ def has_sole_storage(tensor: Tensor) -> bool:
 
 # From a parameter to a weak reference; what it refers to lives as long as a module rotates it.
 _SHARDED = WeakIdKeyDictionary()
+_SUCCESSORS = WeakIdKeyDictionary()  # from a parameter that was cut to a weak reference, likewise
 
 
 def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
@@ -110,7 +116,21 @@ def shard_parameters(
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
     find_from(sharded, (*sources, *sharded.parameters))
+    note_successors(sources, sharded.parameters)
     return sharded
+
+
+def note_successors(before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
+    """Let `successor_of` find the parameters that have replaced others."""
+    for source, parameter in zip(before, after, strict=True):
+        _SUCCESSORS[source] = weakref.ref(parameter)
+
+
+def successor_of(source: nn.Parameter) -> nn.Parameter | None:
+    """The parameter that has replaced this one when it was cut or converted; None if none has."""
+    reference = _SUCCESSORS.get(source)  # type: ignore[no-untyped-call]
+    parameter: nn.Parameter | None = reference() if reference is not None else None
+    return parameter
 
 
 def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
@@ -124,6 +144,20 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     ]
     find_from(copied, copied.parameters)
     return copied
+
+
+@torch.no_grad()
+def convert_sharded(sharded: ShardedParameters, fn: Callable[[Tensor], Tensor]) -> None:
+    """Let ``fn`` convert the own slice; the parameters are others afterwards."""
+    before = sharded.parameters
+    sharded.flat = fn(sharded.flat)
+    sharded.parameters = [
+        converted_to(parameter, view)
+        for parameter, view in zip(before, sharded.views(sharded.flat), strict=True)
+        if isinstance(parameter, DTensor)
+    ]
+    note_successors(before, sharded.parameters)
+    find_from(sharded, sharded.parameters)
 
 
 def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:

@@ -1,6 +1,7 @@
-"""Parameters that do not rotate: every rank has them whole, and their gradients are averaged.
+"""Parameters that are whole in a forward: replicated ones, and those that are gathered to be read.
 
-In: a model whose other parameters rotate already. Out: DTensors that modules read as plain tensors,
-and one all-reduce per backward; adapters of peft are among them. `gyre_trainer.rotate` may import
-this package.
+In: a model whose other parameters rotate already, or a module that reads its own. Out: DTensors
+that modules read as plain tensors, or as stand-ins that are gathered when they are read, and one
+all-reduce per backward for replicated ones; adapters of peft are among these. `gyre_trainer.rotate`
+may import this package.
 """

@@ -1,14 +1,16 @@
 """Parameters that a forward reads, instead of calling the module that has them.
 
 Such are those of a `ParameterList`, or of a layer in `F.linear(x, self.layer.weight)`. While a
-model runs, plain tensors stand in the place of all its replicated parameters, so that any forward
-inside may read any of them. Stand-ins in the place of those that are cut refuse it by name.
+model runs, plain tensors stand in the place of all its replicated parameters, and stand-ins in the
+place of those that are cut, so that any forward inside may read any of them. See [Note: Parameters
+that are read] in `gyre_trainer.shards.gathered`.
 """
 
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class, uncompiled
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.shards.gathered import Gathered, release_after
 from gyre_trainer.shards.local_shards import local_of, place_of
+from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.shards.stand_ins import StandIn
 
 
@@ -40,92 +45,199 @@ class _Whole:
 
 
 @dataclass(slots=True)
-class _Cut:
+class CutPlace:
     """Where a parameter is that is cut.
 
     Attributes:
         owner: the module that has it.
         last: its name there.
-        name: its name in the model.
-        path: of the module that rotates with it.
-        stand_in: what refuses to be read in its place; made when it is needed first.
+        reader: the module whose forward may read it.
+        policy: of its rotation.
+        sharded: the sharded parameters that it is one of.
+        stand_in: what is read in its place; made when it is needed first.
+        number: its number in `Ring.modules`, the same on every rank.
     """
 
     owner: nn.Module
     last: str
-    name: str
-    path: str
+    reader: nn.Module
+    policy: RotationPolicy
+    sharded: ShardedParameters
     stand_in: StandIn | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = self.sharded.ring.modules.add(self.owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The place of a copied parameter, which has a stand-in of its own."""
+        return type(self)(
+            deepcopy(self.owner, memo),
+            self.last,
+            deepcopy(self.reader, memo),
+            self.policy,
+            deepcopy(self.sharded, memo),
+        )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a forward has read it."""
+        return self.stand_in is not None and self.stand_in.gathered.is_read
 
     def instead(self, parameter: DTensor) -> Tensor:
         """Its stand-in."""
         stand_in = self.stand_in
-        if stand_in is None or stand_in.parameter is not parameter:
-            self.stand_in = stand_in = StandIn.of(parameter, self.name, self.path)
-        elif stand_in.requires_grad != parameter.requires_grad:
-            stand_in.requires_grad_(parameter.requires_grad)
+        if stand_in is None or stand_in.gathered.parameter is not parameter:
+            policy = self.policy
+            gathered = Gathered(
+                parameter,
+                self.owner,
+                self.last,
+                self.reader,
+                self.number,
+                dtype=policy.outer_dtype if parameter.is_floating_point() else None,
+                grad_dtype=policy.grad_dtype,
+            )
+            self.stand_in = stand_in = StandIn.of(gathered)
+        elif stand_in.requires_grad != parameter.requires_grad or not stand_in.is_fresh:
+            self.stand_in = stand_in = StandIn.of(stand_in.gathered)
         return stand_in
 
 
-class ReadableParameters:
-    """Hooks around a model's forward that put plain tensors in the place of its parameters.
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a container, such as a `ParameterList`, cannot."""
+    return getattr(own_class(module), "forward", None) is not nn.Module.forward
 
-    Those that are cut cannot be read; stand-ins take their place.
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The parameters that a module's forward reads: its own, and those of containers inside.
+
+    Yields:
+        The name in the module, the module that has it, and its name there.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, module, name
+    for path, child in module._modules.items():
+        if child is not None and not has_forward(child):
+            for name, owner, last in own_parameters(child):
+                yield f"{path}.{name}", owner, last
+
+
+class ReadableParameters:
+    """Hooks around a model's forward that put what can be read in the place of its parameters.
+
+    Those are plain tensors for replicated parameters, and stand-ins for those that are cut. Modules
+    around a parameter that was read once get hooks of their own: torch's checkpoint calls them
+    again in backward, when the model's forward is over.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Register the hooks; parameters of modules that are never called are read in ``dtype``."""
         self._dtype = dtype
-        self._places: list[_Whole | _Cut] | None = list(_places(model, dtype))
+        self._places: list[_Whole | CutPlace] | None = list(_places(model, dtype))
         self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
+        self._inside: WeakKeyDictionary[nn.Module, list[CutPlace]] = WeakKeyDictionary()
+        self._marks: list[int] = []
+        self._followed: set[int] = set()
         model.register_forward_pre_hook(self._before)
         model.register_forward_hook(self._after, always_call=True)
         model.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReadableParameters":
         """The hooks of a copied model, which finds its own places when it first runs."""
-        copied = copy(self)
-        copied._places, copied._replaced = None, []
+        copied = memo[id(self)] = copy(self)
+        copied._places, copied._replaced, copied._marks = None, [], []
+        copied._inside, copied._followed = WeakKeyDictionary(), set()
         return copied
 
     @uncompiled
     def _before(self, model: nn.Module, _args: Any) -> None:
         self._put_back()  # torch calls no hook after a forward that Ctrl-C has ended
+        self._marks.clear()
         if self._places is None:
             self._places = list(_places(model, self._dtype))
-        for place in self._places:
+        self._replace(self._places)
+
+    @uncompiled
+    def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        self._put_back()
+        release_after(model)
+        for place in self._places or ():
+            if isinstance(place, CutPlace) and place.is_read and id(place) not in self._followed:
+                self._followed.add(id(place))
+                self._follow(model, place)
+
+    def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        self._put_back()
+
+    def _replace(self, places: list[Any]) -> None:
+        for place in places:
             parameters: dict[str, Any] = place.owner._parameters
             parameter = parameters.get(place.last)
             if isinstance(parameter, DTensor):  # a model around this one may have been here before
                 self._replaced.append((parameters, place.last, parameter))
                 parameters[place.last] = place.instead(parameter)
 
-    @uncompiled
-    def _after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        self._put_back()
-
-    def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        while self._replaced:
+    def _put_back(self, mark: int = 0) -> None:
+        while len(self._replaced) > mark:
             parameters, last, parameter = self._replaced[-1]
             parameters[last] = parameter
             self._replaced.pop()
 
+    def _follow(self, model: nn.Module, place: CutPlace) -> None:
+        """Let the modules around a place that is read see to it themselves."""
+        for module in _around(model, place.owner):
+            followed = self._inside.setdefault(module, [])
+            if not followed:
+                module.register_forward_pre_hook(self._before_inside)
+                module.register_forward_hook(self._after_inside, always_call=True)
+            followed.append(place)
 
-def _places(model: nn.Module, dtype: torch.dtype | None) -> Iterator[_Whole | _Cut]:
-    """The places of parameters that are whole, and of those cut; tied ones have several."""
+    @uncompiled
+    def _before_inside(self, module: nn.Module, _args: Any) -> None:
+        self._marks.append(len(self._replaced))
+        self._replace(self._inside.get(module, []))
+
+    @uncompiled
+    def _after_inside(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._marks:
+            self._put_back(self._marks.pop())
+        release_after(module)
+
+
+def _around(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside a model that can be called and that have ``owner`` inside."""
     for path, module in model.named_modules():
-        # modules that are called cast their parameters themselves
-        is_called = getattr(own_class(module), "forward", None) is not nn.Module.forward
+        is_around = module is not owner and any(each is owner for each in module.modules())
+        if path and is_around and has_forward(module):
+            yield module
+
+
+def _places(model: nn.Module, dtype: torch.dtype | None) -> Iterator[_Whole | CutPlace]:
+    """The places of parameters that are whole, and of those cut; tied ones have several."""
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor) and place_of(parameter) is None:
-                yield _Whole(module, name, None if is_called else dtype)
+                # modules that are called cast their parameters themselves
+                yield _Whole(module, name, None if has_forward(module) else dtype)
+        yield from getattr(module, "read_parameters", {}).values()
         if path and isinstance(module, RotatedModule):
-            for cut in module.rotation.layout.cuts:
+            rotation = module.rotation
+            for cut in rotation.layout.cuts:
                 inside, _, last = f"{path}.{cut.name}".rpartition(".")
-                yield _Cut(model.get_submodule(inside), last, f"{inside}.{last}", path)
+                reader = _reader(modules, path)
+                yield CutPlace(modules[inside], last, reader, rotation.policy, rotation.sharded)
+
+
+def _reader(modules: dict[str, nn.Module], path: str) -> nn.Module:
+    """The module that can be called around the one at ``path``."""
+    while path:
+        path = path.rpartition(".")[0]
+        if has_forward(modules[path]):
+            return modules[path]
+    return modules[""]
 
 
 def read_layers_of(module: nn.Module) -> list[nn.Module]:

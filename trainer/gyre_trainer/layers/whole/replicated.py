@@ -3,10 +3,11 @@
 Their gradients are averaged in one all-reduce per backward.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -24,14 +25,19 @@ from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
-from gyre_trainer.layers.whole.read_parameters import ReadableParameters
+from gyre_trainer.layers.whole.read_parameters import (
+    CutPlace,
+    ReadableParameters,
+    own_parameters,
+)
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
+from gyre_trainer.shards.gathered import release_after
 from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
 from gyre_trainer.shards.replaced_parameters import note_replaced
-from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 from gyre_trainer.shards.stand_ins import StandIn
 
 
@@ -41,36 +47,49 @@ class ReplicatedModule(ShardedModule):
     Attributes:
         outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
             no cast.
+        read_parameters: by their names, the places of those parameters of its own that are cut.
         reads_inside: whether the forward reads the parameters of modules inside instead of calling
             these.
     """
 
     reads_inside: ClassVar[bool] = False
     outer_dtype: torch.dtype | None = None
+    read_parameters: Mapping[str, CutPlace] = MappingProxyType({})
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
-        if self._reads_what_it_has():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        own = {
-            name: cast(local_of(p), self.outer_dtype)
-            for name, p in self.named_parameters(recurse=self.reads_inside)
-        }
+        own = self._readable()
         if self.outer_dtype is not None:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-        with swapped(self, own):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        try:
+            with swapped(self, own) if own else nullcontext():
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self.read_parameters:
+                release_after(self)
 
-    def _reads_what_it_has(self) -> bool:
-        """Whether plain tensors in the right dtype stand in the place of all it reads."""
+    def _readable(self) -> dict[str, Tensor]:
+        """What its forward is to read in the place of its parameters, where they are not that."""
         assert isinstance(self, nn.Module)
-        return (
-            self.outer_dtype is None
-            and not self.reads_inside
-            and not any(isinstance(each, DTensor) for each in self._parameters.values())
-        )
+        if self.reads_inside:
+            parameters = dict(self.named_parameters())
+        else:
+            parameters = {
+                name: parameter
+                for name, owner, last in own_parameters(self)
+                if (parameter := owner._parameters[last]) is not None
+            }
+        if self.outer_dtype is None:
+            parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        return {name: self._plain(name, parameter) for name, parameter in parameters.items()}
+
+    def _plain(self, name: str, parameter: Tensor) -> Tensor:
+        place = self.read_parameters.get(name)
+        if place is not None and isinstance(parameter, DTensor):
+            return place.instead(parameter)
+        return cast(local_of(parameter), self.outer_dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return cast(tensor, self.outer_dtype)
@@ -94,7 +113,7 @@ class ReplicatedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self.postponed = False
-        self._parameters = list(parameters)
+        self._given = list(parameters)
         self._mesh = mesh
         self._groups = groups_of(mesh)
         self._ring = ring_of(mesh)
@@ -102,6 +121,13 @@ class ReplicatedGradients:
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
         self.watch()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters; others have taken their places where the model was converted."""
+        if any(successor_of(each) is not None for each in self._given):
+            self._given = [_now(each) for each in self._given]
+        return self._given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
         """Averages the gradients of the copied model's parameters."""
@@ -115,7 +141,7 @@ class ReplicatedGradients:
         """Average the gradients of plain parameters, too; they take the first rank's values."""
         for parameter in parameters:
             _take_first_ranks_values(parameter, self._mesh)
-        self._parameters += parameters
+        self._given += parameters
 
     def watch(self) -> None:
         """Average the gradients of all parameters that are trainable now, frozen before or not."""
@@ -177,6 +203,13 @@ class ReplicatedGradients:
             grad.copy_(mean.view_as(grad))
 
 
+def _now(parameter: nn.Parameter) -> nn.Parameter:
+    """What a parameter has become by conversions of the model."""
+    while (successor := successor_of(parameter)) is not None:
+        parameter = successor
+    return parameter
+
+
 def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
     there = grad_averaging()
     if there is not None:
@@ -208,6 +241,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         module.rotation.sharded.replica_gradients
         for module in model.modules()
         if isinstance(module, RotatedModule)
+    ]
+    sharded += [
+        place.sharded.replica_gradients
+        for module in model.modules()
+        if isinstance(module, ReplicatedModule)
+        for place in module.read_parameters.values()
     ]
     averaging += filter(None, sharded)
     if not modules and not sharded:
@@ -256,7 +295,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             setattr(child, name, copies[parameter])
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
-            mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
+            if not isinstance(child, ReplicatedModule):
+                mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
     module.grad_averaging = ReplicatedGradients([*copies.values(), *plain], mesh)  # type: ignore[assignment]  # kept alive, and a mark
     module.register_forward_pre_hook(_watch)

@@ -80,6 +80,12 @@ class Travel:
                 the next module in backward may be in flight the other way.
         """
         ring, layout = self.ring, self.layout
+        dtypes = {each.flat.dtype for each in self.sharded}
+        if len(dtypes) > 1:
+            raise RotationError(
+                f"{self.rotation.name} travels in one bundle with modules of another dtype "
+                f"({', '.join(sorted(map(str, dtypes)))}); convert the whole model"
+            )
         own = torch.cat([each.flat for each in self.sharded])
         own = cast(own, self.rotation.policy.compute_dtype)
         slices = {ring.rank: layout.views(own, ring.rank)}

@@ -7,9 +7,10 @@ whole parameters in memory that is given back after it, when each rank has taken
 values are those of a single process, and a rank holds one module's parameters whole at a time.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,24 +33,30 @@ class _Target:
         parameter: as the rank keeps it.
         twin: of its shape and dtype, on `meta`.
         places: the modules that have it, by their paths, and its name in each.
+        first: the names of the first place, and of those that the model's constructor ties to it.
     """
 
     parameter: nn.Parameter
     twin: nn.Parameter
     places: list[tuple[str, nn.Module, str]]
+    first: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         path, _, name = self.places[0]
-        return f"{path}.{name}".removeprefix(".")
+        return _joined(path, name)
 
     def put(self, parameter: nn.Parameter) -> None:
         for _, module, name in self.places:
             module._parameters[name] = parameter
 
     def is_first_in(self, path: str) -> bool:
-        """Whether its first place is in the module of this path."""
-        return not path or f"{self.places[0][0]}.".startswith(f"{path}.")
+        """Whether its first place, or one tied to it since, is in the module of this path."""
+        return not path or any(name.startswith(f"{path}.") for name in self.first)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}".removeprefix(".")
 
 
 def has_own_init(model: nn.Module) -> bool:
@@ -61,8 +68,10 @@ def has_own_init(model: nn.Module) -> bool:
 def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
     """Fill this rank's shards with the values of `_init_weights`, after `torch.manual_seed(seed)`.
 
-    A tied parameter has the values of its first place, as if it had been tied afterwards. Random
-    numbers are drawn on the CPU, and later ones are as if none had been drawn here.
+    A tied parameter has the values of its first place, as if it had been tied afterwards. Of places
+    that the model's constructor ties, as BART's does, the last one's values stay, as they do where
+    the library draws them. Random numbers are drawn on the CPU, and later ones are as if none had
+    been drawn here.
 
     Returns:
         The names of the parameters that it has filled.
@@ -96,7 +105,42 @@ def _targets(model: nn.Module) -> list[_Target]:
                 meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 found[parameter] = _Target(parameter, nn.Parameter(meta), [])
             found[parameter].places.append((path, module, name))
+    _find_first(model, list(found.values()))
     return list(found.values())
+
+
+def _find_first(model: nn.Module, targets: Sequence[_Target]) -> None:
+    """Note for each target which of its places are tied to the first one from the beginning."""
+    is_tied = any(len(target.places) > 1 for target in targets)
+    beginnings = _parameters_of_constructor(model) if is_tied else {}
+    for target in targets:
+        target.first.add(target.name)
+        first = beginnings.get(target.name)
+        names = [_joined(path, name) for path, _, name in target.places]
+        target.first.update(n for n in names if first is not None and beginnings.get(n) is first)
+
+
+def _parameters_of_constructor(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, on `meta`, of another model of the same configuration, before its ties.
+
+    Most models are tied after they were initialised, by a method `tie_weights`; the constructor of
+    some does it. None are returned where a configuration alone does not make the model.
+    """
+    cls: Any = next(c for c in type(model).__mro__ if "gyre_trainer." not in c.__module__)
+    without_init = next(
+        (
+            context
+            for each in cls.__mro__
+            if (context := getattr(sys.modules.get(each.__module__), "no_init_weights", None))
+        ),
+        nullcontext,
+    )
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), without_init():
+            made: nn.Module = cls(model.config)
+    except Exception:  # foreign code, that may take other arguments
+        return {}
+    return dict(made.named_parameters(remove_duplicate=False))
 
 
 @contextmanager

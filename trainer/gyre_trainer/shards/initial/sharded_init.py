@@ -276,9 +276,9 @@ def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
         return parameter.to_local(), 0, 0
     if place.dim == 0:
         return parameter.to_local(), place.start, 0
-    if parameter.ndim > 2:
+    if prod(parameter.shape[1 : place.dim]) > 1:
         raise RotationError(
-            f"parameter {name} is cut along dim {place.dim} of {parameter.ndim}; "
-            "only matrices can be"
+            f"parameter {name} is cut along dim {place.dim} of {tuple(parameter.shape)}; "
+            "its shards must be ranges of rows or of columns"
         )
-    return parameter.to_local(), 0, place.start
+    return parameter.to_local(), 0, place.start * prod(parameter.shape[place.dim + 1 :])

@@ -1,0 +1,394 @@
+"""Parameters that a forward reads: sharded, gathered for the read, and exact."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.rotate import ReadRule, RotationPolicy, rotate_all
+from gyre_trainer.rotation.call import cast
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import distance, whole, whole_parameters
+
+DIM, BATCH, TIME = 6, 12, 5
+
+
+class ReadsLayer(nn.Module):
+    """Reads weight and bias of one layer, and calls another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.called = nn.Linear(DIM, 7), nn.Linear(7, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.called(F.linear(x, self.layer.weight, self.layer.bias).sin())
+        return output + x
+
+
+class Mixes(nn.Module):
+    """Mixes the matrices of a list, with those of a dict, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.rand(DIM, DIM)) for _ in range(3)])
+        self.named = nn.ParameterDict({"gain": nn.Parameter(torch.rand(DIM))})
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = sum(part * (index + 1) for index, part in enumerate(self.parts))
+        output: Tensor = self.norm(x @ mixed * self.named["gain"] + x @ self.parts[0].t())
+        return output
+
+
+class Routes(nn.Module):
+    """A router by einsum, positions that are added, and experts whose weights are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.rand(1, 2 * TIME, DIM))
+        self.router = nn.Parameter(torch.rand(DIM, 4))
+        self.ups, self.downs = (nn.Parameter(torch.rand(4, DIM, DIM)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions[:, : x.shape[1]]
+        scores = torch.einsum("btd,de->bte", x, self.router).softmax(-1)
+        hidden = torch.einsum("btd,edh->bteh", x, self.ups).relu()
+        outputs = [hidden[..., e, :] @ self.downs[e] * scores[..., e, None] for e in range(4)]
+        return x + sum(outputs)
+
+
+class Repeats(nn.Module):
+    """Reads the same matrices in each step of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = (nn.Parameter(torch.rand(DIM, DIM)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        states = []
+        for step in x.unbind(1):
+            state = (step @ self.of_input + state @ self.of_state).tanh()
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class TiesByHand(nn.Module):
+    """Calls its embedding and reads the weight of that as its head, which has the table's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, DIM)
+        self.table = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x * 100).long() % 9
+        return F.linear(self.embedding(tokens[..., 0]), self.embedding.weight) @ self.table
+
+
+class Checkpointed(nn.Module):
+    """Calls modules inside of torch's checkpoint."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@dataclass
+class Case:
+    """A model, and what of it is cut by hand.
+
+    Attributes:
+        rules: for `rotate_all`.
+        num_whole: how many parameters stay whole.
+    """
+
+    build: Callable[[], nn.Module]
+    rules: tuple[str, ...] = ()
+    num_whole: int = 0
+
+
+CASES = {
+    "layer": Case(lambda: nn.Sequential(ReadsLayer())),
+    "list": Case(lambda: nn.Sequential(Mixes()), ("0",), 2),
+    "raw": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Routes()), ("1",)),
+    "root": Case(Routes, ("",)),
+    "loop": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Repeats()), ("1",)),
+    "tied": Case(TiesByHand),
+    "checkpoint": Case(lambda: Checkpointed(ReadsLayer(), Mixes(), Routes()), ("blocks.[12]",), 2),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model did.
+
+    Attributes:
+        outputs: in training, and at the end in evaluation.
+        parameters: at the end.
+        num_whole: of its parameters, those that every rank has whole.
+    """
+
+    outputs: list[Tensor]
+    parameters: dict[str, Tensor]
+    num_whole: int = 0
+
+
+def trained(
+    name: str,
+    part: int = 0,
+    num_parts: int = 1,
+    *,
+    frozen: str = "",
+    policy: RotationPolicy | None = None,
+    replicate: int = 1,
+) -> Run:
+    """Train a model on this process's part of each batch; without parts as it is."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build().double()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in path)
+    if num_parts > 1 or policy is not None:
+        mesh = make_mesh("cpu", replicate=replicate)
+        rules: dict[Any, Any] = dict.fromkeys(case.rules, ReadRule())
+        rotate_all(model, mesh=mesh, rules=rules, policy=policy or RotationPolicy(), verify=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    outputs, dtype = [], None if policy is None else policy.compute_dtype
+    for step in range(3):
+        for half in range(2):
+            torch.manual_seed(10 * step + half)
+            x = torch.rand(BATCH, TIME, DIM, dtype=torch.float64)
+            output = model(cast(x.chunk(num_parts)[part], dtype))
+            (output.sin().mean() / 2).backward()
+            outputs.append(output.detach())
+        torch.nn.utils.clip_grad_norm_(trainable, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        outputs.append(model(cast(x.chunk(num_parts)[part], dtype)))
+    with torch.inference_mode():
+        outputs.append(model(cast(x.chunk(num_parts)[part], dtype)))
+    num_whole = sum(
+        isinstance(p, DTensor) and p.placements[-1].is_replicate() for p in model.parameters()
+    )
+    return Run(outputs, whole_parameters(model), num_whole)
+
+
+def trained_here(name: str, **options: Any) -> Run:
+    return trained(name, dist.get_rank(), dist.get_world_size(), **options)
+
+
+def require_equal(found: list[Run], expected: Run, limit: float = 1e-11) -> None:
+    for rank, run in enumerate(found):
+        assert distance(run.parameters, expected.parameters) <= limit
+        for one, other in zip(run.outputs, expected.outputs, strict=True):
+            torch.testing.assert_close(one, other.chunk(len(found))[rank], rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_trains_exactly(ranks: StartRanks, name: str, num_ranks: int) -> None:
+    found = ranks(num_ranks).run(trained_here, name)
+    require_equal(found, trained(name))
+    assert {run.num_whole for run in found} == {CASES[name].num_whole}
+
+
+FROZEN = {"layer": "layer.weight", "raw": "router", "tied": "embedding", "list": "parts.1"}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parameters_are_read(ranks: StartRanks, name: str) -> None:
+    found = ranks(2).run(partial(trained_here, frozen=FROZEN[name]), name)
+    require_equal(found, trained(name, frozen=FROZEN[name]))
+
+
+@pytest.mark.parametrize("name", ["raw", "tied", "layer"])
+def test_replicas_equal_one_process(ranks: StartRanks, name: str) -> None:
+    found = ranks(4).run(partial(trained_here, replicate=2), name)
+    require_equal(found, trained(name))
+
+
+@pytest.mark.parametrize("name", ["layer", "raw", "checkpoint"])
+def test_half_precision_stays_close(ranks: StartRanks, name: str) -> None:
+    half = RotationPolicy(compute_dtype=torch.bfloat16, recompute=True)
+    expected = trained(name)
+    for rank, run in enumerate(ranks(2).run(partial(trained_here, policy=half), name)):
+        for one, other in zip(run.outputs, expected.outputs, strict=True):
+            assert one.dtype == torch.bfloat16
+            assert apart(one.double(), other.chunk(2)[rank]) < 3e-2
+
+
+def hops_and_bytes(name: str) -> tuple[int, int, int, int]:
+    """Hops and bytes of a step and of an evaluation."""
+    torch.manual_seed(0)
+    model, mesh = CASES[name].build(), make_mesh("cpu")
+    rotate_all(model, mesh=mesh, rules=dict.fromkeys(CASES[name].rules, ReadRule()))
+    ring, hops = ring_of(mesh), [0]
+    shift = ring.shift
+
+    def counted(*args: Any) -> Any:
+        hops[0] += 1
+        return shift(*args)
+
+    ring.shift = counted  # type: ignore[method-assign, assignment]
+    before = ring.bytes_sent
+    model(torch.rand(2, TIME, DIM)).sum().backward()
+    step = hops[0], ring.bytes_sent - before
+    with torch.no_grad():
+        model(torch.rand(2, TIME, DIM))
+    del ring.shift
+    return *step, hops[0] - step[0], ring.bytes_sent - before - step[1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_loop_reads_what_was_gathered_once(ranks: StartRanks, num_ranks: int) -> None:
+    """Two matrices and a layer: weights travel twice in a step, gradients once."""
+    matrix, layer = 4 * DIM * DIM // num_ranks, 4 * (DIM * DIM + DIM) // num_ranks
+    for hops, sent, hops_evaluated, evaluated in ranks(num_ranks).run(hops_and_bytes, "loop"):
+        one = num_ranks - 1
+        assert (hops, hops_evaluated) == (9 * one, 3 * one)
+        assert sent == 3 * (2 * matrix + layer) * one
+        assert evaluated == (2 * matrix + layer) * one
+
+
+class Large(nn.Module):
+    """Has parameters on both sides of what is cut without a rule, one computed from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(512, 512))
+        self.gain = nn.Parameter(torch.rand(512))
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x @ self.table * self.gain)
+        return y
+
+
+def large() -> tuple[str, float]:
+    """The plan, and how far gradients are from those of one process."""
+    torch.manual_seed(0)
+    model, plain = Large(), Large()
+    plain.load_state_dict(model.state_dict())
+    plan = rotate_all(model, mesh=make_mesh("cpu"))
+    x = torch.rand(2, 512)
+    for each in (model, plain):
+        each(x).sin().sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    off = [(whole(p.grad) - expected[name]).abs().max() for name, p in model.named_parameters()]  # type: ignore[arg-type, operator]
+    return str(plan), float(max(off))
+
+
+def test_large_parameters_are_cut_without_a_rule(ranks: StartRanks) -> None:
+    for plan, off in ranks(2).run(large):
+        assert [line.split()[2:4] for line in plan.splitlines() if "ReadRule" in line] == [
+            ["ReadRule", "262,144"],
+            ["ReadRule", "262,144"],
+        ]
+        assert off < 1e-4
+
+
+def kept(name: str) -> tuple[list[int], list[str]]:
+    """How many whole matrices live after forward and after backward, and what autograd saved."""
+    torch.manual_seed(0)
+    model, saved = CASES[name].build(), []
+    rotate_all(model, mesh=make_mesh("cpu"), rules=dict.fromkeys(CASES[name].rules, ReadRule()))
+    shapes = {parameter.shape for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape in shapes or tensor.t().shape in shapes:
+            saved.append(type(tensor).__name__)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(torch.rand(BATCH, TIME, DIM)).sum()
+    alive = [num_alive(shapes)]
+    loss.backward()
+    return [*alive, num_alive(shapes)], saved
+
+
+def num_alive(shapes: set[torch.Size]) -> int:
+    """The plain tensors of these shapes."""
+    gc.collect()
+    return sum(type(each) is Tensor and each.shape in shapes for each in gc.get_objects())
+
+
+def test_nothing_whole_is_kept_between_forward_and_backward(ranks: StartRanks) -> None:
+    for alive, saved in ranks(2).run(kept, "loop"):
+        assert alive == [0, 0]
+        assert set(saved) == {"StandIn"}
+
+
+def test_states_go_to_other_numbers_of_ranks_and_to_fsdp2(
+    ranks: StartRanks, tmp_path: Path
+) -> None:
+    ranks(2).run(save_state, str(tmp_path))
+    for num_ranks in (1, 3):
+        assert max(ranks(num_ranks).run(load_state, str(tmp_path))) == 0
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.rand(BATCH, TIME, DIM, generator=torch.Generator().manual_seed(1))).sum().backward()
+    optimizer.step()
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def rotated_raw() -> nn.Module:
+    torch.manual_seed(dist.get_world_size())
+    model = CASES["raw"].build()
+    rotate_all(model, mesh=make_mesh("cpu"), sync_from=0, rules={"1": ReadRule()})
+    return model
+
+
+def save_state(folder: str) -> None:
+    state = state_of(rotated_raw())
+    save(state, checkpoint_id=folder)
+    torch.save(_whole_state(state), f"{folder}/whole-{dist.get_rank()}.pt")
+
+
+def _whole_state(state: dict[str, Any]) -> list[Tensor]:
+    leaves = tree_leaves(state)
+    return [whole(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def load_state(folder: str) -> float:
+    """The largest difference of a loaded state, rotated and under FSDP2, to the saved one."""
+    off = []
+    sharded = CASES["raw"].build()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for model in (rotated_raw(), sharded):
+        state = state_of(model)
+        load(state, checkpoint_id=folder)
+        expected = torch.load(f"{folder}/whole-0.pt")
+        for one, other in zip(_whole_state(state), expected, strict=True):
+            off.append(float((one - other).abs().max()))
+    return max(off)
