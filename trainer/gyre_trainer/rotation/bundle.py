@@ -262,7 +262,7 @@ class Bundle:
         bounds = {cut.name: (0, cut.shape[cut.dim]) for cut in cuts}
         with swapped(rotation.module, weights | others):
             current = ModuleSlice(
-                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1
+                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1, cuts
             )
             output = rotation.rule.run(current, *args, **kwargs)
         return tree_map_only(Tensor, partial(cast, dtype=outer_dtype), output)
