@@ -185,7 +185,8 @@ def rotate_all(
             size.
         find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
             where their structure and a trial on a small twin say that they can; those with packed
-            layers, such as Phi-3's, only where the policy recomputes. The returned plan shows what
+            layers, such as Phi-3's, and attention whose query heads alone the ranks can share
+            evenly, only where the policy recomputes. The returned plan shows what
             was found. False lets their layers rotate one by one, which adapters that
             come later need, and `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
@@ -214,7 +215,9 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    finder = BlockFinder(model, target.num_slices, packed=policy.recompute) if find_blocks else None
+    finder = None
+    if find_blocks:
+        finder = BlockFinder(model, target.num_slices, regrouped=policy.recompute)
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()

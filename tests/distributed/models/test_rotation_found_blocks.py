@@ -286,7 +286,7 @@ def test_a_rule_is_found_where_the_slices_make_the_output(
     state = torch.get_rng_state()
     with torch.device("meta"):
         module = build()
-    assert find_rule(module, 2, packed=True) == expected
+    assert find_rule(module, 2, regrouped=True) == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 

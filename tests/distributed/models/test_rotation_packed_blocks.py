@@ -82,7 +82,8 @@ def rotated(family: str, policy: RotationPolicy = EXACT, replicate: int = 1) -> 
     mesh = make_mesh("cpu", replicate=replicate)
     num_slices = dist.get_world_size() // replicate
     found = {
-        path: find_rule(module, num_slices, packed=True) for path, module in model.named_modules()
+        path: find_rule(module, num_slices, regrouped=True)
+        for path, module in model.named_modules()
     }
     rules: Any = {path: rule for path, rule in found.items() if rule is not None}
     plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules)

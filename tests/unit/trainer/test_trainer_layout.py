@@ -61,7 +61,7 @@ def test_a_slice_has_its_part_of_each_section_and_a_shard_is_one_range(
         assert view.shape == found.shape
     resting = [layout.at_rest.bounds(layout.at_rest.cuts[0], index) for index in range(num_slices)]
     assert resting == [slice_bounds(15, index, num_slices) for index in range(num_slices)]
-    assert layout.at_rest.is_packed is False
+    assert layout.at_rest.is_regrouped is False
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 3, 7])

@@ -84,7 +84,9 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
     rules: dict[type[nn.Module] | str, Rule | None] = {}
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in rules)
-        rule = None if is_inside else find_rule(module, num_ranks, packed=config.memory.recompute)
+        rule = (
+            None if is_inside else find_rule(module, num_ranks, regrouped=config.memory.recompute)
+        )
         if rule:
             rules[path] = rule
     return rules

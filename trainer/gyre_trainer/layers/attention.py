@@ -9,7 +9,8 @@ attends with all heads.
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +21,14 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import refuse_dropout
 from gyre_trainer.layers.projections import (
-    divided_counts,
+    changed_counts,
+    count_of,
     features_of,
     layer_of,
     projections,
     require_counts,
 )
+from gyre_trainer.layers.shared_heads import SharedHeads
 from gyre_trainer.rotation.output_reduction import EqualParts, OutputReduction, SumOfOutputs
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
@@ -143,19 +146,25 @@ class Attention(nn.Module):
 class AttentionRule(Rule):
     """For a module that projects to queries, keys and values, attends, and projects back.
 
-    A slice holds some key/value heads, and the query heads that they serve, of all four layers. The
-    forward must read the number of heads from the weights (`view(..., -1, head_dim)`), or from
-    ``counts``, and be linear in the last layer's weights. A second output has the heads in dim 1,
-    as attention weights do.
+    A slice holds some key/value heads, and the query heads that they serve, of all four layers.
+    Where the ranks cannot share the key/value heads evenly, but can share the query heads, a slice
+    holds some of these, and the key/value heads that serve them, which other slices hold, too. The
+    forward must read the numbers of heads from the weights (`view(..., -1, head_dim)`), or from
+    ``counts``, ``kv_counts`` and ``groups``, and be linear in the last layer's weights. A second
+    output has the query heads in dim 1, as attention weights do.
+
+    Numbers that the forward reads are named as attributes of the module, such as "num_heads", or of
+    its config, such as "config.num_attention_heads".
 
     Attributes:
-        num_kv_heads: key/value heads of the whole module; a multiple of the ring's size.
+        num_kv_heads: key/value heads of the whole module.
         inputs: names of the linear layers from the input to the heads; one layer may make queries,
             keys and values, if the rows of each key/value head are together, or if it is packed.
         output: name of the linear layer from the heads to the output.
         packed: whether one layer makes all queries, then all keys, then all values.
-        counts: numbers that the forward reads and of which a slice has 1/N: attributes of the
-            module, such as "num_heads", or of its config, such as "config.num_attention_heads".
+        counts: numbers that the forward reads and of which a slice has 1/N, such as query heads.
+        kv_counts: numbers that it reads and of which a slice has as much as of key/value heads.
+        groups: numbers that it reads and that say how many query heads a key/value head serves.
     """
 
     caches_heads: ClassVar[bool] = True
@@ -165,6 +174,8 @@ class AttentionRule(Rule):
     output: str = "o"
     packed: bool = False
     counts: tuple[str, ...] = ()
+    kv_counts: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -174,16 +185,29 @@ class AttentionRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
         refuse_dropout(module)
-        if self.num_kv_heads % num_slices:
+        sections = self._sections(module) if self.packed else ()
+        cuts = projections(module, self.inputs, self.output, sections)
+        if self.num_kv_heads % num_slices == 0:
+            require_counts(module, (*self.counts, *self.kv_counts), num_slices)
+            return cuts
+        heads = self.shared_heads(cuts, num_slices)
+        if heads is None or heads.num_heads % num_slices:
+            queries = "" if heads is None else f" and {heads.num_heads} query heads"
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
-                f"{type(module).__name__} has {self.num_kv_heads} key/value heads, "
+                f"{type(module).__name__} has {self.num_kv_heads} key/value heads{queries}, "
                 f"which {num_slices} ranks cannot share evenly; use a number that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
         require_counts(module, self.counts, num_slices)
-        sections = self._sections(module) if self.packed else ()
-        return projections(module, self.inputs, self.output, sections)
+        require_counts(module, self.kv_counts, self.num_kv_heads)
+        for name in self.groups:
+            if count_of(module, name) != heads.group:
+                raise RotationError(
+                    f"{type(module).__name__}.{name} is {count_of(module, name)}, but each of its "
+                    f"{self.num_kv_heads} key/value heads serves {heads.group} query heads"
+                )
+        return [self._by_heads(cut, heads) for cut in cuts]
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         """The features of queries, keys and values in the one layer that makes them."""
@@ -198,10 +222,57 @@ class AttentionRule(Rule):
             )
         return queries, keys, keys
 
+    def shared_heads(self, cuts: Sequence[Cut], num_slices: int) -> SharedHeads | None:
+        """The heads of each slice where slices share key/value heads.
+
+        None where each has key/value heads of its own, and where the widths of the layers do not
+        say how many heads there are.
+        """
+        if self.num_kv_heads % num_slices == 0:
+            return None
+        widths = {cut.name: cut.shape[cut.dim] for cut in cuts}
+        queries = widths[f"{self.output}.weight"]
+        inputs = sorted(widths[f"{name}.weight"] for name in self.inputs)
+        keys = (inputs[0] - queries) // 2 if self.packed else inputs[0]
+        expected = [queries + 2 * keys] if self.packed else [keys, keys, queries]
+        if inputs != expected or keys % self.num_kv_heads or queries % keys:
+            return None
+        return SharedHeads(self.num_kv_heads, queries // keys, num_slices, keys)
+
+    def _by_heads(self, cut: Cut, heads: SharedHeads) -> Cut:
+        """A cut where slices share key/value heads."""
+        layer, width = cut.name.rpartition(".")[0], cut.shape[cut.dim]
+        if layer == self.output or width == heads.kv_width * heads.group:  # that of the queries
+            return cut
+        return replace(cut, sections=(), of_slices=heads.ranges(packed=self.packed))
+
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
-        """The slice's contribution; the module has the slice's part of all counts meanwhile."""
-        with divided_counts(current.module, self.counts, current.num_slices):
+        """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
+        with changed_counts(current.module, self._counts_of_slice(current)):
             return current.forward(*args, **kwargs)
+
+    def _counts_of_slice(self, current: ModuleSlice) -> dict[str, int]:
+        """The numbers that the forward reads where a slice has others than the module."""
+        module, num_slices = current.module, current.num_slices
+        named = {name: count_of(module, name) or 0 for name in (*self.counts, *self.kv_counts)}
+        if num_slices == 1 or not (named or self.groups):
+            return {}
+        heads = self.shared_heads(current.cuts, num_slices)
+        if heads is None:
+            return {name: value // num_slices for name, value in named.items()}
+        kv_heads = heads.num_kv_heads_of_slice
+        return (
+            {name: named[name] // num_slices for name in self.counts}
+            | {name: named[name] * kv_heads // self.num_kv_heads for name in self.kv_counts}
+            | dict.fromkeys(self.groups, heads.group_of_slice)
+        )
+
+    def cached_heads(self, layout: Layout) -> Sequence[Sequence[int]]:
+        """A slice's own part of all heads, or the key/value heads that serve its query heads."""
+        heads = self.shared_heads(layout.cuts, layout.num_slices)
+        if heads is None:
+            return super().cached_heads(layout)
+        return [heads.kv_heads(index) for index in range(layout.num_slices)]
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype

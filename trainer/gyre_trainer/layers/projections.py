@@ -4,7 +4,7 @@ A layer is an `nn.Linear`, or one of `transformers` that keeps its weight transp
 them. One layer may pack several, as sections one after the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -96,41 +96,47 @@ def owner_of(module: nn.Module, count: str) -> tuple[Any, str]:
     return (getattr(module, first) if first else module), last
 
 
-def require_counts(module: nn.Module, counts: tuple[str, ...], num_slices: int) -> None:
-    """Return if ``num_slices`` slices can share each of the counts evenly.
+def require_counts(module: nn.Module, counts: tuple[str, ...], divisor: int) -> None:
+    """Return if each of the counts is a whole number that ``divisor`` divides.
 
     Raises:
         RotationError: a count is missing, is no whole number, or is not divisible.
     """
     for count in counts:
-        try:
-            owner, name = owner_of(module, count)
-            value = getattr(owner, name)
-        except AttributeError:
-            value = None
-        if type(value) is not int or value % num_slices:
+        value = count_of(module, count)
+        if value is None or value % divisor:
             raise RotationError(
                 f"{type(module).__name__}.{count} is {value}, but the rule needs a whole number "
-                f"there that {num_slices} ranks can share evenly"
+                f"there that {divisor} ranks can share evenly"
             )
 
 
-@contextmanager
-def divided_counts(module: nn.Module, counts: tuple[str, ...], num_slices: int) -> Iterator[None]:
-    """A context in which the module reads 1/N of each of its counts, for N slices.
+def count_of(module: nn.Module, count: str) -> int | None:
+    """The value of a count; None where it is missing or no whole number."""
+    try:
+        owner, name = owner_of(module, count)
+        value = getattr(owner, name)
+    except AttributeError:
+        return None
+    return value if type(value) is int else None
 
-    Counts of a ``config``, which modules share, are divided in a copy of it.
+
+@contextmanager
+def changed_counts(module: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
+    """A context in which the module reads other values of its counts, those of a slice.
+
+    Counts of a ``config``, which modules share, are changed in a copy of it.
     """
-    if num_slices == 1 or not counts:
+    if not counts:
         yield
         return
     before = dict(vars(module))
     try:
         for first in {count.rpartition(".")[0] for count in counts} - {""}:
             vars(module)[first] = copy(getattr(module, first))
-        for count in counts:
+        for count, value in counts.items():
             owner, name = owner_of(module, count)
-            setattr(owner, name, getattr(owner, name) // num_slices)
+            setattr(owner, name, value)
         yield
     finally:
         for name in {count.partition(".")[0] for count in counts}:

@@ -33,9 +33,12 @@ def refused(cache: Any, name: str, why: str) -> RotationError:
 class SharedLayers:
     """The layers of a cache during one call, as they were before it."""
 
-    def __init__(self, cache: Any, num_slices: int, name: str, *, recorded: bool) -> None:
+    def __init__(
+        self, cache: Any, heads: Sequence[Sequence[int]], name: str, *, recorded: bool
+    ) -> None:
         self._cache = cache
-        self._num_slices = num_slices
+        self._heads_of = heads
+        self._num_parts = 1 + max(max(parts) for parts in heads)
         self._name = name
         self._recorded = recorded
         self._takes_grads = torch.is_grad_enabled()
@@ -61,13 +64,18 @@ class SharedLayers:
         return of_slice
 
     def _heads(self, tensor: Tensor, index: int) -> Tensor:
-        num_heads, rest = divmod(tensor.shape[_HEADS], self._num_slices)
+        num_heads, rest = divmod(tensor.shape[_HEADS], self._num_parts)
         if rest:
             raise RotationError(
                 f"{self._name} is called with a cache of {tensor.shape[_HEADS]} heads, which "
-                f"{self._num_slices} ranks cannot share evenly; it is from another module or model"
+                f"are not {self._num_parts} equal parts, as its slices need them; it is from "
+                "another module or model"
             )
-        return tensor.detach().narrow(_HEADS, index * num_heads, num_heads)
+        first, *others = (
+            tensor.detach().narrow(_HEADS, part * num_heads, num_heads)
+            for part in self._heads_of[index]
+        )
+        return torch.cat([first, *others], _HEADS) if others else first
 
     def require_known(self, layer: Any) -> None:
         """Refuse a layer that keeps something else, or into which gradients would have to flow."""
@@ -96,9 +104,39 @@ class SharedLayers:
         for place in first.changed():
             of_slices = [each[place] for each in by_slice]
             if _is_in_place(of_slices[0]):
-                _write(layers[place], of_slices)
+                self._write(layers[place], of_slices)
             else:
-                _join(layers[place], of_slices, recorded=self._recorded)
+                self._join(layers[place], of_slices)
+
+    def _join(self, layer: Any, of_slices: Sequence[Any]) -> None:
+        """Let a layer have what its copies have."""
+        vars(layer).update(vars(of_slices[0]))
+        for name in ("keys", "values"):
+            parts = [part.detach() for part in self._in_order(of_slices, name)]
+            whole = torch.cat(parts, _HEADS) if len(parts) > 1 else parts[0]
+            setattr(layer, name, _closed(whole) if self._recorded else whole)
+
+    def _write(self, layer: Any, of_slices: Sequence[Any]) -> None:
+        """Write what its copies have into the memory of a layer."""
+        if layer.keys is None:
+            batch, heads, _, channels = self._in_order(of_slices, "keys")[0].shape
+            like = of_slices[0].keys.new_empty(batch, heads * self._num_parts, 0, channels)
+            layer.lazy_initialization(like)
+        own = {name: getattr(layer, name) for name in ("keys", "values", "num_heads")}
+        vars(layer).update(vars(of_slices[0]) | own)
+        for name in ("keys", "values"):
+            targets = own[name].chunk(self._num_parts, _HEADS)
+            for target, part in zip(targets, self._in_order(of_slices, name), strict=True):
+                target.copy_(part)
+
+    def _in_order(self, of_slices: Sequence[Any], name: str) -> list[Tensor]:
+        """The keys or values of all parts of the heads, each from the first slice that has it."""
+        found: dict[int, Tensor] = {}
+        for parts, layer in zip(self._heads_of, of_slices, strict=True):
+            chunks = getattr(layer, name).chunk(len(parts), _HEADS)
+            for part, chunk in zip(parts, chunks, strict=True):
+                found.setdefault(part, chunk)
+        return [found[part] for part in range(self._num_parts)]
 
 
 class LayersOfSlice(Sequence[Any]):
@@ -140,29 +178,6 @@ class LayersOfSlice(Sequence[Any]):
 def _is_in_place(layer: Any) -> bool:
     """Whether the layer writes into the memory that it has, at addresses that must stay."""
     return type(layer).__name__ in _IN_PLACE
-
-
-def _join(layer: Any, of_slices: Sequence[Any], *, recorded: bool) -> None:
-    """Let a layer have what its copies have."""
-    vars(layer).update(vars(of_slices[0]))
-    for name in ("keys", "values"):
-        parts = [getattr(each, name).detach() for each in of_slices]
-        whole = torch.cat(parts, _HEADS) if len(parts) > 1 else parts[0]
-        setattr(layer, name, _closed(whole) if recorded else whole)
-
-
-def _write(layer: Any, of_slices: Sequence[Any]) -> None:
-    """Write what its copies have into the memory of a layer."""
-    if layer.keys is None:
-        batch, heads, _, channels = of_slices[0].keys.shape
-        like = of_slices[0].keys.new_empty(batch, heads * len(of_slices), 0, channels)
-        layer.lazy_initialization(like)
-    own = {name: getattr(layer, name) for name in ("keys", "values", "num_heads")}
-    vars(layer).update(vars(of_slices[0]) | own)
-    for name in ("keys", "values"):
-        parts = own[name].chunk(len(of_slices), _HEADS)
-        for part, of_slice in zip(parts, of_slices, strict=True):
-            part.copy_(getattr(of_slice, name))
 
 
 class _Closed(torch.autograd.Function):

@@ -110,9 +110,8 @@ class Call:
         rotation = self._rotation
         for place, leaf in enumerate(self._leaves):
             if rotation.rule.caches_heads and is_cache(leaf):
-                shared = SharedCache(
-                    leaf, rotation.layout.num_slices, rotation.name, recorded=self.recorded
-                )
+                heads = rotation.rule.cached_heads(rotation.layout)
+                shared = SharedCache(leaf, heads, rotation.name, recorded=self.recorded)
                 self._leaves[place] = shared
                 self._caches.append(shared)
             elif not is_constant(leaf) and not isinstance(leaf, SharedCache):
@@ -218,7 +217,13 @@ class Call:
         ):
             forward = rotation.slice_forward if self._is_compiled else rotation.forward
             current = ModuleSlice(
-                rotation.module, forward, weights, bounds, self.deferred, pieces.num_slices
+                rotation.module,
+                forward,
+                weights,
+                bounds,
+                self.deferred,
+                pieces.num_slices,
+                pieces.cuts,
             )
             output = rotation.rule.run(current, *args, **kwargs)
         return self._tensors_of(output), trained

@@ -158,7 +158,7 @@ class Rotation:
     @property
     def sends_copy(self) -> bool:
         """Whether the own slice travels from a buffer, not from where it rests."""
-        return self.travelling_dtype != self.sharded.flat.dtype or self.layout.is_packed
+        return self.travelling_dtype != self.sharded.flat.dtype or self.layout.is_regrouped
 
     def own_piece(self, round_: int, *, forward: bool) -> tuple[Tensor, Tensor | None]:
         """The own slice's piece of a round as it travels, and the pool's buffer that it is in.
@@ -177,7 +177,9 @@ class Rotation:
         if self.travelling_dtype != flat.dtype:
             buffer = self._take_buffer()
             flat = buffer[: flat.numel()].copy_(flat)
-        return self._regrouped(flat, buffer, forward) if self.layout.is_packed else (flat, buffer)
+        return (
+            self._regrouped(flat, buffer, forward) if self.layout.is_regrouped else (flat, buffer)
+        )
 
     def _regrouped(
         self, resting: Tensor, buffer: Tensor | None, forward: bool

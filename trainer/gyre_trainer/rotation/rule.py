@@ -1,7 +1,7 @@
 """How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ class ModuleSlice:
         bounds: the half-open range of the cut dim that the slice holds, by name.
         deferred: gradients of linear layers that backward computes last.
         num_slices: how many slices make the module; 1 where it is computed whole.
+        cuts: how its parameters are cut.
     """
 
     module: nn.Module
@@ -35,6 +36,7 @@ class ModuleSlice:
     bounds: Mapping[str, tuple[int, int]]
     deferred: DeferredGrads
     num_slices: int
+    cuts: Sequence[Cut]
 
 
 class Rule(ABC):
@@ -47,7 +49,7 @@ class Rule(ABC):
             travel in pieces.
         recompute_pays: False if recomputation would save no memory.
         caches_heads: whether the keys and values that a slice adds to a cache are those of its own
-            heads, an equal part of all, so that slices can share a cache.
+            heads, so that slices can share a cache.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
     """
@@ -81,6 +83,13 @@ class Rule(ABC):
         It is a tensor, or tensors in tuples, lists and dicts, in the same form for every slice.
         """
         return current.forward(*args, **kwargs)
+
+    def cached_heads(self, layout: Layout) -> Sequence[Sequence[int]]:
+        """For each slice, which of as many equal parts of a cache's heads it has: one, its own.
+
+        Each part must be in a slice, and may be in several.
+        """
+        return [(index,) for index in range(layout.num_slices)]
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype

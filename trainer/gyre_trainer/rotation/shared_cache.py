@@ -6,8 +6,9 @@ The caller's cache has the keys and values of all heads, in the order of the hea
 rotation. So all that the library asks of it or does to it holds: lengths, masks, beams, cropping.
 Each slice is called with a copy of the cache whose layers have the heads of that slice alone, and
 the library's own code adds to this copy. When all slices have run, what they have is put side by
-side into the caller's cache. A call that fails leaves the cache as it was, and a slice that
-backward computes again begins with what it began with before.
+side into the caller's cache; of a head that several slices have, what the first of them has. A call
+that fails leaves the cache as it was, and a slice that backward computes again begins with what it
+began with before.
 
 A gradient cannot flow through the cache into the call that filled it, because a backward of that
 call takes the gradients of its outputs alone. So keys and values of a call with gradients refuse a
@@ -17,6 +18,7 @@ Nothing here imports the library: where a cache is, it was imported.
 """
 
 import sys
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -36,7 +38,9 @@ def copies_of_caches(arguments: Any, name: str) -> Any:
     """The arguments with a copy in place of each cache, for a trial call of the module ``name``."""
 
     def copied(leaf: Any) -> Any:
-        return SharedCache(leaf, 1, name, recorded=False).of_slice(0) if is_cache(leaf) else leaf
+        if not is_cache(leaf):
+            return leaf
+        return SharedCache(leaf, [(0,)], name, recorded=False).of_slice(0)
 
     return tree_map(copied, arguments, is_leaf=is_cache)
 
@@ -56,12 +60,14 @@ class SharedCache:
         cache: the caller's.
     """
 
-    def __init__(self, cache: Any, num_slices: int, name: str, *, recorded: bool) -> None:
+    def __init__(
+        self, cache: Any, heads: Sequence[Sequence[int]], name: str, *, recorded: bool
+    ) -> None:
         """Nothing is copied yet.
 
         Args:
             cache: the caller's.
-            num_slices: the slices of the module.
+            heads: of each slice of the module, as `Rule.cached_heads` has them.
             name: that of the module, for messages.
             recorded: whether a backward may follow.
 
@@ -72,7 +78,7 @@ class SharedCache:
             _require_own_update(part, name)
         self.cache = cache
         self._shared = [
-            SharedLayers(part, num_slices, name, recorded=recorded) for part in _parts(cache)
+            SharedLayers(part, heads, name, recorded=recorded) for part in _parts(cache)
         ]
         self._updated = dict(getattr(cache, "is_updated", ()))
         self._copies: dict[int, Any] = {}

@@ -31,6 +31,8 @@ class Cut:
         sections: sizes, along the cut dim, of the sections of a packed parameter; a slice has its
             part of each. Empty for a parameter that is cut as one. See [Note: Packed parameters] in
             `gyre_trainer.shards.regrouping`.
+        of_slices: for each slice, half-open ranges of the cut dim, of which several slices may have
+            the same; their gradients add up. Empty where a slice has its equal part.
     """
 
     name: str
@@ -38,6 +40,12 @@ class Cut:
     dim: int
     padded: bool = False
     sections: tuple[int, ...] = ()
+    of_slices: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def rests_otherwise(self) -> bool:
+        """Whether a slice's part is another one than the shard that its owner keeps."""
+        return bool(self.sections or self.of_slices)
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,20 @@ class Layout:
     @cached_property
     def at_rest(self) -> "Layout":
         """How ranks keep the slices: a shard is one range of its parameter, as DTensors are cut."""
-        if not any(cut.sections for cut in self.cuts):
+        if not any(cut.rests_otherwise for cut in self.cuts):
             return self
-        return replace(self, cuts=tuple(replace(cut, sections=()) for cut in self.cuts))
+        resting = (replace(cut, sections=(), of_slices=()) for cut in self.cuts)
+        return replace(self, cuts=tuple(resting))
 
     @cached_property
-    def is_packed(self) -> bool:
+    def is_regrouped(self) -> bool:
         """Whether a slice travels in another form than its shards rest in."""
-        return self.num_slices > 1 and any(cut.sections for cut in self.cuts)
+        return self.num_slices > 1 and any(cut.rests_otherwise for cut in self.cuts)
+
+    @cached_property
+    def has_shared_rows(self) -> bool:
+        """Whether several slices have the same rows of a parameter."""
+        return any(cut.of_slices for cut in self.cuts)
 
     def in_rounds(self, num_rounds: int) -> "Layout":
         """The same slices in ``num_rounds`` pieces each.
@@ -93,11 +107,13 @@ class Layout:
         return round_ * self.num_slices + index
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
-        """The half-open range of the cut dim that a piece holds, or of the first section."""
+        """The half-open range of the cut dim that a piece holds, or the first of several."""
         return self._bounds[cut.name][piece]
 
     def ranges(self, cut: Cut, piece: int) -> list[tuple[int, int]]:
-        """All half-open ranges of the cut dim that a piece holds: one of each section."""
+        """All half-open ranges of the cut dim that a piece holds, such as one of each section."""
+        if cut.of_slices:
+            return list(cut.of_slices[piece])
         if not cut.sections:
             return [self.bounds(cut, piece)]
         starts = accumulate(cut.sections, initial=0)
@@ -108,6 +124,8 @@ class Layout:
         ]
 
     def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
+        if cut.of_slices:
+            return cut.of_slices[piece][0]
         round_, index = divmod(piece, self.num_slices)
         size = cut.sections[0] if cut.sections else cut.shape[cut.dim]
         start, stop = slice_bounds(size, index, self.num_slices)

@@ -8,6 +8,9 @@ r's shard is one range of rows, because every reader of a DTensor, of an optimiz
 checkpoint takes it for that. So where a module has a packed parameter, its slices travel in another
 form than its shards rest in. Before a pass, ranks send each other the rows that the other's slice
 needs, and the slices go round the ring. After backward, the gradient's rows go the same way back.
+
+Slices of query heads may need the same key/value head (`Cut.of_slices`). Then its rows are sent to
+each of these slices, and what comes back is added up.
 """
 
 from collections.abc import Sequence
@@ -103,7 +106,8 @@ def to_shards(layout: Layout, ring: Ring, gradient: Tensor, hop: HopIdentity) ->
         RingError: a rank is gone or too late.
         RotationError: another rank calls another module.
     """
-    found = gradient.new_empty(layout.at_rest.numel(ring.rank))
+    numel, adds = layout.at_rest.numel(ring.rank), layout.has_shared_rows
+    found = gradient.new_zeros(numel) if adds else gradient.new_empty(numel)
     shards = layout.at_rest.views(found, ring.rank)
     parts = layout.views(gradient, ring.rank)
     _move(
@@ -112,6 +116,7 @@ def to_shards(layout: Layout, ring: Ring, gradient: Tensor, hop: HopIdentity) ->
         ring,
         Stream.GRADIENTS,
         hop,
+        adds=adds,
     )
     return found
 
@@ -130,22 +135,29 @@ def _move(
     ring: Ring,
     stream: Stream,
     hop: HopIdentity,
+    *,
+    adds: bool = False,
 ) -> None:
     """Send the views ``sources[i]`` to rank i, and fill ``targets[i]`` with those of rank i.
 
-    Rows are sent from where they lie, and arrive where they belong; columns take a copy.
+    Rows are sent from where they lie, and arrive where they belong; columns take a copy. Where
+    targets of several ranks are the same rows, what arrives ``adds`` up, from copies, too.
     """
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     outgoing = [(rank, view.contiguous()) for rank in others for view in sources[rank]]
     views = [(rank, view) for rank in others for view in targets[rank]]
     incoming = [
-        (rank, view if view.is_contiguous() else torch.empty_like(view).contiguous())
+        (rank, view if view.is_contiguous() and not adds else torch.empty_like(view).contiguous())
         for rank, view in views
     ]
     under_way = ring.send_among(outgoing, incoming, stream, hop.pack())
     for source, target in zip(sources[ring.rank], targets[ring.rank], strict=True):
-        target.copy_(source)
+        _put(target, source, adds=adds)
     under_way.wait()
     for (_, view), (_, arrived) in zip(views, incoming, strict=True):
         if arrived is not view:
-            view.copy_(arrived)
+            _put(view, arrived, adds=adds)
+
+
+def _put(target: Tensor, source: Tensor, *, adds: bool) -> None:
+    target.add_(source) if adds else target.copy_(source)

@@ -26,7 +26,7 @@ _MAX_TRIALS = 32
 _HEAD_COUNTS = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads"
 
 
-def find_rule(module: nn.Module, num_slices: int, *, packed: bool = False) -> Rule | None:
+def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) -> Rule | None:
     """The rule by which a module rotates as a whole; None where none was found.
 
     A rule is found where the outputs of a small twin, of the same code, are those of its slices, in
@@ -35,24 +35,28 @@ def find_rule(module: nn.Module, num_slices: int, *, packed: bool = False) -> Ru
     Args:
         module: it may be on `meta`.
         num_slices: the size of the ring.
-        packed: whether rules with packed parameters count, whose rows travel once more before each
-            pass. Where nothing is recomputed they cost more than they spare.
+        regrouped: whether rules count where rows travel once more before each pass: those with
+            packed parameters, and those where slices share key/value heads. Where nothing is
+            recomputed they cost more than they spare.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        found = _find_block(module, num_slices, packed) if _has_plain_layers(module) else None
+        found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
     return found or find_experts_rule(module, num_slices)
 
 
-def _find_block(module: nn.Module, num_slices: int, packed: bool) -> Rule | None:
-    for rule in (*_mlp_rules(module, packed), *_attention_rules(module, packed)):
+def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | None:
+    rules = chain(
+        _mlp_rules(module, regrouped), _attention_rules(module, num_slices, regrouped=regrouped)
+    )
+    for rule in rules:
         twin = _twin(module, rule, num_slices)
         if twin is None:
             continue
         if twin.fits():
             return rule
         if isinstance(rule, AttentionRule):
-            trials = (replace(rule, counts=counts) for counts in _counts(module, twin))
+            trials = (replace(rule, **counts) for counts in _counts(module, rule, twin))
             counted = next((each for each in trials if replace(twin, rule=each).fits()), None)
             if counted is not None:
                 return counted
@@ -96,7 +100,9 @@ def _mlp_rules(module: nn.Module, packed: bool) -> Iterator[MLPRule]:
             yield MLPRule(ups=tuple(ups), down=down, num_packed=num_packed)
 
 
-def _attention_rules(module: nn.Module, packed: bool) -> Iterator[AttentionRule]:
+def _attention_rules(
+    module: nn.Module, num_slices: int, *, regrouped: bool
+) -> Iterator[AttentionRule]:
     layers = _features(module)
     for num_kv_heads, (output, (heads, dim)) in product(
         _head_counts(module), reversed(layers.items())
@@ -105,10 +111,10 @@ def _attention_rules(module: nn.Module, packed: bool) -> Iterator[AttentionRule]
         widths = sorted(outputs for _, outputs in inputs.values())
         if any(size != dim for size, _ in inputs.values()) or not _are_heads(widths, heads):
             continue
-        if widths[0] % num_kv_heads == 0:
+        if widths[0] % num_kv_heads == 0 and (regrouped or num_kv_heads % num_slices == 0):
             rule = AttentionRule(num_kv_heads, inputs=tuple(inputs), output=output)
             yield rule
-            if packed and len(widths) == 1:
+            if regrouped and len(widths) == 1:
                 yield replace(rule, packed=True)
 
 
@@ -133,14 +139,33 @@ def _head_counts(module: nn.Module) -> list[int]:
     return list(dict.fromkeys(each for each in found if isinstance(each, int) and each > 0))
 
 
-def _counts(module: nn.Module, twin: Twin) -> list[tuple[str, ...]]:
-    """Which of the numbers that the forward reads a slice may have 1/N of, few before many.
+def _counts(
+    module: nn.Module, rule: AttentionRule, twin: Twin
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Which of the numbers that the forward reads are others in a slice, few before many.
 
     They are those of heads, or of channels of all heads. Another number, such as the channels of
     one head, may be as large by chance, so all subsets are possible.
+
+    Yields:
+        Names by the attributes of the rule that say how the numbers change.
     """
-    sizes = [size for features in _features(module).values() for size in features]
-    likely = {*sizes, *_head_counts(module)}
-    counts = [name for name, value in twin.numbers_read().items() if value in likely]
-    subsets = (combinations(counts, size) for size in range(1, len(counts) + 1))
-    return list(islice(chain.from_iterable(subsets), _MAX_TRIALS))
+    heads = rule.shared_heads(twin.layout.cuts, twin.layout.num_slices)
+    if heads is None:
+        sizes = [size for features in _features(module).values() for size in features]
+        kinds = {"counts": {*sizes, *_head_counts(module)}}
+    else:
+        kinds = {
+            "groups": {heads.group},
+            "kv_counts": {heads.num_kv_heads, heads.kv_width},
+            "counts": {heads.num_heads, heads.kv_width * heads.group},
+        }
+    changes = [
+        (kind, name)
+        for name, value in twin.numbers_read().items()
+        for kind, values in kinds.items()
+        if value in values and (kind != "counts" or value % twin.layout.num_slices == 0)
+    ]
+    subsets = (combinations(changes, size) for size in range(1, len(changes) + 1))
+    for chosen in islice(chain.from_iterable(subsets), _MAX_TRIALS):
+        yield {kind: tuple(name for of, name in chosen if of == kind) for kind in kinds}

@@ -15,11 +15,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class BlockFinder:
-    """Finds by which rules the modules of a model rotate as a whole; ``packed`` as `find_rule`."""
+    """Finds by which rules a model's modules rotate as a whole; ``regrouped`` as `find_rule`."""
 
-    def __init__(self, model: nn.Module, num_slices: int, *, packed: bool = False) -> None:
+    def __init__(self, model: nn.Module, num_slices: int, *, regrouped: bool = False) -> None:
         self._num_slices = num_slices
-        self._packed = packed
+        self._regrouped = regrouped
         self._shares_caches = not any(map(_has_cache_of_its_own, model.modules()))
         self._tried: dict[Hashable, Rule | None] = {}
 
@@ -27,7 +27,7 @@ class BlockFinder:
         """The rule that was found for a module; None where none was."""
         key = tuple(_likeness(module))
         if key not in self._tried:
-            self._tried[key] = find_rule(module, self._num_slices, packed=self._packed)
+            self._tried[key] = find_rule(module, self._num_slices, regrouped=self._regrouped)
         rule = self._tried[key]
         if rule is not None and rule.caches_heads and not self._shares_caches:
             return None

@@ -32,6 +32,19 @@ _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    """Whether the twin is in training, and whether it gets a mask."""
+
+    training: bool
+    masked: bool
+
+
+# Attention with a mask may be other code than attention without.
+_CALLS = _Call(True, False), _Call(False, False), _Call(False, True)
+_MASK = "attention_mask"
+
+
+@dataclass(frozen=True, slots=True)
 class Twin:
     """A module of the same code with small layers, and arguments to call it with.
 
@@ -39,15 +52,15 @@ class Twin:
         module: float64, with random values.
         rule: the rule on trial.
         layout: how the rule cuts the twin.
-        arguments: by the names of the forward's parameters.
-        expected: the whole module's outputs, in training (true) and in evaluation, once known.
+        arguments: by the names of the forward's parameters, without a mask.
+        expected: the whole module's outputs of each call, once known; None where it takes no mask.
     """
 
     module: nn.Module
     rule: Rule
     layout: Layout
     arguments: dict[str, Any]
-    expected: dict[bool, list[Tensor]] = field(default_factory=dict)
+    expected: dict[_Call, list[Tensor] | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, rule: Rule, num_slices: int) -> "Twin":
@@ -74,9 +87,9 @@ class Twin:
         return cls(twin, rule, layout, _arguments(twin, rule))
 
     def fits(self) -> bool:
-        """Whether the slices' outputs make the module's, in both modes."""
+        """Whether the slices' outputs make the module's, in both modes and with a mask."""
         try:
-            return all(self._fits(training=training) for training in (True, False))
+            return all(self._fits(call) for call in _CALLS)
         except Exception:  # foreign code, on a slice that it may not take
             return False
 
@@ -87,29 +100,53 @@ class Twin:
             return read
         try:
             with reads_recorded(self.module) as names:
-                self.module(**self.arguments)
+                for call in _CALLS[1:]:
+                    if self._is_possible(call):
+                        self.module(**self._arguments(call))
         except Exception:  # foreign code, that may look at its class
             return read
         for name in names:
             owner, last = owner_of(self.module, name)
             value = getattr(owner, last, None)
-            if type(value) is int and value > 0 and value % self.layout.num_slices == 0:
+            if type(value) is int and value > 0:
                 read[name] = value
         return read
 
-    def _fits(self, *, training: bool) -> bool:
-        """Whether they do in one mode, and without random numbers."""
-        self.module.train(training)
+    def _arguments(self, call: _Call) -> dict[str, Any]:
+        if not call.masked:
+            return self.arguments
+        mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
+        return self.arguments | {_MASK: mask.expand(_BATCH, -1, -1, -1)}
+
+    def _is_possible(self, call: _Call) -> bool:
+        return not call.masked or (_MASK in self.arguments and self._whole(call) is not None)
+
+    def _whole(self, call: _Call) -> list[Tensor] | None:
+        """The whole module's outputs; None where it takes no such mask."""
+        if call not in self.expected:
+            self.module.train(call.training)
+            try:
+                self.expected[call] = _outputs(self.module(**self._arguments(call)))
+            except Exception:  # foreign code, with a mask of another form than it takes
+                if not call.masked:
+                    raise
+                self.expected[call] = None
+        return self.expected[call]
+
+    def _fits(self, call: _Call) -> bool:
+        """Whether they do in one call, and without random numbers."""
+        if not self._is_possible(call):
+            return True
+        self.module.train(call.training)
         state = torch.get_rng_state()
-        if training not in self.expected:
-            self.expected[training] = _outputs(self.module(**self.arguments))
-        expected = self.expected[training]
+        expected = self._whole(call)
+        assert expected is not None
         reductions = [
             self.rule.output_reduction(position, self.layout, output.dtype)
             for position, output in enumerate(expected)
         ]
         for index in range(self.layout.num_slices):
-            outputs = _outputs(self._run(index))
+            outputs = _outputs(self._run(index, self._arguments(call)))
             for reduction, output in zip(reductions, outputs, strict=True):
                 reduction.add(index, output)
         found = [reduction.result() for reduction in reductions]
@@ -118,18 +155,25 @@ class Twin:
             for one, other in zip(found, expected, strict=True)
         )
 
-    def _run(self, index: int) -> Any:
+    def _run(self, index: int, arguments: dict[str, Any]) -> Any:
         weights, bounds = {}, {}
         for cut in self.layout.cuts:
             start, stop = bounds[cut.name] = self.layout.bounds(cut, index)
             whole, ranges = self.module.get_parameter(cut.name), self.layout.ranges(cut, index)
             part = torch.cat([whole.narrow(cut.dim, a, b - a) for a, b in ranges], cut.dim)
             weights[cut.name] = F.pad(part, (start, cut.shape[0] - stop)) if cut.padded else part
-        module, num_slices = self.module, self.layout.num_slices
-        deferred = DeferredGrads({})
-        current = ModuleSlice(module, module.forward, weights, bounds, deferred, num_slices)
+        module, layout = self.module, self.layout
+        current = ModuleSlice(
+            module,
+            module.forward,
+            weights,
+            bounds,
+            DeferredGrads({}),
+            layout.num_slices,
+            layout.cuts,
+        )
         with swapped(module, weights):
-            return self.rule.run(current, **self.arguments)
+            return self.rule.run(current, **arguments)
 
 
 def _small(rule: Rule, name: str, layer: nn.Module, num_slices: int) -> tuple[int, int]:
@@ -194,7 +238,7 @@ def _arguments(twin: nn.Module, rule: Rule) -> dict[str, Any]:
         if parameter.name == "position_embeddings" and isinstance(rule, AttentionRule):
             angles = torch.randn(_BATCH, _TIME, _head_dim(twin), dtype=torch.float64)
             arguments[parameter.name] = angles.cos(), angles.sin()
-        elif parameter.name == "attention_mask":
+        elif parameter.name == _MASK:
             arguments[parameter.name] = None
         elif parameter.default is parameter.empty:
             raise TypeError(parameter.name)

@@ -90,7 +90,7 @@ class Bundle:
         saving = self._whole.saving() if torch.is_grad_enabled() else nullcontext()
         with swapped(rotation.module, weights | others), saving:
             current = ModuleSlice(
-                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1
+                rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1, cuts
             )
             output = rotation.rule.run(current, *args, **kwargs)
         return tree_map_only(Tensor, partial(cast, dtype=outer_dtype), output)
