@@ -85,17 +85,17 @@ def test_of_the_chosen_tokens_eight_in_ten_are_masked_and_one_is_random() -> Non
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 7, 24, 100, 512])
 def test_spans_and_what_stays_are_the_row(num_tokens: int) -> None:
     settings = ObjectiveConfig()
-    row = np.arange(num_tokens) % 70 + 5
+    row = np.arange(num_tokens) % 60 + 5
     lengths = Lengths.of(num_tokens, settings)
     for seed in range(20):
         inputs, targets = corrupted(row, settings, TOKENS, np.random.default_rng(seed))
         assert (len(inputs), len(targets)) == (lengths.inputs, lengths.targets)
         assert inputs[-1] == targets[-1] == TOKENS.end
-        sentinels = [each for each in inputs if each > 80]
+        sentinels = [each for each in inputs if each > 70]
         assert sentinels == [99 - index for index in range(lengths.spans)]
         found: dict[int, list[int]] = {}
         for each in targets[:-1].tolist():
-            found.setdefault(each, []) if each > 80 else found[list(found)[-1]].append(each)
+            found.setdefault(each, []) if each > 70 else found[list(found)[-1]].append(each)
         assert list(found) == sentinels
         again = [token for each in inputs[:-1].tolist() for token in found.get(each, [each])]
         assert again == row.tolist()
@@ -114,11 +114,10 @@ def test_infilled_rows_have_a_mask_for_a_span_and_all_their_tokens_as_targets() 
 
 
 def test_the_places_of_spans_are_drawn() -> None:
-    row = np.arange(100) % 70 + 5
-    generators = [np.random.default_rng(seed) for seed in range(100)]
+    row = np.arange(20) + 10  # one span
+    generators = [np.random.default_rng(seed) for seed in range(300)]
     rows = [corrupted(row, ObjectiveConfig(), TOKENS, rng)[0] for rng in generators]
-    assert len({int(np.flatnonzero(each == TOKENS.sentinel)[0]) for each in rows}) > 20
-    assert len({tuple(each) for each in rows}) == 100
+    assert {int(np.flatnonzero(each == TOKENS.sentinel)[0]) for each in rows} == set(range(1, 18))
 
 
 @pytest.mark.parametrize(

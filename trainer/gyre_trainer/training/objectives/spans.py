@@ -1,8 +1,9 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """Span corruption (Raffel et al. 2020, arXiv 1910.10683), and text infilling (Lewis et al. 2019).
 
-As T5's own `random_spans_noise_mask`, the number of tokens and of spans that are taken out follows
-from the length of the row alone, so full rows have one shape. Only places and lengths are drawn.
+As in T5's own `random_spans_noise_mask`, the number of tokens and of spans that are taken out
+follows from the length of the row alone, so full rows have one shape. Only places and lengths are
+drawn.
 
 Dims: T time, S spans.
 """
@@ -56,7 +57,9 @@ def corrupted(
         ConfigError: there are no tokens to stand for spans.
     """
     lengths = Lengths.of(len(row_T), objective)
-    kept_S = _parts(len(row_T) - lengths.noise, lengths.spans, rng)
+    # what stays stands before each span and, other than T5's code has it, perhaps behind the last
+    # one: short rows have one span, which would always be their end
+    kept_S = _parts(len(row_T) - lengths.noise + 1, lengths.spans + 1, rng)[:-1]
     gone_S = _parts(lengths.noise, lengths.spans, rng)
     bounds = np.cumsum(np.stack([kept_S, gone_S], axis=1).ravel())
     *pieces, rest = np.split(row_T, bounds)
