@@ -171,8 +171,15 @@ _TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | 
         ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
         ({"config": {"model_type": "no such family"}}, "no configuration for transformers"),
         ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
-        ({"config": {"model_type": "t5"}}, "train it by a script with rotate_all, as docs/rtp.md"),
-        ({"config": _TINY_BERT}, "a bert sees the tokens that it is to predict, unless"),
+        ({"config": {"model_type": "vit"}}, "train it by a script with rotate_all, as docs/rtp.md"),
+        (
+            {"config": {"model_type": "t5"}, "objective": "causal"},
+            "no causal language model of a t5; set `model.objective` to denoising or seq2seq",
+        ),
+        (
+            {"config": _TINY_BERT, "objective": "causal"},
+            "a bert sees the tokens that it is to predict, unless",
+        ),
         ({"pretrained": "nowhere"}, "name a folder with config.json"),
         ({"config": {}, "dim": 8}, "unknown key `model.dim`"),
     ],
@@ -197,7 +204,7 @@ def test_a_model_of_transformers_that_cannot_be(model: dict[str, object], said: 
 )
 def test_a_family_of_encoders_with_a_causal_model_can_be_trained(keys: dict[str, object]) -> None:
     with torch.device("meta"):
-        built = plain(LibraryConfig(config=keys))
+        built = plain(LibraryConfig(config=keys, objective="causal"))
     assert type(built).__name__ in ("BertLMHeadModel", "BartForCausalLM")
 
 

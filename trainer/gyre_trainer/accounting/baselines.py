@@ -164,7 +164,12 @@ def fully_sharded(
 
 def _sub_blocks(block: nn.Module) -> list[nn.Module]:
     """The parts of a block that have matrices: its attention and its MLP."""
-    return [part for part in block.children() if any(each.ndim > 1 for each in part.parameters())]
+    parts = [
+        part
+        for child in block.children()
+        for part in (child if isinstance(child, nn.ModuleList) else [child])
+    ]
+    return [part for part in parts if any(each.ndim > 1 for each in part.parameters())]
 
 
 def _ends(model: nn.Module) -> tuple[nn.Embedding, "_HeadAndLoss | LossHead"]:

@@ -29,9 +29,10 @@ from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, plain
-from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import library_config
+from gyre_trainer.training.objectives.collators import stand_in
 
 
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
@@ -46,17 +47,16 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
     rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
     values = KnownValues()
     with on_fake_ranks(num_ranks, values) as mesh:
-        rows = torch.zeros(
-            config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64
-        )
-        model = distribute(config, strategy, mesh, rows.device, rules)
-        allocate(model, rows.device)
+        device = torch.device("cpu")
+        examples = stand_in(config, config.data.batch_size // num_ranks)
+        model = distribute(config, strategy, mesh, device, rules)
+        allocate(model, device)
         if strategy is Strategy.GYRE:
             encode_frozen(model, config, mesh)
-            add_fake_adapters(model, config, rows.device)
+            add_fake_adapters(model, config, device)
         try:
             cost = measure_step(
-                model, config, Examples(rows, rows, None), num_warm_up_tokens=rows.shape[1]
+                model, config, examples, num_warm_up_tokens=_num_warm_up_tokens(config)
             )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
@@ -64,6 +64,15 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
                 f"as which experts they choose, so it cannot be planned ({error})"
             ) from error
     return dataclasses.replace(cost, assumes_even_routing=values.assumes_even_routing)
+
+
+def _num_warm_up_tokens(config: TrainConfig) -> int:
+    """Few, so that a plan takes little time; all where experts could be left without tokens."""
+    few, all_tokens = 16, config.data.sequence_length
+    if isinstance(config.model, GPTConfig):
+        return few
+    keys = library_config(config.model).to_dict()
+    return all_tokens if any("expert" in key for key in keys) else few
 
 
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:

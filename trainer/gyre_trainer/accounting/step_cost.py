@@ -71,16 +71,12 @@ def measure_step(
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
         for step in range(num_warm_up_steps):
-            stepper.take(_few(examples, num_warm_up_tokens), step)
+            stepper.take(examples.shortened(num_warm_up_tokens), step)
         live.mark(STEP)
         before = sent_bytes.total
         with Operations() as operations:
             stepper.take(examples, num_warm_up_steps)
         return StepCost(live.timeline().since(STEP), sent_bytes.total - before, operations.total)
-
-
-def _few(examples: Examples, num_tokens: int) -> Examples:
-    return Examples(examples.inputs[:, :num_tokens], examples.targets[:, :num_tokens], None)
 
 
 class _Observer:

@@ -1,6 +1,8 @@
 """The configured model, rotated before it exists."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +29,20 @@ def plain(model: ModelConfig) -> nn.Module:
     return GPT(model) if isinstance(model, GPTConfig) else library_model(model)
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The model's blocks, or layers."""
-    return model.blocks if isinstance(model, GPT) else layers_of(model)
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The model's blocks, or layers; of an encoder-decoder those of both."""
+    return list(model.blocks if isinstance(model, GPT) else layers_of(model))
 
 
 def features_of(model: nn.Module) -> nn.Module:
     """The module whose output the head takes."""
-    return model.norm if isinstance(model, GPT) else model.base_model  # type: ignore[return-value]
+    if isinstance(model, GPT):
+        return model.norm
+    library: Any = model
+    features: nn.Module = (
+        library.get_decoder() if library.config.is_encoder_decoder else library.base_model
+    )
+    return features
 
 
 def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -> nn.Module:

@@ -1,4 +1,6 @@
-"""From a loader's batch to the inputs and targets of a language model.
+"""From a loader's batch to the inputs and targets of a causal language model.
+
+`training.objectives` makes those of other models.
 
     tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
              the first
@@ -14,11 +16,11 @@ rerun. A shorter document ends with END_OF_TEXT, followed by padding without a l
 only a part of each long document, so cut a corpus of long documents into smaller samples.
 
 Dims: B samples of this rank, T = sequence_length. Of shorter sequences there are more rows, whose
-T is less.
+T is less. The inputs of an encoder have S tokens; elsewhere S is T.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,19 +38,24 @@ class Examples:
     """Inputs and targets of one rank for one step.
 
     Attributes:
-        inputs: int64 [B, T].
+        inputs: int64 [B, S].
         targets: int64 [B, T].
         counts: bool [B, T], the targets that have a loss; None for all. Either all ranks have it or
             none.
-        positions: int64 [B, T], the place of each input in its document, where several documents
+        positions: int64 [B, S], the place of each input in its document, where several documents
             are packed into a row; None where a row is one document. Either all ranks have it or
             none.
+        is_token: bool [B, S], false for padding of the inputs; None where they see only what is
+            before them, so that no padding matters.
+        decoder_inputs: int64 [B, T], what the decoder is given; None for models without one.
     """
 
     inputs: Tensor
     targets: Tensor
     counts: Tensor | None
     positions: Tensor | None = None
+    is_token: Tensor | None = None
+    decoder_inputs: Tensor | None = None
 
     def num_targets(self) -> int:
         """The number of targets that have a loss."""
@@ -56,17 +63,29 @@ class Examples:
 
     def split(self, num_parts: int) -> "list[Examples]":
         """The same rows in ``num_parts`` equal parts."""
-        tensors = self.inputs, self.targets, self.counts, self.positions
         columns = [
-            [None] * num_parts if each is None else each.chunk(num_parts) for each in tensors
+            [None] * num_parts if each is None else each.chunk(num_parts)
+            for each in self._tensors()
         ]
         return [Examples(*part) for part in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> "Examples":
         """The same examples on a device."""
-        counts = None if self.counts is None else self.counts.to(device)
-        positions = None if self.positions is None else self.positions.to(device)
-        return Examples(self.inputs.to(device), self.targets.to(device), counts, positions)
+        return Examples(*(None if each is None else each.to(device) for each in self._tensors()))  # type: ignore[arg-type]
+
+    def shortened(self, num_tokens: int) -> "Examples":
+        """The first ``num_tokens`` of the inputs and of the targets of each row."""
+        cut = (None if each is None else each[:, :num_tokens] for each in self._tensors())
+        return Examples(*cut)  # type: ignore[arg-type]
+
+    def counting_rows(self, is_sample: Tensor) -> "Examples":
+        """The same without a loss for samples [B] that only fill up the last batch of an epoch."""
+        is_row = is_sample.repeat_interleave(len(self.targets) // len(is_sample))
+        rows = is_row.to(self.targets.device)[:, None].expand_as(self.targets)
+        return replace(self, counts=rows if self.counts is None else rows & self.counts)
+
+    def _tensors(self) -> list[Tensor | None]:
+        return [getattr(self, each.name) for each in fields(self)]
 
 
 class Collator:
@@ -98,8 +117,8 @@ class Collator:
             else self._documents(values, offsets, batch["sample_id"], step)
         )
         if "mask" in batch:
-            examples = _without_padding(examples, batch["mask"])
-        self._require_known_tokens(examples)
+            examples = examples.counting_rows(batch["mask"])
+        require_known_tokens(examples, self._data, self._vocab_size)
         return examples
 
     def _windows(
@@ -145,17 +164,23 @@ class Collator:
             tokens_and_padding[:, :-1], tokens_and_padding[:, 1:], torch.from_numpy(counts)
         )
 
-    def _require_known_tokens(self, examples: Examples) -> None:
-        extremes = torch.stack(
-            [examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()]
+
+def require_known_tokens(examples: Examples, data: DataConfig, vocab_size: int) -> None:
+    """Check that all tokens are in the vocabulary.
+
+    Raises:
+        DataRejected: one is outside.
+    """
+    extremes = torch.stack(
+        [examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()]
+    )
+    smallest, *greatest = extremes.tolist()  # this waits for a device only once
+    largest = max(greatest)
+    if largest >= vocab_size or smallest < 0:
+        raise DataRejected(
+            f"token {largest} of {data.dataset!r} is outside the vocabulary; "
+            f"`model.vocab_size` is {vocab_size}"
         )
-        smallest, *greatest = extremes.tolist()  # this waits for a device only once
-        largest = max(greatest)
-        if largest >= self._vocab_size or smallest < 0:
-            raise DataRejected(
-                f"token {largest} of {self._data.dataset!r} is outside the vocabulary; "
-                f"`model.vocab_size` is {self._vocab_size}"
-            )
 
 
 def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.NDArray[np.int64]:
@@ -172,15 +197,3 @@ def _sample_shape(values: Tensor, num_samples: int) -> tuple[int, ...]:
     num_rows, *rest = values.shape
     per_sample = num_rows // num_samples
     return (per_sample * rest[0], *rest[1:]) if per_sample > 1 and rest else tuple(rest)
-
-
-def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
-    """The examples without a loss for samples [B] that only fill up the last batch of an epoch."""
-    is_row = is_sample.repeat_interleave(len(examples.targets) // len(is_sample))
-    rows = is_row.to(examples.targets.device)[:, None].expand_as(examples.targets)
-    return Examples(
-        examples.inputs,
-        examples.targets,
-        rows if examples.counts is None else rows & examples.counts,
-        examples.positions,
-    )

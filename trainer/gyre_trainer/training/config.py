@@ -33,6 +33,7 @@ from gyre_trainer.training.configuration.ranges import (
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
 from gyre_trainer.training.models.sampling import SampleConfig
+from gyre_trainer.training.objectives.settings import ObjectiveConfig
 from gyre_trainer.training.records.boards import BoardsConfig
 
 ModelConfig = GPTConfig | LibraryConfig
@@ -215,6 +216,7 @@ class TrainConfig:
     run: RunConfig
     data: DataConfig
     model: ModelConfig
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

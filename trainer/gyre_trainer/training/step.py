@@ -62,7 +62,11 @@ class Stepper:
         here, num_targets = examples.to(device), examples.num_targets()
         return (
             self.loss(
-                here.inputs, here.targets, here.counts if num_targets else None, here.positions
+                here.inputs,
+                here.targets,
+                here.counts if num_targets else None,
+                here.positions,
+                *([here.is_token, here.decoder_inputs] if here.is_token is not None else []),
             )
             * num_targets
         )

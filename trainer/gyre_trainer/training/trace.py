@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gyre_trainer.comm.spans import name_modules, span
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.objectives.collators import stand_in
 from gyre_trainer.training.rank_context import join_job
 from gyre_trainer.training.step import Stepper
 
@@ -29,11 +28,8 @@ def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
         model = build_model(config, context)
         name_modules(model)
         stepper = Stepper(model, config, span)
-        shape = config.data.batch_size // context.world_size, config.data.sequence_length
-        rows = torch.randint(
-            config.model.vocab_size, shape, generator=torch.Generator().manual_seed(context.rank)
-        )
-        examples = Examples(rows, rows, None)
+        num_rows = config.data.batch_size // context.world_size
+        examples = stand_in(config, num_rows, seed=context.rank)
         for step in range(_NUM_WARM_UP_STEPS):
             stepper.take(examples, step)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (

@@ -19,9 +19,8 @@ from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
 from gyre_trainer.layers.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
-from gyre_trainer.training.collate import Collator
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.sampling import Sampler
+from gyre_trainer.training.objectives.collators import collator_of, sampler_of
 from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.records.rank_log import log_to
@@ -84,8 +83,8 @@ class Training:
         self._context = context
         self._loader = loader
         self._stepper = Stepper(build_model(config, context, weights), config)
-        self._collator = Collator(config.data, config.model.vocab_size)
-        self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
+        self._collator = collator_of(config)
+        self._sampler = sampler_of(config) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
             Path(config.run.out) / "checkpoints",
             config.checkpoint.keep,

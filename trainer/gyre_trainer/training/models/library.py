@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`, from their configuration alone.
+"""Language models of `transformers`, from their configuration alone: causal, masked, seq2seq.
 
 Nothing is downloaded, and no code is run that a folder brings.
 """
@@ -8,18 +8,29 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.lora import Lora
+from gyre_trainer.training.objectives.settings import Objective
 
 _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rtp.md describes under "Your own model", or in '
     "Hugging Face's Trainer with ShardedTrainer"
 )
+# What transformers calls the models of an objective, and the class and the table that make them.
+_KINDS: Mapping[Objective, tuple[str, str, str]] = {
+    "causal": ("causal", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    "masked": ("masked", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
+    **dict.fromkeys(
+        ("denoising", "seq2seq"),
+        ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +41,13 @@ class LibraryConfig:
         pretrained: a folder with `config.json`, and with weights to train from; `gyre-train plan`
             takes the file, too.
         config: the keys of a `config.json`: `model_type`, and those that have no default.
+        objective: what the model is asked to predict; `auto` takes what `objective_of` says.
         lora: adapters; where there are any, only they are trained.
     """
 
     pretrained: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    objective: Literal["auto", "causal", "masked", "denoising", "seq2seq"] = "auto"
     lora: Lora = dataclasses.field(default_factory=Lora)
 
     def __post_init__(self) -> None:
@@ -53,7 +66,7 @@ class LibraryConfig:
         described.num_hidden_layers = num_layers
         if getattr(described, "layer_types", None):
             described.layer_types = described.layer_types[:num_layers]
-        return LibraryConfig(config=described.to_dict(), lora=self.lora)
+        return dataclasses.replace(self, pretrained="", config=described.to_dict())
 
 
 def library_config(model: LibraryConfig) -> Any:
@@ -82,55 +95,110 @@ def library_config(model: LibraryConfig) -> Any:
         raise ConfigError(f"{where} is no configuration for transformers: {error}") from error
 
 
+def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
+    """What the model is asked to predict.
+
+    Unless it is set, encoder-decoders are denoising, models that see both sides of a token are
+    masked, and all others causal. Of a family that has several, `architectures` of its
+    configuration, or `is_decoder`, decides.
+
+    Raises:
+        ConfigError: as `library_config`.
+    """
+    if isinstance(model, GPTConfig):
+        return "causal"
+    if model.objective != "auto":
+        return model.objective
+    described = library_config(model)
+    names = getattr(described, "architectures", None) or [""]
+    if described.is_encoder_decoder:
+        has_encoder = _exists(described, "denoising") and not names[0].endswith("ForCausalLM")
+        return "denoising" if has_encoder else "causal"
+    if _exists(described, "masked") and not _looks_back_only(described):
+        return "masked"
+    return "causal"
+
+
 def library_model(model: LibraryConfig) -> nn.Module:
     """The model in float32, on torch's current default device.
 
     Raises:
-        ConfigError: as `library_config`; or the family has no causal language model, or its
-            configuration makes none.
+        ConfigError: as `library_config`; or the family has no language model for the objective, or
+            its configuration makes none.
     """
-    described = library_config(model)
-    # It takes seconds, and only these models need it.
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MASKED_LM_MAPPING,
-    )
-
+    described, objective = library_config(model), objective_of(model)
     where, kind = model.pretrained or "`model.config`", described.model_type
-    if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    words, name, _ = _KINDS[objective]
+    if not _exists(described, objective):
+        others = [each for each in _KINDS if _exists(described, each)]
+        advice = f"set `model.objective` to {' or '.join(others)}" if others else _BY_SCRIPT
         raise ConfigError(
-            f"{where}: transformers has no causal language model of a {kind}, and gyre-train "
-            f"trains no other; {_BY_SCRIPT}"
+            f"{where}: transformers has no {words} language model of a {kind}; {advice}"
         )
+    # It takes seconds, and only these models need it.
+    import transformers  # noqa: PLC0415
+
     try:
-        make: Any = AutoModelForCausalLM.from_config
+        make: Any = getattr(transformers, name).from_config
         built = make(described, dtype=torch.float32)
     except Exception as error:  # each family checks its own keys
         raise ConfigError(
-            f"{where}: transformers makes no causal language model of this {kind}: "
+            f"{where}: transformers makes no {words} language model of this {kind}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    key = "causal" if hasattr(built.config, "causal") else "is_decoder"
-    if type(described) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(built.config, key):
+    if (
+        objective == "causal"
+        and _exists(described, "masked")
+        and not _looks_back_only(built.config)
+    ):
         raise ConfigError(
             f"{where}: a {kind} sees the tokens that it is to predict, unless its configuration "
-            f"has {key} = true, and gyre-train trains causal language models alone; set that, or "
-            f"{_BY_SCRIPT}"
+            f"has {_causal_key(described)} = true; set that, or `model.objective` to masked"
         )
     return cast("nn.Module", built)
 
 
-def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The list of the model's layers: the outermost one that is as long as its configuration says.
+def _exists(described: Any, objective: Objective) -> bool:
+    """Whether transformers has a language model of the family for the objective."""
+    # It takes seconds, and only these models need it.
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    return type(described) in getattr(modeling_auto, _KINDS[objective][2])
+
+
+def _looks_back_only(described: Any) -> bool:
+    return bool(getattr(described, _causal_key(described)))
+
+
+def _causal_key(described: Any) -> str:
+    return "causal" if hasattr(described, "causal") else "is_decoder"
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers: those of the outermost list that is as long as its configuration says.
+
+    Of an encoder-decoder, they are the layers of its encoder and then those of its decoder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such list.
     """
-    num_layers = model.config.num_hidden_layers  # type: ignore[union-attr]
+    library: Any = model
+    described = library.config
+    if not described.is_encoder_decoder:
+        return _list_of(model, described.num_hidden_layers)
+    num_decoder_layers = next(
+        getattr(described, name)
+        for name in ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+        if hasattr(described, name)
+    )
+    encoder = _list_of(library.get_encoder(), described.num_hidden_layers)
+    return encoder + _list_of(library.get_decoder(), num_decoder_layers)
+
+
+def _list_of(model: nn.Module, num_layers: int) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+            return list(module)
     raise ConfigError(f"{type(model).__name__} has no list of {num_layers} layers")
 
 

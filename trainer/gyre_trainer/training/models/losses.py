@@ -39,7 +39,7 @@ class Loss(Protocol):
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """The loss of a GPT, or of a causal language model of `transformers`."""
+    """The loss of a GPT, or of a language model of `transformers`."""
     return model.loss if isinstance(model, GPT) else LibraryLoss(model)
 
 
@@ -81,7 +81,7 @@ class LossHead(nn.Module):
 
 
 class LibraryLoss:
-    """The loss of a causal language model of `transformers`.
+    """The loss of a language model of `transformers`.
 
     Where the model returns what its head computes, the head computes the loss at once, by slices of
     the vocabulary. Other models scale or cap their logits: in training a rotated head defers these,
@@ -105,7 +105,10 @@ class LibraryLoss:
             )
         self._model = model
         self._is_fused = True
-        self._takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        self._takes_mask, self._takes_cache = "attention_mask" in taken, "use_cache" in taken
+        self._more: dict[str, Tensor] = {}
+        self._is_token_BT: Tensor | None = None
 
     def __call__(
         self,
@@ -113,8 +116,21 @@ class LibraryLoss:
         targets_BT: Tensor,
         weights_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
+        is_token_BT: Tensor | None = None,
+        decoder_BT: Tensor | None = None,
     ) -> Tensor:
-        """As `GPT.loss`; packed documents do not see each other where the model can do that."""
+        """As `GPT.loss`; packed documents do not see each other where the model can do that.
+
+        Args:
+            tokens_BT: what the model is given, of an encoder-decoder its encoder: [B, S].
+            targets_BT: what it is to predict.
+            weights_BT: of each target.
+            positions_BT: of each token in its document.
+            is_token_BT: false for padding, of the shape of ``tokens_BT``; None for none.
+            decoder_BT: what the decoder is given, where there is one.
+        """
+        self._more = {} if decoder_BT is None else {"decoder_input_ids": decoder_BT}
+        self._is_token_BT = is_token_BT
         if positions_BT is not None and not self.keeps_apart:
             positions_BT = None
         if self._is_fused:
@@ -138,12 +154,17 @@ class LibraryLoss:
         A mask says so. Without one, transformers looks for packed sequences, and gives attention a
         mask of [T, T] instead of `is_causal`; then every slice of attention keeps a float copy.
         """
-        more: dict[str, Tensor] = {}
+        more: dict[str, Any] = {}
         if positions_BT is not None:
             more["position_ids"] = positions_BT
         elif self._takes_mask:
-            more["attention_mask"] = torch.ones_like(tokens_BT)
-        return self._model(input_ids=tokens_BT, use_cache=False, **more)
+            is_token_BT = self._is_token_BT
+            more["attention_mask"] = (
+                torch.ones_like(tokens_BT) if is_token_BT is None else is_token_BT.long()
+            )
+        if self._takes_cache:
+            more["use_cache"] = False
+        return self._model(input_ids=tokens_BT, **more, **self._more)
 
     @cached_property
     @torch.no_grad()
