@@ -169,9 +169,7 @@ class ReadableParameters:
         for place in self._places or ():
             if isinstance(place, CutPlace) and place.is_read and id(place) not in self._followed:
                 self._followed.add(id(place))
-                model.first_read = getattr(
-                    model, FIRST_READ, f"{path_of(place.owner)}.{place.last}"
-                )  # type: ignore[assignment]
+                vars(model).setdefault(FIRST_READ, f"{path_of(place.owner)}.{place.last}")
                 self._follow(model, place)
 
     def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
