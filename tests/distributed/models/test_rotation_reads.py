@@ -1,7 +1,6 @@
 """Parameters that a forward reads: sharded, gathered for the read, and exact."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import ReadRule, RotationPolicy, rotate_all
@@ -24,124 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
+from tests.distributed.models.reading import BATCH, CASES, DIM, TIME
 from tests.distributed.training import distance, whole, whole_parameters
-
-DIM, BATCH, TIME = 6, 12, 5
-
-
-class ReadsLayer(nn.Module):
-    """Reads weight and bias of one layer, and calls another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.called = nn.Linear(DIM, 7), nn.Linear(7, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.called(F.linear(x, self.layer.weight, self.layer.bias).sin())
-        return output + x
-
-
-class Mixes(nn.Module):
-    """Mixes the matrices of a list, with those of a dict, one of them twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.rand(DIM, DIM)) for _ in range(3)])
-        self.named = nn.ParameterDict({"gain": nn.Parameter(torch.rand(DIM))})
-        self.norm = nn.LayerNorm(DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = sum(part * (index + 1) for index, part in enumerate(self.parts))
-        output: Tensor = self.norm(x @ mixed * self.named["gain"] + x @ self.parts[0].t())
-        return output
-
-
-class Routes(nn.Module):
-    """A router by einsum, positions that are added, and experts whose weights are stacked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.rand(1, 2 * TIME, DIM))
-        self.router = nn.Parameter(torch.rand(DIM, 4))
-        self.ups, self.downs = (nn.Parameter(torch.rand(4, DIM, DIM)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.positions[:, : x.shape[1]]
-        scores = torch.einsum("btd,de->bte", x, self.router).softmax(-1)
-        hidden = torch.einsum("btd,edh->bteh", x, self.ups).relu()
-        outputs = [hidden[..., e, :] @ self.downs[e] * scores[..., e, None] for e in range(4)]
-        return x + sum(outputs)
-
-
-class Repeats(nn.Module):
-    """Reads the same matrices in each step of a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_input, self.of_state = (nn.Parameter(torch.rand(DIM, DIM)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x[:, 0])
-        states = []
-        for step in x.unbind(1):
-            state = (step @ self.of_input + state @ self.of_state).tanh()
-            states.append(state)
-        return torch.stack(states, 1)
-
-
-class TiesByHand(nn.Module):
-    """Calls its embedding and reads the weight of that as its head, which has the table's name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, DIM)
-        self.table = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x * 100).long() % 9
-        return F.linear(self.embedding(tokens[..., 0]), self.embedding.weight) @ self.table
-
-
-class Checkpointed(nn.Module):
-    """Calls modules inside of torch's checkpoint."""
-
-    def __init__(self, *inside: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(inside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-@dataclass
-class Case:
-    """A model, and what of it is cut by hand.
-
-    Attributes:
-        rules: for `rotate_all`.
-        num_whole: how many parameters stay whole.
-    """
-
-    build: Callable[[], nn.Module]
-    rules: tuple[str, ...] = ()
-    num_whole: int = 0
-
-
-CASES = {
-    "layer": Case(lambda: nn.Sequential(ReadsLayer())),
-    "list": Case(lambda: nn.Sequential(Mixes()), ("0",), 2),
-    "raw": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Routes()), ("1",)),
-    "root": Case(Routes, ("",)),
-    "loop": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Repeats()), ("1",)),
-    "tied": Case(TiesByHand),
-    "checkpoint": Case(lambda: Checkpointed(ReadsLayer(), Mixes(), Routes()), ("blocks.[12]",), 2),
-}
 
 
 @dataclass(frozen=True)
@@ -167,17 +52,24 @@ def trained(
     frozen: str = "",
     policy: RotationPolicy | None = None,
     replicate: int = 1,
+    convert: bool = False,
 ) -> Run:
-    """Train a model on this process's part of each batch; without parts as it is."""
+    """Train a model on this process's part of each batch; without parts as it is.
+
+    Its values are of float32, and it becomes float64, after rotating where ``convert`` says so.
+    """
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.build().double()
+    model = case.build()
+    if not convert:
+        model.double()
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in path)
     if num_parts > 1 or policy is not None:
         mesh = make_mesh("cpu", replicate=replicate)
         rules: dict[Any, Any] = dict.fromkeys(case.rules, ReadRule())
         rotate_all(model, mesh=mesh, rules=rules, policy=policy or RotationPolicy(), verify=True)
+    model.double()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     outputs, dtype = [], None if policy is None else policy.compute_dtype
@@ -228,6 +120,12 @@ FROZEN = {"layer": "layer.weight", "raw": "router", "tied": "embedding", "list":
 def test_frozen_parameters_are_read(ranks: StartRanks, name: str) -> None:
     found = ranks(2).run(partial(trained_here, frozen=FROZEN[name]), name)
     require_equal(found, trained(name, frozen=FROZEN[name]))
+
+
+@pytest.mark.parametrize("name", ["raw", "tied", "checkpoint"])
+def test_a_model_that_is_converted_reads(ranks: StartRanks, name: str) -> None:
+    found = ranks(2).run(partial(trained_here, convert=True), name)
+    require_equal(found, trained(name))
 
 
 @pytest.mark.parametrize("name", ["raw", "tied", "layer"])

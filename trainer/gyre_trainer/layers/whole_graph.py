@@ -16,6 +16,7 @@ from gyre_trainer.layers.head.deferred_logits import DefersLogits
 from gyre_trainer.layers.linear import AddsBias
 from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.layers.quantized_linear import is_quantized
+from gyre_trainer.layers.whole.read_parameters import FIRST_READ
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
 from gyre_trainer.rotation.call import cast
@@ -125,6 +126,12 @@ class WholeGraph:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
             self._called.add(self.training)
             return output
+        if hasattr(self, FIRST_READ):
+            raise RotationError(
+                f"{own_class(self).__name__} cannot be called as one graph: its forward reads "  # type: ignore[arg-type]
+                f"{getattr(self, FIRST_READ)}, which is cut, so it would be gathered inside of the "
+                "graph; keep its module whole by a rule of None, or take torch.compile(model)"
+            )
         try:
             return self._graph(self, args, kwargs)
         except Exception as error:

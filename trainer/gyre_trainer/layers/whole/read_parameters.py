@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gyre_trainer.comm.spans import path_of
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
@@ -23,6 +24,8 @@ from gyre_trainer.shards.gathered import Gathered, release_after
 from gyre_trainer.shards.local_shards import local_of, place_of
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.shards.stand_ins import StandIn
+
+FIRST_READ = "first_read"  # an attribute of models whose forward reads what is cut: its name
 
 
 @dataclass(slots=True)
@@ -166,6 +169,7 @@ class ReadableParameters:
         for place in self._places or ():
             if isinstance(place, CutPlace) and place.is_read and id(place) not in self._followed:
                 self._followed.add(id(place))
+                vars(model).setdefault(FIRST_READ, f"{path_of(place.owner)}.{place.last}")
                 self._follow(model, place)
 
     def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
