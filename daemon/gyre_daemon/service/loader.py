@@ -208,6 +208,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
             skip_steps=convert.from_skipped(wanted.order.skipped),
+            mixture=convert.from_mixture(wanted.cursor.mixture),
         )
 
     @answers_errors
