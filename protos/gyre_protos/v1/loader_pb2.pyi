@@ -2922,6 +2922,7 @@ class DaemonStatus(_message.Message):
     NUM_SAMPLES_TRANSFORMED_FIELD_NUMBER: _builtins.int
     TRANSFORM_CPU_S_FIELD_NUMBER: _builtins.int
     NUM_TRANSFORM_WORKERS_REPLACED_FIELD_NUMBER: _builtins.int
+    MEASURINGS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -2955,6 +2956,10 @@ class DaemonStatus(_message.Message):
     def cache(self) -> Global___CacheCount:
         """absent where the daemon has none"""
 
+    @_builtins.property
+    def measurings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuringState]:
+        """of the datasets that the caller may read"""
+
     def __init__(
         self,
         *,
@@ -2976,15 +2981,52 @@ class DaemonStatus(_message.Message):
         num_samples_transformed: _builtins.int = ...,
         transform_cpu_s: _builtins.float = ...,
         num_transform_workers_replaced: _builtins.int = ...,
+        measurings: _abc.Iterable[Global___MeasuringState] | None = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DaemonStatus: _TypeAlias = DaemonStatus  # noqa: Y015
+
+@_typing.final
+class MeasuringState(_message.Message):
+    """The samples of a dataset under some transforms are being measured, for which the first jobs wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    NUM_DONE_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
+    dataset: _builtins.str
+    num_done: _builtins.int
+    """samples that are measured, now or before"""
+    num_samples: _builtins.int
+    """in all"""
+    elapsed_s: _builtins.float
+    num_reused: _builtins.int
+    """of those that are done: had been measured before"""
+    def __init__(
+        self,
+        *,
+        dataset: _builtins.str = ...,
+        num_done: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+        elapsed_s: _builtins.float = ...,
+        num_reused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "elapsed_s", b"elapsed_s", "num_done", b"num_done", "num_reused", b"num_reused", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuringState: _TypeAlias = MeasuringState  # noqa: Y015
 
 @_typing.final
 class CacheCount(_message.Message):

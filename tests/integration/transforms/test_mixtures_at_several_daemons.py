@@ -62,7 +62,8 @@ def mix(ranks: list[Rank]) -> int:
 
 def read(ranks: list[Rank], steps: range) -> list[list[str]]:
     """The sources of each global batch; all ranks have the same digest of their weights."""
-    found, digests = [], []
+    found: list[list[str]] = []
+    digests: list[int] = []
     for _ in steps:
         found.append([source for each in ranks for source in each.take()])
         here = {each.loader.mixture_digest for each in ranks}

@@ -276,7 +276,8 @@ def test_a_sample_that_hangs_is_named_and_costs_other_jobs_nothing(
 
 
 def test_a_sample_that_hangs_when_lengths_are_measured_is_named(daemon: Daemon) -> None:
-    chain = [{"name": "trouble", "hangs": [50 * LENGTH]}, {"name": "growing", "field": "tokens"}]
+    trouble = {"name": "trouble", "hangs": [50 * LENGTH]}
+    chain: list[Mapping[str, Any]] = [trouble, {"name": "growing", "field": "tokens"}]
     with pytest.raises(CorruptSample, match=r"sample 50 .*longer than 3 s"):
         loader(daemon, chain)
 
