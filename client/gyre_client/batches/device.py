@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,11 @@ class DeviceStream:
     def opened(self) -> pb.SessionOpened:
         """What the daemon granted when the stream began."""
         return self._stream.opened
+
+    @property
+    def mixture(self) -> Sequence[pb.MixtureDigest]:
+        """What the last session said of the mixture that it reads; empty for none."""
+        return self._stream.mixture
 
     def take(self) -> DeviceBatch | None:
         """Returns the next batch, as soon as its transfer has begun; None after the last.

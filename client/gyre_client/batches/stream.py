@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -38,6 +39,8 @@ class BatchStream:
 
     Attributes:
         opened: What the daemon granted when the stream began.
+        mixture: What the last session said of the mixture that it reads; empty for none. It is true
+            of all batches that came before, too.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class BatchStream:
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
         self._first: pb.SessionOpened | None = None
+        self.mixture: Sequence[pb.MixtureDigest] = ()
         self._next_step = 0
         try:
             session = self._open_session()
@@ -324,6 +328,7 @@ class BatchStream:
                     f"the daemon resumed at step {opened.first_step}, "
                     f"but step {self._next_step} comes next"
                 )
+        self.mixture = opened.mixture
         return opened
 
     def _use_grpc_payload(self, reason: str) -> None:

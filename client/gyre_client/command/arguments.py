@@ -9,6 +9,7 @@ from fractions import Fraction
 import shtab
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.errors import InvalidRequest
 from gyre_client.messages.requests import dataset_ref
 
 _MAX_INTERVAL_S = 3600
@@ -17,6 +18,38 @@ _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
 _BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
+
+
+class Addresses(argparse.Action):
+    """Keeps the first value as `address`, and those that follow it as `more_addresses`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """See `argparse.Action`."""
+        if namespace.address is None:
+            namespace.address = values
+        else:
+            namespace.more_addresses = [*more_addresses(namespace), str(values)]
+
+
+def more_addresses(args: argparse.Namespace) -> list[str]:
+    """Returns the addresses after the first one."""
+    return list(getattr(args, "more_addresses", ()))
+
+
+def refuse_more_addresses(args: argparse.Namespace) -> None:
+    """Checks that one address was given at most.
+
+    Raises:
+        InvalidRequest: There were several.
+    """
+    if more_addresses(args):
+        raise InvalidRequest("this command asks one daemon: give --address once")
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,12 @@ from pathlib import Path
 import shtab
 
 from gyre_client import __version__
-from gyre_client.command.arguments import add_dataset_arguments, interval_s
+from gyre_client.command.arguments import (
+    Addresses,
+    add_dataset_arguments,
+    interval_s,
+    refuse_more_addresses,
+)
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
 from gyre_client.command.convert import add_convert_arguments, convert
@@ -22,7 +27,7 @@ from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
-from gyre_client.command.mixing import add_mix_arguments, mix
+from gyre_client.command.mix import add_mix_arguments, mix
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.rewind import add_rewind_arguments, rewind
 from gyre_client.command.status import status
@@ -55,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> CommandOutput | None:
     """Returns None for a command that has printed its output itself."""
+    if args.run is not mix:
+        refuse_more_addresses(args)
     if "prepare" in args:
         args.prepare(args)
     target = _target(args)
@@ -90,7 +97,9 @@ def _target(args: argparse.Namespace) -> Target:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--address", help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent"
+        "--address",
+        action=Addresses,
+        help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent",
     )
     common.add_argument(
         "--daemon-user",

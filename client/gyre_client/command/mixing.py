@@ -1,7 +1,6 @@
-"""`gyre mix`, and `gyre plan MIXTURE --sources --step A:B`: the sources of mixtures."""
+"""`gyre plan MIXTURE --sources --step A:B`: what each source of a mixture contributes."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,60 +10,11 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.formatting import CommandOutput, plain, table
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.arguments import MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
 
 _MAX_ROWS = 20  # of a plan, each some steps
 _BAR = 40  # characters
 _MARKS = "█▓▒░#=+*o.:-"
-
-
-def add_mix_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `gyre mix`."""
-    add = parser.add_argument
-    add(
-        "--weights",
-        type=weights,
-        required=True,
-        metavar="NAME=WEIGHT,...",
-        help="of the sources; one that is not named is not read",
-    )
-    add("--from-step", type=int, required=True, metavar="S", help="the first step with them")
-    add("--job", default="", help="which job, if several read the mixture")
-
-
-def weights(text: str) -> dict[str, float]:
-    """Parses NAME=WEIGHT,NAME=WEIGHT,..."""
-    found: dict[str, float] = {}
-    for each in text.split(","):
-        name, _, value = each.rpartition("=")
-        try:
-            weight = float(value)
-        except ValueError:
-            weight = math.nan
-        if not name or not 0 <= weight < math.inf:
-            raise argparse.ArgumentTypeError(f"{each!r} is not NAME=WEIGHT, such as web=0.7")
-        found[name.strip()] = weight
-    return found
-
-
-def mix(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Gives the running job on a mixture other weights from a step on."""
-    answer = connection.change_weights(
-        pb.ChangeWeightsRequest(
-            dataset=dataset_of(args),
-            job=args.job,
-            weights=args.weights,
-            from_step=whole("from_step", args.from_step, 0, MAX_UINT64),
-        )
-    )
-    ranks = "1 rank" if answer.num_ranks == 1 else f"{answer.num_ranks} ranks"
-    text = (
-        f"{ranks} of the job {printable(answer.job)} read {printable(args.dataset)} with these "
-        f"weights from step {args.from_step} on; step {answer.earliest_step} would have been the "
-        "earliest. Do the same at the daemons of the job's other nodes."
-    )
-    return CommandOutput(plain(answer), text)
 
 
 def plan_mixture(

@@ -18,6 +18,7 @@ from gyre_client.display.formatting import (
     stacked,
 )
 from gyre_client.display.rates import SessionRates, session_rates
+from gyre_client.messages.measuring import measuring_line
 from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
@@ -156,6 +157,7 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
         if num_replaced:
             work += f"; {num_replaced} workers replaced"
         pairs.append(("transformed", work))
+    pairs += [("measuring", measuring_line(each)) for each in status.measurings]
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

@@ -10,6 +10,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import CursorRejected
+from gyre_client.loader.measuring_watch import MeasuringWatch
 from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
 from gyre_client.messages.arguments import mapping, shown
 from gyre_client.targets.target import Target
@@ -28,7 +29,7 @@ def describe(
     Raises:
         GyreError: See `Loader`.
     """
-    with Connection(target.address) as connection:
+    with Connection(target.address) as connection, MeasuringWatch(target):
         return Outage(reattach_timeout_s).retry(
             lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms),
             threading.Event().wait,

@@ -20,6 +20,7 @@ class Place:
         cursor: Resumes after the last batch taken; empty before the first session.
         batch: The next batch, counted without the steps that are left out.
         epochs: The steps and epochs of the job, as its session counts them.
+        mixture_digest: See `Loader.mixture_digest`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Place:
         self._open_stream = open_stream
         self.cursor = b""
         self.batch = 0
+        self.mixture_digest = 0
         self._count([(0, description.num_samples)])
 
     def stream(self, batch: int | None = None, *, grow: bool = False) -> Stream:
@@ -72,12 +74,17 @@ class Place:
         Raises:
             StopIteration: The daemon has ended the batches.
         """
-        batch = (self._resources.open_stream() or self.stream()).take()
+        stream = self._resources.open_stream() or self.stream()
+        batch = stream.take()
         if batch is None:
             raise StopIteration
         tensors = batch.tensors
         self.cursor = batch.cursor
         self.batch = batch.step + 1
+        if stream.mixture:
+            step = self.epochs.step_of(batch.step)
+            begun = [each.digest for each in stream.mixture if each.first_step <= step]
+            self.mixture_digest = begun[-1] if begun else 0
         return tensors
 
     def locate(self) -> None:

@@ -1,6 +1,7 @@
 """From the daemon's own values to the messages of the protocol."""
 
 import functools
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from weakref import WeakKeyDictionary
@@ -15,11 +16,13 @@ from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
+from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
+from gyre_daemon.order.mixing.mixture_state import MixtureState
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
@@ -267,6 +270,14 @@ def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
     return pb.SkippedSteps(ranges=ranges) if ranges else None
 
 
+def from_mixture(state: MixtureState | None) -> list[pb.MixtureDigest]:
+    """What tells the weights of a job on a mixture from others; empty where there is none."""
+    if state is None:
+        return []
+    both = zip(state.phases, state.digests, strict=True)
+    return [pb.MixtureDigest(first_step=each.first_step, digest=digest) for each, digest in both]
+
+
 def _from_lately(lately: Lately) -> pb.Lately:
     return pb.Lately(
         elapsed_s=lately.elapsed_s,
@@ -307,6 +318,17 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         transform_cpu_s=census.transforms.cpu_s,
         num_transform_workers_replaced=census.transforms.num_replaced,
         cache=pb.CacheCount(**asdict(census.cache)) if has_cache else None,
+    )
+
+
+def from_measuring(measuring: Measuring) -> pb.MeasuringState:
+    """How far the measuring of a dataset is."""
+    return pb.MeasuringState(
+        dataset=measuring.dataset,
+        num_done=measuring.num_samples + measuring.num_in_shard,
+        num_samples=measuring.num_total,
+        elapsed_s=time.monotonic() - measuring.began_s,
+        num_reused=measuring.num_known,
     )
 
 

@@ -208,6 +208,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
             skip_steps=convert.from_skipped(wanted.order.skipped),
+            mixture=convert.from_mixture(wanted.cursor.mixture),
         )
 
     @answers_errors
@@ -269,6 +270,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
         status.sessions.extend(map(convert.from_session, shown))
         status.num_hidden_sessions = len(sessions) - len(shown)
+        measured = [
+            each
+            for each in self._opener.measurings
+            if is_admin or self._policy.may_read(caller, each.dataset)
+        ]
+        status.measurings.extend(map(convert.from_measuring, measured))
         if not self._policy.sees_all(caller):
             convert.hide_others(status)
         return status

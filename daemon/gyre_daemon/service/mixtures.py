@@ -82,14 +82,16 @@ class MixtureService:
         """See the method `ChangeWeights`; nothing else runs meanwhile.
 
         Raises:
-            InvalidRequest: no job reads the mixture, or it cannot have these weights from there.
+            InvalidRequest: no job reads the mixture, or it cannot have these weights from there, or
+                their withdrawal comes too late.
             Overloaded: the change cannot be recorded.
         """
         mixture = _mixture_of(dataset)
+        if request.action == pb.WEIGHTS_ACTION_WITHDRAW:
+            return self._withdraw(caller, dataset, request)
         sessions = self._of_job(caller, dataset, request.job)
         weights = _weights(mixture, dict(request.weights))
-        next_steps = (each.request.order.step_of(each.consumer.next_step) for each in sessions)
-        earliest = max(1, *next_steps)
+        earliest = _earliest_step(sessions)
         if not earliest <= request.from_step <= _MAX_STEP:
             raise InvalidRequest(
                 f"step {request.from_step} is too early: a rank of the job has the batches of all "
@@ -97,32 +99,76 @@ class MixtureService:
                 "the job runs",
                 {"earliest_step": earliest},
             )
-        first = sessions[0].request
-        phase = Phase(request.from_step, weights)
-        state = changed(first.cursor, phase).mixture
-        assert state
-        order = first.order
-        Quotas(state.phases, mixture.names, mixture.block, order.seed, order.global_batch_size)
-        key = job_on(sessions[0])
-        self._changes.give(key, phase)
-        reason = f"the weights of `{dataset.name}` change at step {request.from_step}"
-        for session in sessions:
-            self._sessions.close(session.session_id, LeaseExpired(f"{reason}; open it again"))
-        facts = {"user": caller.name, "job": key.job, "dataset": dataset.name}
-        audit_event("weights changed", facts | {"from_step": request.from_step})
+        phase, key = Phase(request.from_step, weights), job_on(sessions[0])
+        _check(mixture, sessions[0], phase)
+        if request.action == pb.WEIGHTS_ACTION_GIVE:
+            self._changes.give(key, phase)
+            self._open_again(sessions, phase)
+            _audit("weights changed", caller, key, phase)
         return pb.ChangeWeightsResponse(
-            job=key.job, num_ranks=len(sessions), earliest_step=earliest
+            job=key.job,
+            num_ranks=len(sessions),
+            earliest_step=earliest,
+            world_size=max(each.request.reader.world_size for each in sessions),
+            ranks=sorted({each.request.reader.rank for each in sessions}),
         )
+
+    def _withdraw(
+        self, caller: Principal, dataset: Dataset, request: pb.ChangeWeightsRequest
+    ) -> pb.ChangeWeightsResponse:
+        """Take a change back. The sessions that ended for it may not be open again yet.
+
+        Raises:
+            InvalidRequest: a rank has batches with these weights.
+            Overloaded: that cannot be recorded.
+        """
+        mixture = _mixture_of(dataset)
+        phase = Phase(request.from_step, _weights(mixture, dict(request.weights)))
+        sessions = self._open_of(caller, dataset, request.job)
+        earliest = max((_earliest_step(each) for each in sessions.values()), default=1)
+        if phase.first_step < earliest:
+            raise InvalidRequest(
+                f"a rank of the job has the batches of all steps before {earliest}, so it is too "
+                f"late to take back weights from step {phase.first_step} on",
+                {"earliest_step": earliest},
+            )
+        keys = {*self._changes.jobs_with(phase), *sessions}
+        ours = [each for each in keys if self._is_asked(each, caller, dataset, request.job)]
+        for key in ours:
+            self._changes.withdraw(key, phase)
+            self._open_again(sessions.get(key, ()), phase)
+            _audit("weights withdrawn", caller, key, phase)
+        num_ranks = sum(len(sessions.get(key, ())) for key in ours)
+        return pb.ChangeWeightsResponse(
+            job=request.job, num_ranks=num_ranks, earliest_step=earliest
+        )
+
+    def _open_again(self, sessions: Sequence[Session], phase: Phase) -> None:
+        """End sessions, whose clients open others with other weights."""
+        for session in sessions:
+            reason = f"the weights of `{session.request.dataset.name}` change at step "
+            reason += f"{phase.first_step}; open it again"
+            self._sessions.close(session.session_id, LeaseExpired(reason))
+
+    def _is_asked(self, key: JobOnMixture, caller: Principal, dataset: Dataset, job: str) -> bool:
+        """Whether a job is the one that is named, and the caller owns or operates it."""
+        is_own = key.user == caller.name or self._policy.is_admin(caller)
+        return is_own and key.mixture == dataset.name and job in ("", key.job)
+
+    def _open_of(
+        self, caller: Principal, dataset: Dataset, job: str
+    ) -> dict[JobOnMixture, list[Session]]:
+        """The sessions of the jobs on a mixture that the caller owns or operates."""
+        found: dict[JobOnMixture, list[Session]] = {}
+        for session in self._sessions:
+            key = job_on(session)
+            if self._is_asked(key, caller, dataset, job):
+                found.setdefault(key, []).append(session)
+        return found
 
     def _of_job(self, caller: Principal, dataset: Dataset, job: str) -> Sequence[Session]:
         """The sessions of one job on a mixture, which the caller owns or operates."""
-        found: dict[JobOnMixture, list[Session]] = {}
-        is_admin = self._policy.is_admin(caller)
-        for session in self._sessions:
-            key = job_on(session)
-            is_own = is_admin or key.user == caller.name
-            if is_own and key.mixture == dataset.name and job in ("", key.job):
-                found.setdefault(key, []).append(session)
+        found = self._open_of(caller, dataset, job)
         if len(found) == 1:
             return next(iter(found.values()))
         named = f" named {job!r:.100}" if job else ""
@@ -138,6 +184,27 @@ def _mixture_of(dataset: Dataset) -> Mixture:
     if dataset.mixture is None:
         raise InvalidRequest(f"`{dataset.name}` is no mixture; it has no sources")
     return dataset.mixture
+
+
+def _earliest_step(sessions: Sequence[Session]) -> int:
+    """The first step that none of them has sent."""
+    return max(1, *(each.request.order.step_of(each.consumer.next_step) for each in sessions))
+
+
+def _audit(event: str, caller: Principal, key: JobOnMixture, phase: Phase) -> None:
+    facts = {"user": caller.name, "job": key.job, "dataset": key.mixture}
+    audit_event(event, facts | {"from_step": phase.first_step})
+
+
+def _check(mixture: Mixture, session: Session, phase: Phase) -> None:
+    """Whether a job can have a phase.
+
+    Raises:
+        InvalidRequest: a phase begins at its step already, or a source would get too little.
+    """
+    state, order = changed(session.request.cursor, phase).mixture, session.request.order
+    assert state
+    Quotas(state.phases, mixture.names, mixture.block, order.seed, order.global_batch_size)
 
 
 def _weights(mixture: Mixture, given: dict[str, float]) -> tuple[int, ...]:

@@ -135,6 +135,11 @@ class SessionOpener:
             raise
         return session
 
+    @property
+    def measurings(self) -> list[Measuring]:
+        """What is being measured now."""
+        return self._measurer.under_way
+
     async def open_dataset(
         self, name: str, config: DatasetConfig, declared: pb.TransformList | None
     ) -> Dataset:

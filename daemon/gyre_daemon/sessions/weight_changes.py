@@ -8,6 +8,10 @@ cursor has it, wherever the job resumes. A state that was saved before the chang
 have it: then the file does, under the name of the job. A rank that opens its first session
 meanwhile, without a cursor, is a late rank of the job, and no new job of its name: so it is until a
 session is open again, or until the others would have opened theirs long ago.
+
+A job whose ranks read at several daemons is given a change by each of them. Where one of them
+fails, the others withdraw it: that is written, too, and taken out of the cursors of sessions that
+are opened again, as long as they stand before its step.
 """
 
 import errno
@@ -61,6 +65,7 @@ class WeightChanges:
         """
         self._path = folder / _FILE
         self._changes: dict[JobOnMixture, list[Phase]] = {}
+        self._withdrawn: dict[JobOnMixture, list[Phase]] = {}
         self._clock = clock
         self._reopening: dict[JobOnMixture, float] = {}  # until when its ranks may open again
         try:
@@ -78,21 +83,37 @@ class WeightChanges:
         try:
             user, job, mixture, fingerprint, change = json.loads(line)
             key = JobOnMixture(user, job, mixture, fingerprint)
-            phase = change and Phase(change[0], tuple(change[1:]))
-        except (ValueError, TypeError, IndexError):  # a line that was cut off by a crash
+            is_withdrawn = isinstance(change, dict)
+            step, *weights = change["withdrawn"] if is_withdrawn else change or [0]
+        except (ValueError, TypeError, KeyError):  # a line that was cut off by a crash
             return
-        if phase:
-            self._changes.setdefault(key, []).append(phase)
+        phase = Phase(step, tuple(weights))
+        if not change:
+            self._forget(key)
+        elif is_withdrawn:
+            self._note_withdrawn(key, phase)
         else:
-            self._changes.pop(key, None)
+            self._note_given(key, phase)
 
     def applied(self, cursor: Cursor, key: JobOnMixture) -> Cursor:
         """A job's cursor with the changes that it was given.
 
         Raises:
-            CursorRejected: a change began before the cursor, which does not have it.
+            CursorRejected: a change began before the cursor, which does not have it; or it has one
+                that was withdrawn.
         """
         position, size = cursor.position, cursor.order.global_batch_size
+        for phase in self._withdrawn.get(key, ()):
+            if cursor.mixture and phase in cursor.mixture.phases:
+                if phase.first_step * size < position:
+                    raise CursorRejected(
+                        f"the change of the weights of `{key.mixture}` at step {phase.first_step} "
+                        f"was withdrawn from the job `{key.job}`, and this state of step "
+                        f"{position // size} read on with it; end all ranks, and resume them from "
+                        "an earlier state",
+                        {"differs": "the weights"},
+                    )
+                cursor = _without(cursor, phase)
         for phase in self._changes.get(key, ()):
             if cursor.mixture and phase in cursor.mixture.phases:
                 continue
@@ -113,8 +134,22 @@ class WeightChanges:
             Overloaded: it cannot be written.
         """
         self._write(key, [phase.first_step, *phase.weights])
-        self._changes.setdefault(key, []).append(phase)
+        self._note_given(key, phase)
         self._reopening[key] = self._clock() + _REOPENING_S
+
+    def withdraw(self, key: JobOnMixture, phase: Phase) -> None:
+        """Record that a change, which may have been given, does not count.
+
+        Raises:
+            Overloaded: it cannot be written.
+        """
+        self._write(key, {"withdrawn": [phase.first_step, *phase.weights]})
+        self._note_withdrawn(key, phase)
+        self._reopening[key] = self._clock() + _REOPENING_S
+
+    def jobs_with(self, phase: Phase) -> list[JobOnMixture]:
+        """The jobs that were given a change."""
+        return [key for key, phases in self._changes.items() if phase in phases]
 
     def was_opened(self, key: JobOnMixture) -> None:
         """A session of the job is open, so one that begins is no late rank of a change any more."""
@@ -129,12 +164,22 @@ class WeightChanges:
         Raises:
             Overloaded: that cannot be written.
         """
-        if key in self._changes and self._clock() >= self._reopening.get(key, 0.0):
+        is_known = key in self._changes or key in self._withdrawn
+        if is_known and self._clock() >= self._reopening.get(key, 0.0):
             self._write(key, None)
-            del self._changes[key]
-            self._reopening.pop(key, None)
+            self._forget(key)
 
-    def _write(self, key: JobOnMixture, change: list[int] | None) -> None:
+    def _forget(self, key: JobOnMixture) -> None:
+        for each in (self._changes, self._withdrawn, self._reopening):
+            each.pop(key, None)
+
+    def _note_given(self, key: JobOnMixture, phase: Phase) -> None:
+        _put(phase, self._changes.setdefault(key, []), self._withdrawn.get(key, []))
+
+    def _note_withdrawn(self, key: JobOnMixture, phase: Phase) -> None:
+        _put(phase, self._withdrawn.setdefault(key, []), self._changes.get(key, []))
+
+    def _write(self, key: JobOnMixture, change: list[int] | dict[str, list[int]] | None) -> None:
         line = json.dumps([key.user, key.job, key.mixture, key.fingerprint, change]) + "\n"
         try:
             make_folder(self._path.parent)
@@ -169,6 +214,22 @@ def changed(cursor: Cursor, phase: Phase) -> Cursor:
             f"the job has {len(mixture.phases)} changes of weights, and a state holds no more"
         )
     return more
+
+
+def _without(cursor: Cursor, phase: Phase) -> Cursor:
+    """A cursor without a phase that it was given."""
+    mixture = cursor.mixture
+    assert mixture
+    phases = tuple(each for each in mixture.phases if each != phase)
+    given = tuple(each for each in mixture.given if each != phase.first_step)
+    return replace(cursor, mixture=replace(mixture, phases=phases, given=given))
+
+
+def _put(phase: Phase, into: list[Phase], out_of: list[Phase]) -> None:
+    if phase not in into:
+        into.append(phase)
+    if phase in out_of:
+        out_of.remove(phase)
 
 
 def _first_step(phase: Phase) -> int:

@@ -142,6 +142,27 @@ JOIN_ROTATE: Join.ValueType  # 2
 """where a running job with the same order and data reads now; each epoch wraps round from there"""
 Global___Join: _TypeAlias = Join  # noqa: Y015
 
+class _WeightsAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightsActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHTS_ACTION_GIVE: _WeightsAction.ValueType  # 0
+    WEIGHTS_ACTION_CHECK: _WeightsAction.ValueType  # 1
+    """whether they could be given; nothing is changed"""
+    WEIGHTS_ACTION_WITHDRAW: _WeightsAction.ValueType  # 2
+    """what was given, or may have been; also where it was not"""
+
+class WeightsAction(_WeightsAction, metaclass=_WeightsActionEnumTypeWrapper): ...
+
+WEIGHTS_ACTION_GIVE: WeightsAction.ValueType  # 0
+WEIGHTS_ACTION_CHECK: WeightsAction.ValueType  # 1
+"""whether they could be given; nothing is changed"""
+WEIGHTS_ACTION_WITHDRAW: WeightsAction.ValueType  # 2
+"""what was given, or may have been; also where it was not"""
+Global___WeightsAction: _TypeAlias = WeightsAction  # noqa: Y015
+
 class _Transport:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1458,9 +1479,11 @@ class ChangeWeightsRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """empty for the only one that reads the mixture"""
     from_step: _builtins.int
+    action: Global___WeightsAction.ValueType
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -1474,10 +1497,11 @@ class ChangeWeightsRequest(_message.Message):
         job: _builtins.str = ...,
         weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         from_step: _builtins.int = ...,
+        action: Global___WeightsAction.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "from_step", b"from_step", "job", b"job", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "dataset", b"dataset", "from_step", b"from_step", "job", b"job", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1490,21 +1514,31 @@ class ChangeWeightsResponse(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     EARLIEST_STEP_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     num_ranks: _builtins.int
     """that read at this daemon"""
     earliest_step: _builtins.int
     """that would have been possible"""
+    world_size: _builtins.int
+    """of the job"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that read at this daemon, rising"""
+
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
         earliest_step: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["earliest_step", b"earliest_step", "job", b"job", "num_ranks", b"num_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earliest_step", b"earliest_step", "job", b"job", "num_ranks", b"num_ranks", "ranks", b"ranks", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2012,6 +2046,7 @@ class SessionOpened(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
+    MIXTURE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
@@ -2043,6 +2078,10 @@ class SessionOpened(_message.Message):
     def skip_steps(self) -> Global___SkippedSteps:
         """that the job leaves out; absent if there is none"""
 
+    @_builtins.property
+    def mixture(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureDigest]:
+        """of a job on a mixture, with rising steps; the first is 0"""
+
     def __init__(
         self,
         *,
@@ -2059,14 +2098,42 @@ class SessionOpened(_message.Message):
         stages: _abc.Iterable[Global___Stage] | None = ...,
         transforms: _builtins.str = ...,
         skip_steps: Global___SkippedSteps | None = ...,
+        mixture: _abc.Iterable[Global___MixtureDigest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
+
+@_typing.final
+class MixtureDigest(_message.Message):
+    """From a step of a job on a mixture on, until the next one: what tells its weights, those before them, and the steps at which all of
+    them began, from any others. Ranks that train on one mixture have the same.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    digest: _builtins.int
+    """from 1 to 2^63 - 1"""
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_step", b"first_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureDigest: _TypeAlias = MixtureDigest  # noqa: Y015
 
 @_typing.final
 class StreamRequest(_message.Message):
@@ -2855,6 +2922,7 @@ class DaemonStatus(_message.Message):
     NUM_SAMPLES_TRANSFORMED_FIELD_NUMBER: _builtins.int
     TRANSFORM_CPU_S_FIELD_NUMBER: _builtins.int
     NUM_TRANSFORM_WORKERS_REPLACED_FIELD_NUMBER: _builtins.int
+    MEASURINGS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -2888,6 +2956,10 @@ class DaemonStatus(_message.Message):
     def cache(self) -> Global___CacheCount:
         """absent where the daemon has none"""
 
+    @_builtins.property
+    def measurings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuringState]:
+        """of the datasets that the caller may read"""
+
     def __init__(
         self,
         *,
@@ -2909,15 +2981,52 @@ class DaemonStatus(_message.Message):
         num_samples_transformed: _builtins.int = ...,
         transform_cpu_s: _builtins.float = ...,
         num_transform_workers_replaced: _builtins.int = ...,
+        measurings: _abc.Iterable[Global___MeasuringState] | None = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DaemonStatus: _TypeAlias = DaemonStatus  # noqa: Y015
+
+@_typing.final
+class MeasuringState(_message.Message):
+    """The samples of a dataset under some transforms are being measured, for which the first jobs wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    NUM_DONE_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
+    dataset: _builtins.str
+    num_done: _builtins.int
+    """samples that are measured, now or before"""
+    num_samples: _builtins.int
+    """in all"""
+    elapsed_s: _builtins.float
+    num_reused: _builtins.int
+    """of those that are done: had been measured before"""
+    def __init__(
+        self,
+        *,
+        dataset: _builtins.str = ...,
+        num_done: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+        elapsed_s: _builtins.float = ...,
+        num_reused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "elapsed_s", b"elapsed_s", "num_done", b"num_done", "num_reused", b"num_reused", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuringState: _TypeAlias = MeasuringState  # noqa: Y015
 
 @_typing.final
 class CacheCount(_message.Message):

@@ -177,7 +177,8 @@ class LoaderServicer:
 
     def ChangeWeights(self, request, context):
         """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
+        or takes it back in the same way, as long as no rank has received the step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,8 @@ class LoaderStub:
     """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
     ChangeWeights: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]
     """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
+    or takes it back in the same way, as long as no rank has received the step.
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
@@ -106,7 +107,8 @@ class LoaderAsyncStub(LoaderStub):
     """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
     ChangeWeights: _aio.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]  # type: ignore[assignment]
     """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
+    or takes it back in the same way, as long as no rank has received the step.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
@@ -196,7 +198,8 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.ChangeWeightsResponse, _abc.Awaitable[_loader_pb2.ChangeWeightsResponse]]:
         """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors.
+        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
+        or takes it back in the same way, as long as no rank has received the step.
         """
 
     @_abc_1.abstractmethod

@@ -1,15 +1,20 @@
 """What happens to measuring when the daemon is killed, shards change, or samples are damaged."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from gyre_client import Loader
-from gyre_client.errors import CorruptSample
+from gyre_client.command.cli import main
+from gyre_client.errors import CorruptSample, StorageUnavailable
+from gyre_client.loader import measuring_watch
+from gyre_client.transport import outage as opening_timeout
 
 from tests.conftest import Daemon, to_toml
+from tests.daemons import status
 from tests.probe_transforms import install
 from tests.waiting import until
 
@@ -104,3 +109,25 @@ def test_a_sample_that_cannot_be_measured_or_changes_its_length_is_named(
         pytest.raises(CorruptSample, match="must not depend on chance"),
     ):
         next(loader)
+
+
+def test_a_job_that_waits_says_how_far_measuring_is(
+    served: Daemon,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other 39 samples of the last shard are measured, and the one at the gate is not."""
+    monkeypatch.setattr(measuring_watch, "FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(opening_timeout, "OPEN_TIMEOUT_S", 3.0)
+    with pytest.raises(StorageUnavailable, match=r"measures, texts: \d+ of 120 samples \(\d"):
+        Loader("texts", batch_size=4, address=served.address, reattach_timeout_s=0.1)
+    assert "waiting until samples are measured: texts: " in caplog.text
+    assert main(["status", "--address", served.address]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "measuring" in each]
+    shown = r"texts: (8|9|10|11)\d of 120 samples \(\d+\.\d%\), [\d,]+/s, [\d,]+ s left"
+    assert re.search(shown, line), line
+    (tmp_path / "open").touch()
+    with Loader("texts", batch_size=4, address=served.address):
+        assert not status(served).measurings

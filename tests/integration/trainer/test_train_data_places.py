@@ -5,9 +5,14 @@ import socket
 from pathlib import Path
 
 import numpy as np
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
 from gyre_trainer.training.records.history import committed
 
-from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
+from tests.conftest import StartDaemon
+from tests.train_jobs import DEADLINE_S, Job, Jobs, tiny_run
+from tests.waiting import until
 
 
 def configuration(folder: Path, data: Path, steps: int) -> str:
@@ -40,31 +45,71 @@ def test_the_history_of_a_dataset_that_grows_says_the_epochs(
     assert '"epochs": 3.25' in (tmp_path / "run/report.json").read_text()
 
 
-def test_a_rank_with_other_data_is_named_before_the_first_step(
-    tmp_path: Path, tiny_jobs: Jobs
-) -> None:
+def start_as_on_two_nodes(
+    tiny_jobs: Jobs, configs: list[Path], **variables: list[str]
+) -> list[Job]:
+    """Starts a rank with each configuration; each has its own values of more variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = []
-    for rank, num_samples in enumerate([8, 12]):  # as on two nodes
-        write(tmp_path / f"data-{rank}/0.bin", num_samples)
-        config = tmp_path / f"{rank}.toml"
-        data = tmp_path / f"data-{rank}"
-        config.write_text(configuration(tmp_path, data, 2))
+    for rank, config in enumerate(configs):
         place = {
             "RANK": rank,
-            "WORLD_SIZE": 2,
+            "WORLD_SIZE": len(configs),
             "LOCAL_RANK": 0,
             "GROUP_RANK": rank,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        variables = {name: str(value) for name, value in place.items()}
-        started.append(tiny_jobs.start("run", str(config), environment={**os.environ, **variables}))
-    for job in started:
+        place |= {name: values[rank] for name, values in variables.items()}
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        started.append(tiny_jobs.start("run", str(config), environment=environment))
+    return started
+
+
+def test_a_rank_with_other_data_is_named_before_the_first_step(
+    tmp_path: Path, tiny_jobs: Jobs
+) -> None:
+    configs = [tmp_path / f"{rank}.toml" for rank in range(2)]
+    for rank, num_samples in enumerate([8, 12]):
+        write(tmp_path / f"data-{rank}/0.bin", num_samples)
+        configs[rank].write_text(configuration(tmp_path, tmp_path / f"data-{rank}", 2))
+    for job in start_as_on_two_nodes(tiny_jobs, configs):
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 2, errors
         assert "rank 1 would read other data, or from another place" in errors
     assert not (tmp_path / "run/history.jsonl").exists()
+
+
+def test_ranks_with_other_weights_of_a_mixture_are_named_before_their_step(
+    gyred: StartDaemon, tmp_path: Path, tiny_jobs: Jobs
+) -> None:
+    """Two daemons, of which one has a change of weights that the other has not."""
+    datasets = {}
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}/0.bin", 64)
+        table = {"format": "tokens", "dtype": "uint16", "sequence_length": 9}
+        datasets[name] = {"uri": str(tmp_path / name), **table}
+    mixture = {"weights": {"one": 0.5, "two": 0.5}, "block": 8}
+    daemons = [gyred({"datasets": datasets, "mixtures": {"all": mixture}}) for _ in range(2)]
+    config = tmp_path / "train.toml"
+    data = {"dataset": "all", "format": "", "options": {}, "prefetch_batches": 2}
+    config.write_text(tiny_run(tmp_path, run={"steps": 100_000, "log_every": 1}, data=data))
+    addresses = [each.address for each in daemons]
+    jobs = start_as_on_two_nodes(tiny_jobs, [config] * 2, GYRE_ADDRESS=addresses)
+    history = tmp_path / "run/history.jsonl"
+    until(lambda: history.exists() and committed(history))
+    with Connection(parse_address(daemons[0].address)) as connection:
+        request = pb.ChangeWeightsRequest(dataset=pb.DatasetRef(name="all"), weights={"one": 1})
+        request.action = pb.WEIGHTS_ACTION_CHECK
+        request.from_step = 1 << 30
+        request.from_step = connection.change_weights(request).earliest_step + 100
+        request.action = pb.WEIGHTS_ACTION_GIVE
+        connection.change_weights(request)
+    for job in jobs:
+        errors = job.errors(DEADLINE_S)
+        assert job.wait(DEADLINE_S) == 2, errors
+        assert f"other weights of the mixture at step {request.from_step}: 1 differ" in errors
+    assert len(committed(history)) == request.from_step

@@ -63,9 +63,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "listen": [address],
         "index_dir": str(folder / "index"),
         "drain_timeout_s": 3.0,
-        "transform_deadline_s": 5.0,
+        "transform_deadline_s": 3.0,
         "num_transform_workers": 2,
-        "installed_transforms": ["draw", "trouble", "no_transform", "absent"],
+        "installed_transforms": ["draw", "trouble", "growing", "no_transform", "absent"],
         "datasets": {"set": table, "cropped": table, "pictures": pictures, "halves": pictures},
     }
     declared = "".join(
@@ -235,7 +235,6 @@ def test_a_sample_that_kills_its_worker_is_named(daemon: Daemon, reference: Batc
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("hangs", r"it took longer than 5 s \(transform_deadline_s\)"),
         ("refuses", "trouble: .* is refused"),
         ("allocates", "trouble: it needs too much memory"),
     ],
@@ -248,6 +247,39 @@ def test_a_sample_that_cannot_be_transformed_is_named(
         assert_equal(take(source, 2), reference[:2])
         with pytest.raises(CorruptSample, match=f"sample {poison} of dataset `set`.*{reason}"):
             next(source)
+
+
+def test_a_sample_that_hangs_is_named_and_costs_other_jobs_nothing(
+    daemon: Daemon, reference: Batches
+) -> None:
+    """Its process is killed twice: with the group of the sample, and with the sample alone."""
+    before = status(daemon).num_transform_workers_replaced
+    poison = int(reference[2]["sample_id"][7])
+    hangs = {"name": "trouble", "hangs": [poison * LENGTH]}
+    one = {"prefetch_batches": 1}  # of one epoch: in the next one the sample hangs once more
+    with loader(daemon, [hangs, *CHAIN], **one) as source, loader(daemon, [CROP]) as other:
+        assert_equal(take(source, 2), reference[:2])
+        until(lambda: status(daemon).num_transform_workers_replaced > before)
+        hanging = workers_of(daemon)  # one tries the samples of the group, one after the other
+        for left, right in zip(take(other, 6), reference, strict=False):
+            assert_array_equal(left["sample_id"], right["sample_id"])
+        with pytest.raises(CorruptSample) as caught:
+            next(source)
+        assert caught.value.facts["sample_id"] == str(poison)
+        assert caught.value.facts["reason"] == "it took longer than 3 s (transform_deadline_s)"
+        assert status(daemon).num_transform_workers_replaced == before + 2
+        until(lambda: not all(each.is_running() for each in hanging))
+        for left, right in zip(take(other, 6), reference[6:], strict=False):
+            assert_array_equal(left["sample_id"], right["sample_id"])
+    with loader(daemon) as source:
+        assert_equal(take(source, 3), reference[:3])
+
+
+def test_a_sample_that_hangs_when_lengths_are_measured_is_named(daemon: Daemon) -> None:
+    trouble = {"name": "trouble", "hangs": [50 * LENGTH]}
+    chain: list[Mapping[str, Any]] = [trouble, {"name": "growing", "field": "tokens"}]
+    with pytest.raises(CorruptSample, match=r"sample 50 .*longer than 3 s"):
+        loader(daemon, chain)
 
 
 def test_jobs_of_one_order_and_chain_share_what_was_transformed(

@@ -1,7 +1,10 @@
 """Changes of weights that jobs were given: who gets them, and when they are forgotten."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.mixing.mixture_state import MixtureState
 from gyre_daemon.order.mixing.quotas import Phase
@@ -54,3 +57,19 @@ def test_a_job_that_ended_with_the_change_begins_again_without_it(tmp_path: Path
     now[0] = 301.0
     changes.forget(KEY)
     assert phases(changes, START) == (Phase(0, (3, 1)),)
+
+
+def test_what_was_withdrawn_is_taken_out_of_cursors_until_it_is_given_again(tmp_path: Path) -> None:
+    changes = WeightChanges(tmp_path)
+    changes.give(KEY, LATER)
+    given = changes.applied(START, KEY)
+    changes.withdraw(KEY, LATER)
+    for each in (changes, WeightChanges(tmp_path)):
+        assert each.applied(given, KEY) == START
+        assert each.applied(START, KEY) == START
+        # a change that another daemon gave, and this one did not
+        with pytest.raises(CursorRejected, match=r"withdrawn .* read on with it"):
+            each.applied(replace(given, position=9 * 4 + 1), KEY)
+    changes.give(KEY, LATER)
+    for each in (changes, WeightChanges(tmp_path)):
+        assert each.applied(START, KEY) == each.applied(given, KEY) == given

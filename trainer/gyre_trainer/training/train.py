@@ -133,6 +133,8 @@ class Training:
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
+        if self._loader.mixture_digest:
+            require_one_mixture(self._loader.mixture_digest, self.step)
         examples = self._collator.collate(batch, self.step)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
@@ -247,6 +249,32 @@ def require_one_place(cursor: bytes) -> None:
             "or from another place, than most ranks: their daemons have other shards of the "
             "dataset, or another configuration of it; compare `gyre describe` at their addresses"
         )
+
+
+def require_one_mixture(digest: int, step: int) -> None:
+    """Check that all ranks have a step's batch by the same weights of a mixture. Collective.
+
+    Ranks whose daemons differ may have been given other weights at one of them alone.
+
+    Raises:
+        DataRejected: on every rank: the digest of some rank is another one; the message names the
+            ranks that differ from most.
+    """
+    extremes = torch.tensor([digest, -digest])
+    with collective("the weights of the mixture"):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if int(extremes[0]) == -int(extremes[1]):
+        return
+    everyone = [0] * dist.get_world_size()
+    with collective("the weights of the mixture on all ranks"):
+        dist.all_gather_object(everyone, digest)
+    usual = max(everyone, key=everyone.count)
+    others = ", ".join(str(rank) for rank, each in enumerate(everyone) if each != usual)
+    raise DataRejected(
+        f"the ranks read other weights of the mixture at step {step}: {others} differ from most; "
+        "a daemon has no change of weights that others have, or has one more; end the run, give "
+        "all daemons of its ranks the change with one `gyre mix`, and resume it"
+    )
 
 
 def open_loader(

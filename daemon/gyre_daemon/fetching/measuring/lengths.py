@@ -12,8 +12,9 @@ and kept with the lengths.
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -57,15 +58,29 @@ class Measuring(SharedWork[Measured]):
 
     Attributes:
         goes_on: whether it goes on after a sample that cannot be transformed.
+        dataset: its name.
+        num_total: all samples.
+        began_s: a time of the monotonic clock.
         num_samples: of the shards that are done.
+        num_in_shard: that are measured of the shard in hand.
+        num_known: of the shards that had been measured before.
         num_waiting: who waits for it.
         held: what is made meanwhile, where it is wanted; for the first that takes it.
     """
 
     goes_on: bool = False
+    dataset: str = ""
+    num_total: int = 0
+    began_s: float = field(default_factory=time.monotonic)
     num_samples: int = 0
+    num_in_shard: int = 0
+    num_known: int = 0
     num_waiting: int = 0
     held: HeldRecords | None = None
+
+    def advance(self, num: int) -> None:
+        """Some samples of the shard in hand are measured."""
+        self.num_in_shard += num
 
     def take_held(self) -> HeldRecords | None:
         """What is held; whoever takes it releases it."""
@@ -131,6 +146,11 @@ class Measurer:
                 return replace(found, held=measuring.take_held()) if keeps else found
         raise AssertionError("measuring ends with a result")
 
+    @property
+    def under_way(self) -> list[Measuring]:
+        """What is being measured now."""
+        return [each for each in self._measurings.all if not each.is_over]
+
     async def progress(
         self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
     ) -> AsyncIterator[Measuring]:
@@ -157,7 +177,8 @@ class Measurer:
         key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
 
         def begin() -> Measuring:
-            measuring = Measuring(len(dataset.shards), goes_on=goes_on)
+            measuring = Measuring(len(dataset.shards), goes_on=goes_on, dataset=dataset.name)
+            measuring.num_total = dataset.index.num_samples
             if keeps and self._cache:
                 measuring.held = HeldRecords(dataset, self._cache)
             measuring.begin(self._measure(dataset, measuring), partial(self._ended, key, measuring))
@@ -180,7 +201,9 @@ class Measurer:
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
-            part = ShardPart(dataset, reader, shard, ids, measuring.goes_on, measuring.held)
+            part = ShardPart(
+                dataset, reader, shard, ids, measuring.goes_on, measuring.held, measuring.advance
+            )
             lengths[ids], found, was_kept = await self._shards.measured(part)
             listed = dataset.shards[shard]
             failures += [
@@ -188,6 +211,8 @@ class Measurer:
                 for each in found
             ]
             measuring.num_samples += count
+            measuring.num_in_shard = 0
+            measuring.num_known += count * was_kept
             measuring.after(listed.name, was_kept=was_kept)
             if not was_kept:
                 facts = {"dataset": dataset.name, "shard": measuring.shard}

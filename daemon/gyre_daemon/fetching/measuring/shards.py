@@ -6,6 +6,7 @@ left.
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,7 @@ class ShardPart:
         shard: its number.
         ids: int64 [n], of its samples.
         goes_on, held: see `Measuring`.
+        advance: is told how many samples were measured, with each portion.
     """
 
     dataset: TransformedDataset
@@ -51,6 +53,7 @@ class ShardPart:
     ids: Int64Array
     goes_on: bool
     held: HeldRecords | None
+    advance: Callable[[int], None]
 
 
 class ShardMeasurer:
@@ -135,6 +138,7 @@ class ShardMeasurer:
                         for each in (slice(0, number), slice(number + 1, len(some)))
                         if each.start < each.stop
                     ]
+            part.advance(len(plan))
         finally:
             room.release()
 

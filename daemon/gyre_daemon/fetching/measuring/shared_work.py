@@ -102,6 +102,11 @@ class WorkByKey(Generic[Key, Work]):
         self._found[key] = work
         return work
 
+    @property
+    def all(self) -> list[Work]:
+        """All of it, under way or over."""
+        return [*self._found.values()]
+
     def forget(self, key: Key, work: Work) -> None:
         """Keep this work no longer; whoever waits for it gets its result."""
         if self._found.get(key) is work:
