@@ -55,7 +55,7 @@ def losses(run: Path) -> list[float]:
     return [each.loss for each in committed(run / "history.jsonl")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.models)])
 def test_a_run_learns_resumes_and_is_the_same_on_any_number_of_ranks(
     family: str, tmp_path: Path, tiny_jobs: Jobs
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_run_learns_resumes_and_is_the_same_on_any_number_of_ranks(
     assert all(torch.equal(state[name], each) for name, each in states[0].items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["t5", pytest.param("bert", marks=pytest.mark.models)])
 def test_a_run_begins_with_a_folder_of_transformers_and_samples(
     family: str, tmp_path: Path, tiny_jobs: Jobs
 ) -> None:
