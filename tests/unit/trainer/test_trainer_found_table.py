@@ -54,8 +54,10 @@ LISTED = dict.fromkeys("0123", M)  # experts
 # key/value heads, four the four query heads alone.
 FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     **dict.fromkeys(
-        "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Phi Starcoder2 Granite Cohere StableLm Persimmon Olmo "
-        "Nemotron".split(),
+        [
+            *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Starcoder2"),
+            *("Granite", "Cohere", "StableLm", "Persimmon", "Olmo", "Nemotron"),
+        ],
         (BOTH, BOTH),
     ),
     "Gemma3": (BOTH | {"embed_tokens": "OwnEmbeddingRule"},) * 2,
@@ -72,8 +74,9 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "Bert": ({}, {}),
     "Falcon": ({}, {}),
 }
-# Linear layers of a class of its own, with another forward, rotate by a rule alone.
-FEW = {"Falcon": 0.04}
+# Linear layers of a class of its own, with another forward, rotate by a rule alone. Embeddings of
+# positions that are, too, are a twentieth of a model as small as this.
+FEW = {"Falcon": 0.04, "OPT": 0.94}
 
 
 def on_meta(family: str) -> Any:
