@@ -93,7 +93,8 @@ def on_meta(family: str) -> Any:
 def found(family: str, num_ranks: int, *, recompute: bool) -> tuple[dict[str, str], float]:
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
     model: nn.Module = on_meta(family)
-    finder, rules = BlockFinder(model, num_ranks, regrouped=recompute), {}
+    finder = BlockFinder(model, num_ranks, regrouped=recompute)
+    rules: dict[Any, Any] = {}
     for path, module in model.named_modules():
         rule = finder.rule_of(module)
         if rule is not None and not any(path.startswith(f"{outer}.") for outer in rules):

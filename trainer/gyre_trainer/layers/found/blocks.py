@@ -58,7 +58,7 @@ def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | N
         if twin.fits():
             return rule
         if isinstance(rule, AttentionRule):
-            trials = (replace(rule, **counts) for counts in _counts(module, rule, twin))
+            trials = _counted(module, rule, twin)
             counted = next((each for each in trials if replace(twin, rule=each).fits()), None)
             if counted is not None:
                 return counted
@@ -141,16 +141,11 @@ def _head_counts(module: nn.Module) -> list[int]:
     return list(dict.fromkeys(each for each in found if isinstance(each, int) and each > 0))
 
 
-def _counts(
-    module: nn.Module, rule: AttentionRule, twin: Twin
-) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Which of the numbers that the forward reads are others in a slice, few before many.
+def _counted(module: nn.Module, rule: AttentionRule, twin: Twin) -> Iterator[AttentionRule]:
+    """The rule with some of the numbers that the forward reads, few before many.
 
     They are those of heads, or of channels of all heads. Another number, such as the channels of
     one head, may be as large by chance, so all subsets are possible.
-
-    Yields:
-        Names by the attributes of the rule that say how the numbers change.
     """
     heads = rule.shared_heads(twin.layout.cuts, twin.layout.num_slices)
     if heads is None:
@@ -173,4 +168,6 @@ def _counts(
     )
     distinct = (each for each in subsets if len({name for _, name in each}) == len(each))
     for chosen in islice(distinct, _MAX_TRIALS):
-        yield {kind: tuple(name for of, name in chosen if of == kind) for kind in kinds}
+        named = {kind: tuple(name for of, name in chosen if of == kind) for kind in kinds}
+        groups, kv_counts = named.get("groups", ()), named.get("kv_counts", ())
+        yield replace(rule, counts=named["counts"], kv_counts=kv_counts, groups=groups)
