@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.layers.embedding import OwnEmbeddingRule
 from gyre_trainer.layers.moe import ExpertsRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("ForCausalLM", _COMMON),
     "Qwen3": ("ForCausalLM", _COMMON | {"head_dim": 6}),
     "Gemma2": ("ForCausalLM", _COMMON | {"head_dim": 6}),
+    "Gemma3": ("ForCausalLM", _COMMON | {"head_dim": 6}),
     "Phi3": ("ForCausalLM", _COMMON),
     "GPTNeoX": ("ForCausalLM", _COMMON),
     "Mamba": ("ForCausalLM", _COMMON | {"state_size": 4}),
@@ -57,6 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 RULES: dict[str, Any] = {
+    "Gemma3": {"*.embed_tokens": OwnEmbeddingRule(VOCABULARY, padding_idx=0)},
     "GptOss": {
         "*.experts": ExpertsRule(
             weights=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
@@ -64,7 +67,7 @@ RULES: dict[str, Any] = {
             scores="routing_weights",
             last=("down_proj", "down_proj_bias"),
         )
-    }
+    },
 }
 
 
@@ -75,7 +78,8 @@ def made(family: str, **sizes: Any) -> Any:
     library: Any = transformers
     kind, configured = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(library, f"{family}Config")(**configured | sizes)
+    of = "Text" if family == "Gemma3" else ""  # it also has models that see images
+    config = getattr(library, f"{family}{of}Config")(**configured | sizes)
     model = getattr(library, family + kind)(config)
     for parameter in model.parameters():
         if not parameter.any():

@@ -29,6 +29,11 @@ MODELS = pytest.mark.models
 class Grouped(nn.Module):
     """Attention in float64 throughout, whose forward reads every number of heads."""
 
+    qkv: nn.Linear
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+
     def __init__(self, num_heads: int, num_kv_heads: int, *, packed: bool = False) -> None:
         super().__init__()
         self.config = SimpleNamespace(num_heads=num_heads)
@@ -216,11 +221,12 @@ def generated(family: str, heads: tuple[int, int], *, rotates: bool) -> dict[str
         assert rules_in(model, RECOMPUTED)["self_attn"] == "AttentionRule"
     prompt = torch.tensor([[3, 9, 4], [7, 1, 2]])
     found = {}
-    for name, options in {
+    ways: dict[str, dict[str, Any]] = {
         "greedy": {},
         "static": {"cache_implementation": "static", "disable_compile": True},
         "beams": {"num_beams": 3},
-    }.items():
+    }
+    for name, options in ways.items():
         found[name] = model.generate(
             prompt, max_new_tokens=5, do_sample=False, use_cache=True, **options
         )

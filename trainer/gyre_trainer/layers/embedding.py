@@ -52,5 +52,28 @@ class EmbeddingRule(Rule):
             outside |= tokens >= stop
         padding = self.padding_idx
         here = None if padding is None or not start <= padding < stop else padding - start
-        rows = F.embedding(torch.where(outside, 0, tokens - start), weight, padding_idx=here)
+        rows = self._rows(current, torch.where(outside, 0, tokens - start), here)
         return rows.masked_fill(outside.unsqueeze(-1), 0)
+
+    def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
+        """What the module makes of ``tokens`` that are counted from the slice's first row."""
+        return F.embedding(tokens, current.weights["weight"], padding_idx=padding_idx)
+
+
+@dataclass(frozen=True)
+class OwnEmbeddingRule(EmbeddingRule):
+    """For a subclass of `nn.Embedding` whose forward changes each row alike, such as by a scale.
+
+    The forward takes the tokens alone, and calls its parent's.
+    """
+
+    backward_reads_weights: ClassVar[bool] = True
+
+    def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
+        before = current.module.padding_idx
+        current.module.padding_idx = padding_idx  # type: ignore[assignment]
+        try:
+            rows: Tensor = current.forward(tokens)
+        finally:
+            current.module.padding_idx = before
+        return rows

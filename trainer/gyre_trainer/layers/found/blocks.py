@@ -15,14 +15,16 @@ import torch
 from torch import nn
 
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.embeddings import find_embedding_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.twin import Twin
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of, is_projection
 from gyre_trainer.rotation.rule import Rule
 
-# Subsets of the numbers that a forward reads. One has four of them or fewer, as a rule: 15 subsets.
-_MAX_TRIALS = 32
+# Subsets of the numbers that a forward reads. One has four of them or fewer, as a rule: 15 subsets,
+# or 80 where each may be that of key/value heads or that of the query heads of one of these.
+_MAX_TRIALS = 80
 _HEAD_COUNTS = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads"
 
 
@@ -42,7 +44,7 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
-    return found or find_experts_rule(module, num_slices)
+    return found or find_experts_rule(module, num_slices) or find_embedding_rule(module, num_slices)
 
 
 def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | None:
@@ -56,7 +58,7 @@ def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | N
         if twin.fits():
             return rule
         if isinstance(rule, AttentionRule):
-            trials = (replace(rule, **counts) for counts in _counts(module, rule, twin))
+            trials = _counted(module, rule, twin)
             counted = next((each for each in trials if replace(twin, rule=each).fits()), None)
             if counted is not None:
                 return counted
@@ -139,16 +141,11 @@ def _head_counts(module: nn.Module) -> list[int]:
     return list(dict.fromkeys(each for each in found if isinstance(each, int) and each > 0))
 
 
-def _counts(
-    module: nn.Module, rule: AttentionRule, twin: Twin
-) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Which of the numbers that the forward reads are others in a slice, few before many.
+def _counted(module: nn.Module, rule: AttentionRule, twin: Twin) -> Iterator[AttentionRule]:
+    """The rule with some of the numbers that the forward reads, few before many.
 
     They are those of heads, or of channels of all heads. Another number, such as the channels of
     one head, may be as large by chance, so all subsets are possible.
-
-    Yields:
-        Names by the attributes of the rule that say how the numbers change.
     """
     heads = rule.shared_heads(twin.layout.cuts, twin.layout.num_slices)
     if heads is None:
@@ -166,6 +163,11 @@ def _counts(
         for kind, values in kinds.items()
         if value in values and (kind != "counts" or value % twin.layout.num_slices == 0)
     ]
-    subsets = (combinations(changes, size) for size in range(1, len(changes) + 1))
-    for chosen in islice(chain.from_iterable(subsets), _MAX_TRIALS):
-        yield {kind: tuple(name for of, name in chosen if of == kind) for kind in kinds}
+    subsets = chain.from_iterable(
+        combinations(changes, size) for size in range(1, len(changes) + 1)
+    )
+    distinct = (each for each in subsets if len({name for _, name in each}) == len(each))
+    for chosen in islice(distinct, _MAX_TRIALS):
+        named = {kind: tuple(name for of, name in chosen if of == kind) for kind in kinds}
+        groups, kv_counts = named.get("groups", ()), named.get("kv_counts", ())
+        yield replace(rule, counts=named["counts"], kv_counts=kv_counts, groups=groups)

@@ -1,0 +1,125 @@
+"""Which blocks of the families of transformers are found, and how much of each rotates."""
+
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer.accounting.dry_run import on_fake_ranks
+from gyre_trainer.layers.found.finder import BlockFinder
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from torch import nn
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+NO_DROPOUT = dict.fromkeys(
+    (
+        "dropout",
+        "attention_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "residual_dropout",
+        "embedding_dropout",
+        "dropout_rate",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_pdrop",
+    ),
+    0.0,
+)
+OTHERS: dict[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+    "CodeGen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
+    "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 16},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8},
+    "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 4},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8},
+}
+CLASSES = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
+    "Bert": ("BertConfig", "BertForMaskedLM"),
+    "T5": ("T5Config", "T5ForConditionalGeneration"),
+}
+A, M = "AttentionRule", "MLPRule"
+BOTH = {"self_attn": A, "mlp": M}
+LISTED = dict.fromkeys("0123", M)  # experts
+# What is found on two ranks without recomputation, and on four with it. Two can share the two
+# key/value heads, four the four query heads alone.
+FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    **dict.fromkeys(
+        [
+            *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Starcoder2"),
+            *("Granite", "Cohere", "StableLm", "Persimmon", "Olmo", "Nemotron"),
+        ],
+        (BOTH, BOTH),
+    ),
+    "Gemma3": (BOTH | {"embed_tokens": "OwnEmbeddingRule"},) * 2,
+    "GPTNeoX": ({"attention": A, "mlp": M},) * 2,
+    "Mixtral": ({"self_attn": A} | LISTED,) * 2,
+    "Qwen3Moe": ({"self_attn": A} | LISTED,) * 2,
+    "GptOss": ({"experts": "ExpertsRule"},) * 2,
+    "Phi3": ({}, BOTH),
+    "GPT2": ({"mlp": M}, {"attn": A, "mlp": M}),
+    "OPT": ({"self_attn": A},) * 2,
+    "Olmo2": ({"mlp": M},) * 2,
+    "CodeGen": ({"mlp": M},) * 2,
+    "T5": ({"DenseReluDense": M},) * 2,
+    "Bert": ({}, {}),
+    "Falcon": ({}, {}),
+}
+# Linear layers of a class of its own, with another forward, rotate by a rule alone. Embeddings of
+# positions that are, too, are a twentieth of a model as small as this.
+FEW = {"Falcon": 0.04, "OPT": 0.94}
+
+
+def on_meta(family: str) -> Any:
+    import transformers  # seconds, for these tests alone
+
+    library: Any = transformers
+    names = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    configure, build = (getattr(library, name) for name in names)
+    config = configure(**SIZES | HEADS | NO_DROPOUT | OTHERS.get(family, {}) | {"pad_token_id": 0})
+    with torch.device("meta"):
+        return build(config)
+
+
+def found(family: str, num_ranks: int, *, recompute: bool) -> tuple[dict[str, str], float]:
+    """The rules of blocks by the last parts of their paths, and the share that rotates."""
+    model: nn.Module = on_meta(family)
+    finder = BlockFinder(model, num_ranks, regrouped=recompute)
+    rules: dict[Any, Any] = {}
+    for path, module in model.named_modules():
+        rule = finder.rule_of(module)
+        if rule is not None and not any(path.startswith(f"{outer}.") for outer in rules):
+            rules[path] = rule
+    with on_fake_ranks(num_ranks) as mesh:
+        policy = RotationPolicy(recompute=recompute)
+        plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules, find_blocks=False)
+    rotating = sum(entry.numel for entry in plan.entries if entry.how == "rotated")
+    total = sum(entry.numel for entry in plan.entries if entry.how != "local")
+    last = {path.rpartition(".")[2]: type(rule).__name__ for path, rule in rules.items()}
+    return last, rotating / total
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_blocks_of_the_families_are_found(family: str) -> None:
+    for num_ranks, recompute, expected in zip((2, 4), (False, True), FOUND[family], strict=True):
+        blocks, share = found(family, num_ranks, recompute=recompute)
+        assert blocks == expected
+        assert share > FEW.get(family, 0.97)
+
+
+def test_linear_layers_of_another_class_rotate_by_a_rule() -> None:
+    model = on_meta("Falcon")
+    rules: Any = {type(model.transformer.h[0].mlp.dense_h_to_4h): LinearRule()}
+    with on_fake_ranks(4) as mesh:
+        plan = rotate_all(model, mesh=mesh, rules=rules)
+    rotating = sum(entry.numel for entry in plan.entries if entry.how == "rotated")
+    assert rotating > 0.97 * sum(each.numel for each in plan.entries if each.how != "local")
