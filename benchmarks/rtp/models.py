@@ -159,7 +159,7 @@ def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
 
 
 def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) -> dict[str, Build]:
-    alike = {"recomputes": policy.recompute, "device": device}
+    alike: dict[str, Any] = {"recomputes": policy.recompute, "device": device}
     return {
         "rotation": partial(_rotated, bundle_numel=policy.bundle_numel, **alike),
         "FSDP2": partial(_fully_sharded, **alike),

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gyre_trainer.comm.spans import path_of
+from gyre_trainer.comm.spans import path_of, span
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.bundles.travel import Travel
 from gyre_trainer.rotation.bundles.whole_parameters import WholeParameters
@@ -88,7 +88,8 @@ class Bundle:
             args, kwargs = tree_map_only(Tensor, partial(cast, dtype=dtype), (args, kwargs))
         bounds = {cut.name: (0, cut.shape[cut.dim]) for cut in cuts}
         saving = self._whole.saving() if torch.is_grad_enabled() else nullcontext()
-        with swapped(rotation.module, weights | others), saving:
+        name = span(f"{path_of(rotation.module)} forward: whole, in a bundle")
+        with swapped(rotation.module, weights | others), saving, name:
             current = ModuleSlice(
                 rotation.module, rotation.forward, weights, bounds, DeferredGrads({}), 1, cuts
             )

@@ -1,6 +1,6 @@
 """The whole parameters of a bundle while a rank has them, and what graphs keep instead of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -96,8 +96,7 @@ class WholeParameters:
         """
         places = {each.untyped_storage()._cdata: i for i, each in enumerate(self._values)}
         version = self._version
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack_other, unpack_other = outer or (_keep, _kept)
+        pack_other, unpack_other = _hooks_around() or (_keep, _kept)
 
         def pack(tensor: Tensor) -> Any:
             place = places.get(tensor.untyped_storage()._cdata)
@@ -146,6 +145,11 @@ class _Whole(torch.autograd.Function):
                 for grad, spec in zip(found, ctx.specs, strict=True)
             ),
         )
+
+
+def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else (hooks[0], hooks[1])
 
 
 def _keep(tensor: Tensor) -> _Kept:
