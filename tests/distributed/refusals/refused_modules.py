@@ -45,11 +45,11 @@ class BestFeature(nn.Linear):
 
 
 def heads_that_do_not_divide() -> None:
-    rotate(Attention(12, Heads(6, 3)), mesh=make_mesh("cpu"), rule=AttentionRule(3))
+    rotate(Attention(12, Heads(3, 3)), mesh=make_mesh("cpu"), rule=AttentionRule(3))
 
 
-def more_ranks_than_kv_heads() -> None:
-    rotate(Attention(12, Heads(6, 1)), mesh=make_mesh("cpu"), rule=AttentionRule(1))
+def query_heads_that_do_not_divide() -> None:
+    rotate(Attention(12, Heads(3, 1)), mesh=make_mesh("cpu"), rule=AttentionRule(1))
 
 
 def rotate_twice() -> None:
@@ -179,9 +179,13 @@ REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (
         heads_that_do_not_divide,
         RotationError,
-        ["Attention", "3 key/value heads", "2 ranks", "q, k, v, o"],
+        ["Attention", "3 key/value heads and 3 query heads", "2 ranks", "q, k, v, o"],
     ),
-    (more_ranks_than_kv_heads, RotationError, ["Attention", "1 key/value heads", "2 ranks"]),
+    (
+        query_heads_that_do_not_divide,
+        RotationError,
+        ["Attention", "1 key/value heads and 3 query heads", "2 ranks"],
+    ),
     (rotate_twice, RotationError, ["Linear", "rotated already"]),
     (rotate_model_twice, RotationError, ["GPT", "rotated already"]),
     (rotate_inside_and_around, RotationError, ["MLP.up", "rotated already"]),

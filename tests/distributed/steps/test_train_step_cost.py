@@ -58,6 +58,10 @@ CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
         "model": {"config": LLAMA},
         "memory": {"recompute": True},
     },
+    (2, "of transformers, in bundles"): {
+        "model": {"config": LLAMA},
+        "memory": {"bundle_numel": 294_912},
+    },
     (3, "tied, uneven, bfloat16, in two parts"): {
         "model": UNEVEN | {"tie_embeddings": True, "gated_mlp": False, "norm": "layer"},
         "precision": {"compute_dtype": "bfloat16"},
@@ -67,11 +71,13 @@ CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
 
 
 def config(sections: dict[str, Any]) -> TrainConfig:
+    """Slice by slice, unless the sections say otherwise, as these models are small."""
+    memory = {"bundle_numel": 0} | sections.get("memory", {})
     required = {
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 12, "sequence_length": 32},
     }
-    return build(TrainConfig, required | sections, "")
+    return build(TrainConfig, required | sections | {"memory": memory}, "")
 
 
 def rows(settings: TrainConfig) -> Tensor:

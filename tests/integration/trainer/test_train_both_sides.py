@@ -128,7 +128,8 @@ def test_a_run_begins_with_a_folder_of_transformers_and_samples(
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(special)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]")
+    fast_tokenizer: Any = transformers.PreTrainedTokenizerFast
+    fast = fast_tokenizer(tokenizer_object=tokenizer, mask_token="[MASK]")
     torch.manual_seed(3)
     auto: Any = transformers.AutoConfig
     settings = dict(keys)

@@ -201,7 +201,9 @@ class Sampler:
         """The prompt's ids, with the likeliest token for each mask."""
         logits_1TV = model(input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T)).logits
         likeliest_1T = _of_first_rank(tokens_1T, logits_1TV.float()).argmax(-1)
-        found: list[int] = torch.where(tokens_1T == self._mask, likeliest_1T, tokens_1T)[0].tolist()
+        assert self._mask is not None
+        hidden_1T = tokens_1T.eq(self._mask)
+        found: list[int] = torch.where(hidden_1T, likeliest_1T, tokens_1T)[0].tolist()
         return found
 
     def _of_gpt(self, model: GPT, tokens_1T: Tensor) -> list[int]:
