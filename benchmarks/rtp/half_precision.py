@@ -36,7 +36,11 @@ _CONFIG: Any = cast("Any", LlamaConfig)(
 
 
 def _rotate(model: Any, residual_dtype: torch.dtype) -> None:
-    policy = RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=residual_dtype)
+    policy = RotationPolicy(
+        compute_dtype=torch.bfloat16,
+        residual_dtype=residual_dtype,
+        bundle_numel=0,  # slices, as of large models
+    )
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
 
 

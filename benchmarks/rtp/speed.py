@@ -33,7 +33,7 @@ from benchmarks.rtp.contenders import Contender, How, build
 from benchmarks.rtp.ranks import run_on_ranks
 from benchmarks.rtp.workloads import NARROW, SMALL, Workload, make_batch, make_optimizer
 
-_HOWS = (How.DDP, How.FSDP2_LAYER, How.FSDP2_SUB_BLOCK, How.GYRE)
+_HOWS = (How.DDP, How.FSDP2_LAYER, How.FSDP2_SUB_BLOCK, How.BY_SLICE)
 _SHAPES = {"small": SMALL, "narrow": NARROW}
 _NUM_WARM_UP_STEPS = 3
 

@@ -46,7 +46,8 @@ def made(family: str, *, half: bool = False) -> Any:
 
     library: Any = transformers
     kind, sizes = ALL[family]
-    config = getattr(library, f"{family}Config")(**sizes)
+    of = "Text" if family == "Gemma3" else ""  # it also has models that see images
+    config = getattr(library, f"{family}{of}Config")(**sizes)
     with default_dtype(torch.bfloat16 if half else torch.float32):
         return getattr(library, family + kind)(config)
 

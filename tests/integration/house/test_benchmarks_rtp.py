@@ -75,7 +75,7 @@ def test_elapsed_time_stands_beside_cpu_time() -> None:
         "DDP",
         "FSDP2 per layer",
         "FSDP2 per sub-block",
-        *(f"Gyre{how}" for how in hops),
+        *(f"Gyre, slice by slice{how}" for how in hops),
     ]
     for rounds in found.values():
         assert [len(ranks) for ranks in rounds] == [2, 2]

@@ -19,42 +19,82 @@ from gyre_trainer.errors import RotationError
 def make_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that are on `meta`, as the constructors of their modules do.
 
-    That takes modules whose constructors require a `config` alone, as transformers' do. It is the
-    one that the module keeps, or else that of the nearest module around it. Tensors that such a
-    module keeps beside its buffers are computed with them.
+    That takes a module whose constructor requires a `config` alone, as transformers' do: the one
+    with the buffer, or the nearest one around it. The configuration is the one that it keeps, or
+    else that of the nearest module around it. Tensors that a module keeps beside its buffers are
+    computed with them.
 
     Raises:
         RotationError: a module is made in another way, or with another configuration; the message
             names the buffer.
     """
+    constructed: dict[str, nn.Module | Exception] = {}
     for path, module in list(model.named_modules()):
         names = [name for name, buffer in module._buffers.items() if _is_on_meta(buffer)]
         if names:
             name = f"{path}.{names[0]}".removeprefix(".")
-            made = _made_again(module, _nearest_config(model, path), name)
-            _take_tensors(module, made, device)
+            _take_tensors(module, _made_again(model, path, name, constructed), device)
 
 
 def _is_on_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
+def _outwards(path: str) -> list[str]:
+    """The paths of a module and of those around it, the model's "" last."""
+    names = path.split(".") if path else []
+    return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+
+
 def _nearest_config(model: nn.Module, path: str) -> Any:
     """The `config` of the module at ``path``, or of the nearest one around it; None without one."""
-    names = path.split(".") if path else []
-    around = (".".join(names[:depth]) for depth in range(len(names), -1, -1))
-    configs = (getattr(model.get_submodule(each), "config", None) for each in around)
+    configs = (getattr(model.get_submodule(each), "config", None) for each in _outwards(path))
     return next((config for config in configs if config is not None), None)
 
 
-def _made_again(module: nn.Module, config: Any, name: str) -> nn.Module:
-    """Another module of the same class and configuration, on the CPU; its parameters on `meta`.
+def _made_again(
+    model: nn.Module, path: str, name: str, constructed: dict[str, nn.Module | Exception]
+) -> nn.Module:
+    """Another module like the one at ``path``, with buffers on the CPU.
 
-    Random numbers that it draws are drawn again later.
+    Args:
+        model: the model.
+        path: of the module.
+        name: of its buffer, for messages.
+        constructed: by path, the modules that were made before, or why they cannot be.
     """
-    # classes that this package mixes in are made in it
-    classes = [each for each in type(module).__mro__ if "gyre_trainer." not in each.__module__]
-    accepted = inspect.signature(classes[0]).parameters
+    module, failed = model.get_submodule(path), None
+    for around in _outwards(path):
+        if around not in constructed:
+            constructed[around] = _constructed(model, around)
+        made = constructed[around]
+        if isinstance(made, Exception):
+            failed = failed or made
+            continue
+        inside = path.removeprefix(around).removeprefix(".")
+        found: nn.Module | None = dict(made.named_modules(remove_duplicate=False)).get(inside)
+        if found is not None and _is_like(module, found):
+            return found
+    reason = "" if failed is None else f" ({type(failed).__name__}: {failed})"
+    raise RotationError(
+        f"buffer {name} is on meta, and {_own_class(module).__name__} cannot be made again from "
+        f"the config that it, or a module around it, keeps; create it on a real device{reason}"
+    )
+
+
+def _own_class(module: nn.Module) -> Any:
+    """The class without those that this package mixes in, which are made in it."""
+    return next(each for each in type(module).__mro__ if "gyre_trainer." not in each.__module__)
+
+
+def _constructed(model: nn.Module, path: str) -> nn.Module | Exception:
+    """Another module of the class and configuration of the one at ``path``, or why there is none.
+
+    It is on the CPU; its parameters are on `meta`. Random numbers that it draws are drawn again
+    later.
+    """
+    module, config = model.get_submodule(path), _nearest_config(model, path)
+    accepted = inspect.signature(_own_class(module)).parameters
     required = {
         parameter.name
         for parameter in accepted.values()
@@ -62,25 +102,26 @@ def _made_again(module: nn.Module, config: Any, name: str) -> nn.Module:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     known = {"config": config, "layer_idx": getattr(module, "layer_idx", None)}
-    refusal = (
-        f"buffer {name} is on meta, and {classes[0].__name__} cannot be made again from the "
-        "config that it, or a module around it, keeps; create it on a real device"
-    )
     if not required <= known.keys() or "config" not in accepted or config is None:
-        raise RotationError(refusal)
+        return TypeError(f"{_own_class(module).__name__} takes {', '.join(accepted) or 'nothing'}")
     arguments = {each: value for each, value in known.items() if each in accepted}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), _parameters_on_meta():
         try:
-            made: nn.Module = classes[0](**arguments)
+            made: nn.Module = _own_class(module)(**arguments)
         except Exception as error:  # foreign code, with a config that may not be its own
-            raise RotationError(f"{refusal} ({type(error).__name__}: {error})") from error
-    shapes = {each: parameter.shape for each, parameter in module.named_parameters()}
-    if any(shapes.get(each, p.shape) != p.shape for each, p in made.named_parameters()):
-        raise RotationError(refusal)
-    own = _plain_values(module)
-    if any(own.get(each, value) != value for each, value in _plain_values(made).items()):
-        raise RotationError(refusal)
+            return error
     return made
+
+
+def _is_like(module: nn.Module, made: nn.Module) -> bool:
+    """Whether both have one class, one shape of each parameter, and equal numbers and texts."""
+    shapes = {each: parameter.shape for each, parameter in module.named_parameters()}
+    own = _plain_values(module)
+    return (
+        type(made) is _own_class(module)
+        and all(shapes.get(each, p.shape) == p.shape for each, p in made.named_parameters())
+        and all(own.get(each, value) == value for each, value in _plain_values(made).items())
+    )
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
