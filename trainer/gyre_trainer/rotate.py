@@ -27,7 +27,7 @@ from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.dropout import use_equal_masks
-from gyre_trainer.layers.expert_lists import call_every_expert
+from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.found.parts import recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.embedding import OwnEmbeddingRule
-from gyre_trainer.layers.moe import ExpertsRule
+from gyre_trainer.layers.experts.moe import ExpertsRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 

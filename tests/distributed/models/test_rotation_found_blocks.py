@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.experts.moe import ExpertsRule
 from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.layers.moe import ExpertsRule
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 

@@ -8,9 +8,9 @@ import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
+from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.layers.moe import Experts, ExpertsRule
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.layers.moe import Experts, ExpertsRule
 from gyre_trainer.rotate import RotationPolicy, materialize, rotate, rotate_all
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from torch import Tensor, nn

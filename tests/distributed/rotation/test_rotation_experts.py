@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
+from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from gyre_trainer.shards.initial.sharded_init import materialize
 from torch import Tensor, nn

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gyre_trainer.layers.moe import ExpertsRule
+from gyre_trainer.layers.experts.moe import ExpertsRule
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import Layout
 

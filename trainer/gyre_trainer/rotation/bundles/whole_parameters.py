@@ -14,10 +14,11 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.rotation.bundles.travel import Travel
 from gyre_trainer.shards.local_shards import spec_of, with_spec
 
-# Elements that the bundles of a ring hold whole together: one full bundle. What does not fit is
-# gathered a second time, for backward. Twice as many save that for twice as large models, and raise
-# the peak of larger ones by as much (1.1 MiB in float32).
-_MAX_HELD_NUMEL = 9 * 2**15
+# Elements that the bundles of a ring have whole together, weights and gradients: those of one full
+# bundle, or the weights of two frozen ones. What does not fit is gathered a second time, for
+# backward. Twice as many save that for twice as large models, and raise the peak of larger ones by
+# as much (2.3 MiB in float32).
+_MAX_WHOLE_NUMEL = 2 * 9 * 2**15
 
 
 class _View(NamedTuple):
@@ -54,8 +55,9 @@ class WholeParameters:
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
-        return self._travel.numel
+        """Elements of all of them, and as many of their gradients unless all are frozen."""
+        parameters = (parameter for each in self._travel.sharded for parameter in each.parameters)
+        return self._travel.numel * (1 + any(parameter.requires_grad for parameter in parameters))
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters as they are now, in the order of the layout.
@@ -174,7 +176,7 @@ def _make_room(ring: Ring, wanted: WholeParameters) -> None:
     found = (each() for each in _GATHERED.get(ring, ()))
     held = [each for each in found if each is not None and each is not wanted and each.is_held]
     total = wanted.numel + sum(each.numel for each in held)
-    while held and total > _MAX_HELD_NUMEL:
+    while held and total > _MAX_WHOLE_NUMEL:
         oldest = held.pop(0)
         total -= oldest.numel
         oldest.release()
