@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 
 class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
-    """The facts of a dataset; the base of `Loader`."""
+    """The facts of a dataset; the base of `LoaderSteps`, and so of `Loader`."""
 
     _description: pb.DatasetDescription
 

@@ -22,14 +22,14 @@ from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, InvalidRequest
 from gyre_client.loader import accelerated
 from gyre_client.loader.dataloader_keywords import refuse_unknown
-from gyre_client.loader.described import DescribedDataset
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
-from gyre_client.messages.arguments import MAX_STEP, MAX_UINT32, choice, flag, seconds, whole
+from gyre_client.loader.steps import LoaderSteps
+from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
 from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps, transform_list
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
@@ -38,7 +38,7 @@ _log = logging.getLogger("gyre_client")
 NEVER = 1 << 64  # the stop batch of an iteration without an end
 
 
-class Loader(DescribedDataset):
+class Loader(LoaderSteps):
     """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
 
         with Loader("corpus", batch_size=256, seed=1) as loader:
@@ -291,53 +291,6 @@ class Loader(DescribedDataset):
 
     def __reduce__(self) -> NoReturn:
         raise ForkedProcess(f"a Loader cannot be sent to another process. {FORK_ADVICE}")
-
-    @property
-    def local_batch_size(self) -> int:
-        """B, the number of samples in each of this rank's batches."""
-        return self._request.order.global_batch_size // self._request.reader.world_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The most steps that an epoch has; with `wrap`, some epochs have one less."""
-        return self._place.epochs.max_steps(1)
-
-    @property
-    def step(self) -> int:
-        """The global step of the next batch, counted from 0, with those that are left out."""
-        return self.step_of(self.num_batches)
-
-    def step_of(self, batch: int) -> int:
-        """Returns the global step of the batch with this number, counted from 0."""
-        self._place.locate()
-        return self._place.epochs.step_of(whole("batch", batch, 0, MAX_STEP))
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches come before the next one: `step` without those that are left out."""
-        self._place.locate()
-        return self._place.batch
-
-    @property
-    def mixture_digest(self) -> int:
-        """Which weights of a mixture the last batch was mixed by; 0 before it, and for no mixture.
-
-        A number below 2^63 that follows from these weights and all before them. Ranks that train on
-        the same mixture have the same one; compare it where they read at several daemons.
-        """
-        return self._place.mixture_digest
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in which the next step begins, counted from 0."""
-        batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._place.epochs.epoch_of(batch)
-
-    @property
-    def epochs_passed(self) -> float:
-        """How many epochs lie before the next step, as a fraction."""
-        batch = self.num_batches  # which asks the daemon how the job's epochs are
-        return self._place.epochs.epochs_before(batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.

@@ -1,0 +1,61 @@
+"""Which step, batch and epoch of its job a loader stands at."""
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.loader.described import DescribedDataset
+from gyre_client.loader.place import Place
+from gyre_client.messages.arguments import MAX_STEP, whole
+
+
+class LoaderSteps(DescribedDataset):
+    """Where a loader stands, and what its job's steps are; the base of `Loader`."""
+
+    _place: Place
+    _request: pb.OpenSessionRequest
+
+    @property
+    def local_batch_size(self) -> int:
+        """B, the number of samples in each of this rank's batches."""
+        return self._request.order.global_batch_size // self._request.reader.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The most steps that an epoch has; with `wrap`, some epochs have one less."""
+        return self._place.epochs.max_steps(1)
+
+    @property
+    def step(self) -> int:
+        """The global step of the next batch, counted from 0, with those that are left out."""
+        return self.step_of(self.num_batches)
+
+    def step_of(self, batch: int) -> int:
+        """Returns the global step of the batch with this number, counted from 0."""
+        self._place.locate()
+        return self._place.epochs.step_of(whole("batch", batch, 0, MAX_STEP))
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches come before the next one: `step` without those that are left out."""
+        self._place.locate()
+        return self._place.batch
+
+    @property
+    def mixture_digest(self) -> int:
+        """Which weights of a mixture the last batch was mixed by; 0 before it, and for no mixture.
+
+        A number below 2^63 that follows from these weights and all before them. Ranks that train on
+        the same mixture have the same one; compare it where they read at several daemons.
+        """
+        return self._place.mixture_digest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next step begins, counted from 0."""
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._place.epochs.epoch_of(batch)
+
+    @property
+    def epochs_passed(self) -> float:
+        """How many epochs lie before the next step, as a fraction."""
+        batch = self.num_batches  # which asks the daemon how the job's epochs are
+        return self._place.epochs.epochs_before(batch)
