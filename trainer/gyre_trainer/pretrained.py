@@ -28,6 +28,7 @@ from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.stored_weights import (
     Files,
     Target,
@@ -78,6 +79,7 @@ def load(
         targets = _targets(model)
         _require_all_used(model, targets, stored, path)
         read_targets(targets, stored, path)
+        note_rewritten(model.parameters())
 
 
 def save_pretrained(

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gyre_common.printable import printable
@@ -153,6 +154,10 @@ def _give_all(
             asked = {each: jobs[each] for each in (*answers, address)}
             kept = _withdraw(daemons, asked, request)
             raise _told(error, f"{_at(address, daemons)}{error}; {_left(kept, asked)}") from error
+        except KeyboardInterrupt:
+            asked = {each: jobs[each] for each in (*answers, address)}
+            print(f"gyre: {_left(_withdraw(daemons, asked, request), asked)}", file=sys.stderr)
+            raise
     return answers
 
 

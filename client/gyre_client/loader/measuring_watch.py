@@ -24,8 +24,14 @@ class MeasuringWatch:
     An error that leaves the context says how far measuring was, if it was seen.
     """
 
-    def __init__(self, target: Target) -> None:
-        """Looks at the daemon of a target."""
+    def __init__(self, target: Target, dataset: str) -> None:
+        """Looks at the daemon of a target.
+
+        Args:
+            target: Of the loader.
+            dataset: The name that it waits for; "" for one without a definition.
+        """
+        self._dataset = dataset
         self._target = target
         self._over = threading.Event()
         self._last = ""
@@ -53,6 +59,7 @@ class MeasuringWatch:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             with contextlib.suppress(GyreError), Connection(self._target.address) as connection:
                 states = connection.status(_LOOK_TIMEOUT_S).measurings
-                self._last = "; ".join(map(measuring_line, states))
+                waited_for = [s for s in states if self._dataset in ("", s.dataset)]
+                self._last = "; ".join(map(measuring_line, waited_for))
             if self._last and not self._over.is_set():
                 _log.warning("waiting until samples are measured: %s", self._last)

@@ -29,7 +29,7 @@ def describe(
     Raises:
         GyreError: See `Loader`.
     """
-    with Connection(target.address) as connection, MeasuringWatch(target):
+    with Connection(target.address) as connection, MeasuringWatch(target, dataset.name):
         return Outage(reattach_timeout_s).retry(
             lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms),
             threading.Event().wait,

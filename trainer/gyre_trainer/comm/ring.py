@@ -10,7 +10,7 @@ hops.
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,8 @@ class Ring:
         bytes_sent: bytes of weights and gradients that this rank has sent since the ring was made.
         modules: those that rotate, or did, on these ranks.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
+        gathered: what modules hold whole, the oldest first. It follows from their calls alone, so
+            it is alike on all ranks, whenever the collector runs.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Ring:
         self._transports = transports
         self._sides: dict[tuple[Direction, Stream], _Sides] = {}
         self.group = group
+        self.gathered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Ring":
         """The ring itself: a copy of a model rotates on the same one."""

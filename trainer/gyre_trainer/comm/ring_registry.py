@@ -14,11 +14,13 @@ from gyre_trainer.comm.identity import Modules
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.shared_memory.transport import SharedMemoryTransport
-from gyre_trainer.comm.transport import ProcessGroupTransport
+from gyre_trainer.comm.transport import ProcessGroupTransport, group_of_processes
 
 _RINGS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
 # One rank's collector may free a ring later than another's; all count the modules on from there.
 _MODULES: WeakKeyDictionary[dist.ProcessGroup, Modules] = WeakKeyDictionary()
+# Made once for each group: to make one is a collective, and a ring may be made on one rank alone.
+_WORDS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # By the default group: a ring of a mesh that all its ranks are on.
 _OF_ALL_RANKS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
 
@@ -30,9 +32,14 @@ def ring_of(mesh: DeviceMesh) -> Ring:
     if ring is None:
         replicas, modules = replica_group(mesh), _MODULES.setdefault(group, Modules())
         diagnosis = HangDiagnosis(group, None if replicas is None else mesh.mesh)
+        words = _WORDS.get(group)
+        if words is None:
+            words = group_of_processes(group)
+            if words is not group:  # which would keep itself alive
+                _WORDS[group] = words
         transports = (
             SharedMemoryTransport(group, diagnosis),
-            ProcessGroupTransport(group, diagnosis),
+            ProcessGroupTransport(group, diagnosis, words),
         )
         ring = _RINGS[group] = Ring(group, transports, diagnosis, modules, replicas)
         if mesh.size() == dist.get_world_size():

@@ -110,11 +110,14 @@ class ProcessGroupTransport:
     which has to start the same hop, never for the device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, diagnosis: HangDiagnosis, words: dist.ProcessGroup
+    ) -> None:
+        """``words`` has the same ranks, and carries the identities."""
         self._group = group
         self._diagnosis = diagnosis
         self._is_real = dist.get_backend(group) != "fake"
-        self._words = group_of_processes(group) if self._is_real else group
+        self._words = words
 
     def offsets(self, device: torch.device) -> frozenset[int]:
         """Both neighbours."""
@@ -223,11 +226,15 @@ class _ComparedWork:
 
 
 def group_of_processes(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or one of the same ranks where it carries nothing between CPUs (NCCL alone)."""
-    if torch.device("cpu") in group._device_types:
+    """The group, or a new one of the same ranks where it carries nothing between CPUs (NCCL alone).
+
+    Collective where it makes one, which has the timeout of the group.
+    """
+    if torch.device("cpu") in group._device_types or dist.get_backend(group) == "fake":
         return group
     ranks = dist.get_process_group_ranks(group)
-    words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    words = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     assert isinstance(words, dist.ProcessGroup)  # this rank is on it
     return words
 

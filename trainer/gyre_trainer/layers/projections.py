@@ -107,7 +107,7 @@ def require_counts(module: nn.Module, counts: tuple[str, ...], divisor: int) -> 
         if value is None or value % divisor:
             raise RotationError(
                 f"{type(module).__name__}.{count} is {value}, but the rule needs a whole number "
-                f"there that {divisor} ranks can share evenly"
+                f"there that {divisor} divides"
             )
 
 

@@ -185,11 +185,11 @@ def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "indu
             f"{type(model).__name__} is not rotated as a whole; first call rotate_all on it"
         )
     modules = dict(model.named_modules())
+    for path, module in modules.items():
+        _require_fits(path or type(model).__name__, module, is_root=module is model)
     for module in modules.values():
         if isinstance(module, RotatedModule):
             module.leave_bundle()
-    for path, module in modules.items():
-        _require_fits(path or type(model).__name__, module, is_root=module is model)
     order_operators()
     traced = torch._dynamo.nonstrict_trace(traced_pass)
     for module in modules.values():

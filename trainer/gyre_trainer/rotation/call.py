@@ -226,6 +226,14 @@ class Call:
                 pieces.cuts,
             )
             output = rotation.rule.run(current, *args, **kwargs)
+        written = self._arguments.written_to(args, kwargs)
+        if written is not None:
+            raise RotationError(
+                f"{rotation.name} writes to a {type(written).__name__} that it is called with. It "
+                "runs once for every rank's slice, so what each slice writes would be lost. Return "
+                "it, or let the layers inside rotate one by one (find_blocks=False, and no rule "
+                "for the module)"
+            )
         return self._tensors_of(output), trained
 
     def _tensors_of(self, output: Any) -> list[Tensor]:

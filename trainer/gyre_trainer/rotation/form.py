@@ -62,17 +62,56 @@ def _nested(leaves: Iterator[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(islice(leaves, spec.num_leaves), spec)
 
 
+def _can_be_written_to(spec: TreeSpec) -> bool:
+    """Whether a list, a dict or another container that can change is in a nested value."""
+    if spec.is_leaf():
+        return False
+    is_tuple = spec.type is tuple or issubclass(spec.type, tuple)
+    return not is_tuple or any(map(_can_be_written_to, spec.children()))
+
+
 class Arguments(Form):
     """The form of the arguments of a call."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__((*args, *kwargs.values()))
         self._num_args, self._names = len(args), tuple(kwargs)
+        self._mutable = [
+            place
+            for place, spec in enumerate(self._specs)
+            if spec is not None and _can_be_written_to(spec)
+        ]
+        self._given: dict[int, list[Any]] = {}
 
     def call(
         self, leaves: Iterable[Any], tensors: Iterable[Tensor]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments; see `filled`."""
         values = self.filled(leaves, tensors)
+        self._given = {place: _flat(values[place])[0] for place in self._mutable}
         named = zip(self._names, values[self._num_args :], strict=True)
         return values[: self._num_args], dict(named)
+
+    def written_to(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One of the lists and dicts of `call` that the module has changed since; None without one.
+
+        They are others than the caller's, which would stay as it was.
+
+        Args:
+            args: the positional arguments as `call` gave them.
+            kwargs: the keyword arguments.
+        """
+        if not self._mutable:
+            return None
+        values = [*args, *(kwargs[name] for name in self._names)]
+        return next(
+            (values[place] for place in self._mutable if self._differs(place, values)), None
+        )
+
+    def _differs(self, place: int, values: Sequence[Any]) -> bool:
+        found, spec = _flat(values[place])
+        before = self._specs[place]
+        assert before is not None
+        return spec != before or any(
+            one is not other for one, other in zip(found, self._given[place], strict=True)
+        )

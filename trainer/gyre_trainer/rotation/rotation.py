@@ -49,11 +49,11 @@ class RotationPolicy:
             parameters computes with a slice; None to run modules as they are. All slices of one
             size share one compiled graph. Weight gradients are then formed beside the buffer that
             travels, so they take memory of their own.
-        bundle_numel: modules with at most this many parameters travel together, up to 2^18 of them
-            in one bundle, and are computed whole, once, instead of slice by slice. A rank holds few
-            bundles whole at a time, and gathers others again for backward. 0 for none; None for
-            2^18, which is 1 MiB in float32. Modules that are recomputed or compiled, and heads
-            whose loss the library computes by slices, rotate by themselves all the same.
+        bundle_numel: modules with at most this many parameters travel together, up to 294,912 of
+            them in one bundle, and are computed whole, once, instead of slice by slice. A rank
+            holds few bundles whole at a time, and gathers others again for backward. 0 for none;
+            None for 294,912, which is 1.1 MiB in float32. Modules that are recomputed or compiled,
+            and heads whose loss the library computes by slices, rotate by themselves all the same.
     """
 
     compute_dtype: torch.dtype | None = None

@@ -6,7 +6,7 @@ packed.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 
 import torch
@@ -27,6 +27,9 @@ from gyre_trainer.shards.local_shards import (
 )
 from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
+# Torch counts the writes to a tensor from 0.
+_MORE_THAN_ANY_COUNT = 2**40
+
 
 class ShardedParameters:
     """The slice that this rank owns. A rotation reads it and never writes to it.
@@ -40,6 +43,8 @@ class ShardedParameters:
         digests: of the values of the whole parameters, in the same order; 0 where they had none.
         replica_gradients: averages the gradients over the replicas of the ring; None for one ring.
     """
+
+    _first_version = 0
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
         """Copy this rank's slice of ``sources``; fill it with NaN where they are on `meta`."""
@@ -66,7 +71,11 @@ class ShardedParameters:
     @property
     def version(self) -> int:
         """A number that grows with every write to a parameter."""
-        return sum(parameter._version for parameter in self.parameters)
+        return self._first_version + sum(parameter._version for parameter in self.parameters)
+
+    def note_rewritten(self) -> None:
+        """Raise the version after a write that torch does not count, or with other parameters."""
+        self._first_version += _MORE_THAN_ANY_COUNT
 
     def require_here(self, parameter: Tensor, name: str) -> None:
         """Require that the local shard of one of the parameters lies in ``flat``.
@@ -157,7 +166,15 @@ def convert_sharded(sharded: ShardedParameters, fn: Callable[[Tensor], Tensor]) 
         if isinstance(parameter, DTensor)
     ]
     note_successors(before, sharded.parameters)
+    sharded.note_rewritten()
     find_from(sharded, sharded.parameters)
+
+
+def note_rewritten(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise the versions of those that are sharded: all of their values are others."""
+    for sharded in dict.fromkeys(map(sharded_parameters_of, parameters)):
+        if sharded is not None:
+            sharded.note_rewritten()
 
 
 def find_from(sharded: ShardedParameters, parameters: Sequence[nn.Parameter]) -> None:

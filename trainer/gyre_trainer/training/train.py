@@ -94,6 +94,7 @@ class Training:
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
         self._step_began_s = 0.0  # of the step that runs now
+        self._is_mixture: bool | None = None  # of the dataset, once a batch is here
 
     def begin(self, resume: Path | None, *, may_restart: bool) -> None:
         """Restore a checkpoint, if there is one to resume from, and open the run's records."""
@@ -133,8 +134,11 @@ class Training:
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
-        if self._loader.mixture_digest:
-            require_one_mixture(self._loader.mixture_digest, self.step)
+        digest = self._loader.mixture_digest
+        if self._is_mixture is None:
+            self._is_mixture = _any_rank(digest != 0)
+        if self._is_mixture:
+            require_one_mixture(digest, self.step)
         examples = self._collator.collate(batch, self.step)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
@@ -249,6 +253,14 @@ def require_one_place(cursor: bytes) -> None:
             "or from another place, than most ranks: their daemons have other shards of the "
             "dataset, or another configuration of it; compare `gyre describe` at their addresses"
         )
+
+
+def _any_rank(here: bool) -> bool:
+    """Whether something is so on any rank. Collective."""
+    anywhere = torch.tensor([here], dtype=torch.int64)
+    with collective("what the ranks read"):
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere.item())
 
 
 def require_one_mixture(digest: int, step: int) -> None:

@@ -42,7 +42,7 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
             recomputed they cost more than they spare.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # no other device has the fork
         found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
     return found or find_experts_rule(module, num_slices) or find_embedding_rule(module, num_slices)
 

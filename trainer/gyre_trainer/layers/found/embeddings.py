@@ -23,7 +23,7 @@ def find_embedding_rule(module: nn.Module, num_slices: int) -> OwnEmbeddingRule 
     if not isinstance(module, nn.Embedding) or type(module).forward is nn.Embedding.forward:
         return None
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # no other device has the fork
         try:
             fits = all(_fits(_twin(module).train(mode), num_slices) for mode in (True, False))
         except Exception:  # foreign code, that may take other arguments, or refuse the option

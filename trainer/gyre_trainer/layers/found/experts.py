@@ -33,7 +33,7 @@ def find_experts_rule(module: nn.Module, num_slices: int) -> ExpertsRule | None:
     Random numbers are drawn later as if none had been drawn here.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # no other device has the fork
         twin = _twin(module) if _is_stacked(module) else None
         if twin is None:
             return None

@@ -78,10 +78,21 @@ def _dim(shape: tuple[int, ...], num_slices: int) -> int:
 
 
 def reads_much(module: nn.Module, min_numel: int) -> bool:
-    """Whether a module has a parameter of its own that is worth its hops."""
+    """Whether a module has a parameter of its own that is worth its hops.
+
+    One that is tied to a module inside, as a head's bias may be, is that module's.
+    """
     rule = ReadRule(min_numel)
-    owned = (owner._parameters[last] for _, owner, last in own_parameters(module))
-    return has_forward(module) and any(rule._fits(parameter) for parameter in owned)
+    owned = [owner._parameters[last] for _, owner, last in own_parameters(module)]
+    if not has_forward(module) or not any(map(rule._fits, owned)):
+        return False
+    inside = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and has_forward(child)
+        for parameter in child._parameters.values()
+    }
+    return not any(id(parameter) in inside for parameter in owned if rule._fits(parameter))
 
 
 def shard_own(module: nn.Module, rule: ReadRule, target: RotationTarget) -> None:

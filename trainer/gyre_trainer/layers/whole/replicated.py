@@ -3,10 +3,12 @@
 Their gradients are averaged in one all-reduce per backward.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, ClassVar
 from weakref import ref
@@ -30,12 +32,13 @@ from gyre_trainer.layers.whole.read_parameters import (
     ReadableParameters,
     own_parameters,
 )
+from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 from gyre_trainer.shards.gathered import release_after
-from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
+from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.replaced_parameters import note_replaced
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 from gyre_trainer.shards.stand_ins import StandIn
@@ -109,6 +112,7 @@ class ReplicatedGradients:
 
     Attributes:
         postponed: whether backward leaves each rank its own gradients for now; `no_sync` sets it.
+        ring: of this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -116,7 +120,7 @@ class ReplicatedGradients:
         self._given = list(parameters)
         self._mesh = mesh
         self._groups = groups_of(mesh)
-        self._ring = ring_of(mesh)
+        self.ring = ring_of(mesh)
         self._backward: int | None = None
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
@@ -155,12 +159,15 @@ class ReplicatedGradients:
     def compare(self, model: nn.Module) -> None:
         """The first time, refuse values that differ among the ranks; collective.
 
+        Of a buffer that differs there is a warning, as statistics of a rank's own data may.
+
         Raises:
             RotationError: on every rank, with the first such parameter of the model.
         """
         if self._is_compared:
             return
-        values = [local_of(p).detach() for p in self._parameters]
+        buffers = dict(model.named_buffers())
+        values = [local_of(each).detach() for each in (*self._parameters, *buffers.values())]
         if any(isinstance(each, FakeTensor) for each in values):
             return
         self._is_compared = True
@@ -168,10 +175,12 @@ class ReplicatedGradients:
         extremes = torch.tensor(
             [digests, [-each for each in digests]], device=self._mesh.device_type
         )
-        with self._ring.hang_diagnosis.collective("comparing replicated parameters"):
+        with self.ring.hang_diagnosis.collective("comparing replicated parameters"):
             for group in self._groups:
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        different = {self._parameters[place] for place in extremes.sum(0).nonzero().flatten()}
+        differs = extremes.sum(0).ne(0).tolist()
+        num_parameters = len(self._parameters)
+        different = set(compress(self._parameters, differs))
         if different:
             name = next(name for name, p in model.named_parameters() if p in different)
             raise RotationError(
@@ -179,10 +188,17 @@ class ReplicatedGradients:
                 "another, so they would train different models; give all ranks the same values, "
                 "with one seed, one checkpoint or sync_from=0"
             )
+        if others := list(compress(buffers, differs[num_parameters:])):
+            warnings.warn(
+                f"{others[0]} of {own_class(model).__name__}, a buffer, has other values on one "
+                "rank than on another, so their outputs differ; give all ranks the same ones, with "
+                "one checkpoint or sync_from=0",
+                stacklevel=2,
+            )
 
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
-        if self._ring.num_parts == 1:
+        if self.ring.num_parts == 1:
             return  # one rank's gradients are their own mean
         # not a flag: a backward that fails ends without its callbacks
         backward = torch._C._current_graph_task_id()
@@ -190,17 +206,34 @@ class ReplicatedGradients:
             self._backward = backward
             Variable._execution_engine.queue_callback(self._average)
 
+    @torch.no_grad()
     def _average(self) -> None:
-        grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        with self._ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
+        """Average what the ranks have.
+
+        A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
+        same parameters. Behind the gradients is a number for each: whether any rank has it.
+        """
+        parameters = [p for p in self._parameters if p.requires_grad]
+        has = [p.grad is not None for p in parameters]
+        grads = [
+            torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
+            for p in parameters
+        ]
+        used = grads[0].new_tensor(has)
+        flat = torch.cat([*(grad.flatten() for grad in grads), used])
+        with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             for group in self._groups:
                 dist.all_reduce(flat, group=group)
-        flat /= self._ring.num_parts
-        for grad, mean in zip(
-            grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
+        *sums, used = torch.split(flat, [*(grad.numel() for grad in grads), len(grads)])
+        # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
+        by_any = has if all(has) or isinstance(flat, FakeTensor) else used.gt(0).tolist()
+        for parameter, grad, total, there, wanted in zip(
+            parameters, grads, sums, has, by_any, strict=True
         ):
-            grad.copy_(mean.view_as(grad))
+            grad.copy_(total.div_(self.ring.num_parts).view_as(grad))
+            if wanted and not there:
+                spec = spec_of(parameter)
+                parameter.grad = grad if spec is None else with_spec(grad, spec)
 
 
 def _now(parameter: nn.Parameter) -> nn.Parameter:
@@ -305,7 +338,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
 
 @uncompiled
 def _watch(module: nn.Module, _args: Any) -> None:
-    """Before a forward that may be trained: see to parameters that changed since the last one."""
+    """Before a forward: see to parameters that changed since the last one."""
+    forget_whole(module.grad_averaging.ring)  # type: ignore[union-attr,arg-type]
     if not torch.is_grad_enabled():
         return
     averaging: Any = module.grad_averaging

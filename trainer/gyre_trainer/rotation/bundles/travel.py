@@ -101,8 +101,10 @@ class Travel:
     ) -> list[Tensor | None]:
         """The own shards' gradients, averaged over the ranks; None where no rank has one.
 
+        On CUDA a rank without one, where others have it, has zeros.
+
         Raises:
-            RotationError: some ranks have a gradient that others have not.
+            RotationError: on a CPU, some ranks have a gradient that others have not.
         """
         ring, flat = self.ring, self.rotation.sharded.flat
         layout, present = self.layout.only(trainable), [grad is not None for grad in grads]
@@ -128,9 +130,12 @@ class Travel:
             gradient_ring.receive(index).add(0, row)
             gradient_ring.send_on()
         own = gradient_ring.finish().to(flat.dtype)
-        if flat.device.type == "cpu" and not isinstance(own, FakeTensor):
-            # on CUDA the process would have to wait for the device
-            self._require_agreement(own[layout.numel(ring.rank) :].tolist(), layout)
+        if not isinstance(own, FakeTensor) and (flat.device.type == "cpu" or not all(present)):
+            # on CUDA the process waits for the device, so only where a gradient is missing here
+            found_shares = own[layout.numel(ring.rank) :].tolist()
+            if flat.device.type == "cpu":
+                self._require_agreement(found_shares, layout)
+            present = [share > 0 for share in found_shares]
         found = zip(layout.views(own[: layout.numel(ring.rank)], ring.rank), present, strict=True)
         own_grads = iter([grad if there else None for grad, there in found])
         return [next(own_grads) if wanted else None for wanted in trainable]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -167,17 +167,22 @@ def _kept(saved: _Kept) -> Tensor:
     return saved.tensor
 
 
-# Those of each ring that were gathered, the oldest first.
-_GATHERED: WeakKeyDictionary[Ring, list[ref[WholeParameters]]] = WeakKeyDictionary()
-
-
 def _make_room(ring: Ring, wanted: WholeParameters) -> None:
     """Release the parameters of other bundles, the oldest first, until ``wanted`` may be held."""
-    found = (each() for each in _GATHERED.get(ring, ()))
-    held = [each for each in found if each is not None and each is not wanted and each.is_held]
+    held = [each for each in ring.gathered if each is not wanted and each.is_held]
     total = wanted.numel + sum(each.numel for each in held)
     while held and total > _MAX_WHOLE_NUMEL:
         oldest = held.pop(0)
         total -= oldest.numel
         oldest.release()
-    _GATHERED[ring] = [*map(ref, held), ref(wanted)]
+    ring.gathered[:] = [*held, wanted]
+
+
+def forget_whole(ring: Ring) -> None:
+    """Release the parameters of all bundles on a ring; all ranks must do so alike.
+
+    Not every write to a shard can be seen: `parameter.data.mul_` raises no version.
+    """
+    for each in ring.gathered:
+        each.release()
+    ring.gathered.clear()

@@ -82,7 +82,7 @@ def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
     targets = _targets(model)
     filled: set[str] = set()
     with torch.random.fork_rng(devices=[]), _replaced(targets):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         for path, module, init in _calls("", model, model._init_weights, _seen(model)):  # type: ignore[arg-type]
             changed = _changed_by(init, module, targets)
             wholes = [_whole(target) for target in changed]

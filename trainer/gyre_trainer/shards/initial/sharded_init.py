@@ -27,6 +27,7 @@ from gyre_trainer.shards.initial.meta_buffers import make_buffers
 from gyre_trainer.shards.initial.own_init import fill_by_own_init, has_own_init
 from gyre_trainer.shards.local_shards import place_of
 from gyre_trainer.shards.replaced_parameters import note_replaced
+from gyre_trainer.shards.sharded_parameters import note_rewritten
 
 # Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
 # makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
@@ -133,6 +134,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
             )
         fill(parameter, inits[name], seed=seed, name=name)
     _clear_padding(model, {p for name, p in model.named_parameters() if name in filled})
+    note_rewritten(model.parameters())
 
 
 def _require_one_seed(model: nn.Module, seed: int) -> None:
