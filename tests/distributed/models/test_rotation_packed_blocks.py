@@ -432,7 +432,7 @@ def test_adapters_inside_of_packed_blocks_are_refused(ranks: StartRanks, family:
         (
             lambda: Packed(head_by_head=False),
             AttentionRule(2, inputs=("qkv",), output="o", packed=True, counts=("head_dim",)),
-            "Packed.head_dim is 3, but the rule needs a whole number there that 2 ranks can share",
+            "Packed.head_dim is 3, but the rule needs a whole number there that 2 divides",
         ),
         (
             lambda: Packed(head_by_head=False),
