@@ -26,6 +26,7 @@ The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to t
 """
 
 from collections.abc import Mapping
+from typing import Self
 
 from gyre_common.printable import printable
 
@@ -48,6 +49,10 @@ class GyreError(Exception):
     def __init__(self, message: str, facts: Mapping[str, str] | None = None) -> None:
         super().__init__(printable(str(message), kept="\n"))
         self.facts = dict(facts or {})
+
+    def told(self, message: str) -> Self:
+        """Returns an error of the same class and facts with another message."""
+        return type(self)(message, self.facts)
 
 
 class InvalidRequest(GyreError, ValueError):

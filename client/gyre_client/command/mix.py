@@ -116,7 +116,7 @@ def _check_all(daemons: Daemons, request: pb.ChangeWeightsRequest) -> dict[str, 
         try:
             answers[address] = _ask(connection, request, pb.WEIGHTS_ACTION_CHECK)
         except GyreError as error:
-            raise _told(error, f"{_at(address, daemons)}{error}; {_UNCHANGED}") from error
+            raise error.told(f"{_at(address, daemons)}{error}; {_UNCHANGED}") from error
     sizes = {answer.world_size for answer in answers.values()}
     if len(sizes) != 1:
         raise InvalidRequest(
@@ -153,7 +153,7 @@ def _give_all(
             # it may have the change: its answer may be what was lost
             asked = {each: jobs[each] for each in (*answers, address)}
             kept = _withdraw(daemons, asked, request)
-            raise _told(error, f"{_at(address, daemons)}{error}; {_left(kept, asked)}") from error
+            raise error.told(f"{_at(address, daemons)}{error}; {_left(kept, asked)}") from error
         except KeyboardInterrupt:
             asked = {each: jobs[each] for each in (*answers, address)}
             print(f"gyre: {_left(_withdraw(daemons, asked, request), asked)}", file=sys.stderr)
@@ -201,8 +201,3 @@ def _ask(
 
 def _at(address: str, daemons: Daemons) -> str:
     return f"{address}: " if len(daemons) > 1 else ""
-
-
-def _told(error: GyreError, message: str) -> GyreError:
-    """The same kind of error, with another message."""
-    return type(error)(message, error.facts)

@@ -50,8 +50,7 @@ class MeasuringWatch:
         self._over.set()
         self._thread.join()
         if isinstance(error, GyreError) and self._last:
-            told = f"{error}. The daemon measures, {self._last}"
-            raise type(error)(told, error.facts) from error
+            raise error.told(f"{error}. The daemon measures, {self._last}") from error
 
     def _run(self) -> None:
         pause_s = FIRST_LOOK_S

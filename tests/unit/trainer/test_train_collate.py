@@ -83,7 +83,7 @@ def test_a_long_document_is_cut_to_a_window_that_moves_with_the_step_and_repeats
 
 
 def test_every_window_of_a_document_is_drawn() -> None:
-    document = np.arange(20, dtype=np.uint8)
+    document = np.arange(21)
     starts = {int(window(document, 9, [0, step, 1])[0]) for step in range(300)}
     assert starts == set(range(13))
 

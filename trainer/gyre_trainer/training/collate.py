@@ -153,9 +153,9 @@ class Collator:
         rows = np.full((len(sample_ids), length), END_OF_TEXT, dtype=np.int64)
         lengths = np.zeros(len(sample_ids), dtype=np.int64)
         for row, sample_id in enumerate(sample_ids.tolist()):
-            tokens = window(
-                text[bounds[row] : bounds[row + 1]], length, [self._data.seed, step, sample_id]
-            )
+            document = text[bounds[row] : bounds[row + 1]].astype(np.int64)
+            ended = np.append(document, END_OF_TEXT)
+            tokens = window(ended, length, [self._data.seed, step, sample_id])
             rows[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
         counts = np.arange(1, length) < lengths[:, None]
@@ -183,9 +183,8 @@ def require_known_tokens(examples: Examples, data: DataConfig, vocab_size: int) 
         )
 
 
-def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.NDArray[np.int64]:
-    """At most ``length`` tokens of a document and its END_OF_TEXT, placed by ``key``."""
-    tokens = np.append(document.astype(np.int64), END_OF_TEXT)
+def window(tokens: npt.NDArray[np.int64], length: int, key: list[int]) -> npt.NDArray[np.int64]:
+    """At most ``length`` tokens that follow each other, from a place that ``key`` seeds."""
     if len(tokens) <= length:
         return tokens
     start = int(np.random.default_rng(key).integers(len(tokens) - length + 1))

@@ -6,15 +6,13 @@ from typing import Any
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.rotation.bundles.bundle import Bundle
+from gyre_trainer.rotation.bundles.whole_parameters import MAX_BUNDLE_NUMEL
 from gyre_trainer.rotation.rotation import Rotation
 
 # What a policy without a bound of its own calls small: 1.1 MiB in float32. Python and messages for
-# slices of so few parameters take longer than the arithmetic. It is an eighth above 2^18, so that
-# four matrices of 256 by 256 with their biases are small.
-SMALL_NUMEL = 9 * 2**15
-# Elements of a bundle. A rank holds as many whole while it computes with them, and as many
-# gradients in backward. Half of it doubles the messages of a model with many small modules.
-_MAX_BUNDLE_NUMEL = 9 * 2**15
+# slices of so few parameters take longer than the arithmetic. A larger module would fill more than
+# a bundle.
+SMALL_NUMEL = MAX_BUNDLE_NUMEL
 
 
 def bundled(rotations: Sequence[Rotation]) -> Iterator[tuple[Bundle, list[Rotation]]]:
@@ -31,7 +29,7 @@ def bundled(rotations: Sequence[Rotation]) -> Iterator[tuple[Bundle, list[Rotati
     for kind in kinds.values():
         members: list[Rotation] = []
         for siblings in _parts(kind):
-            if members and _numel_of([*members, *siblings]) > _MAX_BUNDLE_NUMEL:
+            if members and _numel_of([*members, *siblings]) > MAX_BUNDLE_NUMEL:
                 yield Bundle(members), members
                 members = []
             members.extend(siblings)
@@ -42,7 +40,7 @@ def _parts(rotations: Sequence[Rotation]) -> Iterator[list[Rotation]]:
     """The rotations in groups that a bundle takes as a whole: siblings, if they fit into one."""
     for _, group in groupby(rotations, lambda each: path_of(each.module).rpartition(".")[0]):
         siblings = list(group)
-        if _numel_of(siblings) <= _MAX_BUNDLE_NUMEL:
+        if _numel_of(siblings) <= MAX_BUNDLE_NUMEL:
             yield siblings
         else:
             yield from ([each] for each in siblings)

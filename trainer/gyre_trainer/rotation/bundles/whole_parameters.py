@@ -14,11 +14,15 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.rotation.bundles.travel import Travel
 from gyre_trainer.shards.local_shards import spec_of, with_spec
 
+# Elements of a bundle. A rank holds as many whole while it computes with them, and as many
+# gradients in backward. Half of it doubles the messages of a model with many small modules. It is
+# an eighth above 2^18, so that four matrices of 256 by 256 with their biases fit.
+MAX_BUNDLE_NUMEL = 9 * 2**15
 # Elements that the bundles of a ring have whole together, weights and gradients: those of one full
 # bundle, or the weights of two frozen ones. What does not fit is gathered a second time, for
 # backward. Twice as many save that for twice as large models, and raise the peak of larger ones by
 # as much (2.3 MiB in float32).
-_MAX_WHOLE_NUMEL = 2 * 9 * 2**15
+_MAX_WHOLE_NUMEL = 2 * MAX_BUNDLE_NUMEL
 
 
 class _View(NamedTuple):

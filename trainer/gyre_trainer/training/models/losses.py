@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -107,8 +107,6 @@ class LibraryLoss:
         self._is_fused = True
         taken = inspect.signature(model.forward).parameters
         self._takes_mask, self._takes_cache = "attention_mask" in taken, "use_cache" in taken
-        self._more: dict[str, Tensor] = {}
-        self._is_token_BT: Tensor | None = None
 
     def __call__(
         self,
@@ -129,42 +127,49 @@ class LibraryLoss:
             is_token_BT: false for padding, of the shape of ``tokens_BT``; None for none.
             decoder_BT: what the decoder is given, where there is one.
         """
-        self._more = {} if decoder_BT is None else {"decoder_input_ids": decoder_BT}
-        self._is_token_BT = is_token_BT
         if positions_BT is not None and not self.keeps_apart:
             positions_BT = None
+        call = partial(self._call, tokens_BT, positions_BT, is_token_BT, decoder_BT)
         if self._is_fused:
             self.head.targets_BT, self.head.weights_BT = targets_BT, weights_BT
             with self._in_place():
-                output = self._call(tokens_BT, positions_BT)
+                output = call()
             loss, self.head.loss = self.head.loss, None
             if loss is not None and output.logits is loss:
                 return loss
             self._is_fused, self.head.targets_BT = False, None
         with asked_to_defer(self.head.head):
-            logits_BTV: Tensor = self._call(tokens_BT, positions_BT).logits
+            logits_BTV: Tensor = call().logits
         logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
         losses = F.cross_entropy(logits, targets_BT.flatten(), reduction="none")
         losses_BT = losses.view_as(targets_BT)
         return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
 
-    def _call(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Any:
-        """The model's output for tokens that are all there.
+    def _call(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        is_token_BT: Tensor | None = None,
+        decoder_BT: Tensor | None = None,
+    ) -> Any:
+        """The model's output.
 
-        A mask says so. Without one, transformers looks for packed sequences, and gives attention a
-        mask of [T, T] instead of `is_causal`; then every slice of attention keeps a float copy.
+        A mask says which tokens are there, even if all are. Without one, transformers looks for
+        packed sequences, and gives attention a mask of [T, T] instead of `is_causal`; then every
+        slice of attention keeps a float copy.
         """
         more: dict[str, Any] = {}
         if positions_BT is not None:
             more["position_ids"] = positions_BT
         elif self._takes_mask:
-            is_token_BT = self._is_token_BT
             more["attention_mask"] = (
                 torch.ones_like(tokens_BT) if is_token_BT is None else is_token_BT.long()
             )
         if self._takes_cache:
             more["use_cache"] = False
-        return self._model(input_ids=tokens_BT, **more, **self._more)
+        if decoder_BT is not None:
+            more["decoder_input_ids"] = decoder_BT
+        return self._model(input_ids=tokens_BT, **more)
 
     @cached_property
     @torch.no_grad()

@@ -22,10 +22,10 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.configuration.ranges import AtLeast1, NotNegative, Seed, Text
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
+from gyre_trainer.training.objectives.tokenizer_files import TOKENIZER_FILE
 
 BYTES = "bytes"
 _END_OF_TEXT = 256  # of a vocabulary of bytes
-_TOKENIZER_FILE = "tokenizer.json"
 _MASK = "[MASK]"
 
 
@@ -233,13 +233,13 @@ def codec_of(sample: SampleConfig, model: GPTConfig | LibraryConfig) -> Codec:
     """
     name = sample.tokenizer
     pretrained = model.pretrained if isinstance(model, LibraryConfig) else ""
-    if not name and pretrained and (Path(pretrained) / _TOKENIZER_FILE).exists():
-        name = str(Path(pretrained) / _TOKENIZER_FILE)
+    if not name and pretrained and (Path(pretrained) / TOKENIZER_FILE).exists():
+        name = str(Path(pretrained) / TOKENIZER_FILE)
     if name == BYTES or (not name and model.vocab_size in (256, 257)):
         return _Bytes()
     if not name:
         raise ConfigError(
-            f"`sample.prompts` needs `sample.tokenizer`, the path of a {_TOKENIZER_FILE}, or "
+            f"`sample.prompts` needs `sample.tokenizer`, the path of a {TOKENIZER_FILE}, or "
             f'"{BYTES}"'
         )
     return _Tokenizer(Path(name))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.collate import Collator, Examples, require_known_tokens
+from gyre_trainer.training.collate import Collator, Examples, require_known_tokens, window
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
 from gyre_trainer.training.models.sampling import Sampler
@@ -111,11 +111,7 @@ class HidingCollator:
         documents = []
         for row, sample_id in enumerate(batch["sample_id"].tolist()):
             document = ids[bounds[row] : bounds[row + 1]]
-            if len(document) > length:
-                rng = np.random.default_rng([self._data.seed, step, sample_id])
-                start = int(rng.integers(len(document) - length + 1))
-                document = document[start : start + length]
-            documents.append(document)
+            documents.append(window(document, length, [self._data.seed, step, sample_id]))
         return filled(documents, length, self._tokens.pad)
 
     def _masked(self, rows: TokenRows, generators: list[np.random.Generator]) -> Examples:

@@ -6,7 +6,11 @@ from typing import Any
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.models.library import LibraryConfig, library_config
 from gyre_trainer.training.objectives.settings import ObjectiveConfig, Tokens
-from gyre_trainer.training.objectives.tokenizer_files import NAME, SpecialIds, special_ids
+from gyre_trainer.training.objectives.tokenizer_files import (
+    TOKENIZER_FILE,
+    SpecialIds,
+    special_ids,
+)
 
 
 def tokens_of(model: LibraryConfig, objective: ObjectiveConfig) -> Tokens:
@@ -16,7 +20,7 @@ def tokens_of(model: LibraryConfig, objective: ObjectiveConfig) -> Tokens:
         ConfigError: there is no such model or tokenizer, or an id is outside the vocabulary.
     """
     described, of_file = library_config(model), SpecialIds()
-    own = Path(model.pretrained) / NAME
+    own = Path(model.pretrained) / TOKENIZER_FILE
     if objective.tokenizer:
         of_file = special_ids(Path(objective.tokenizer))
     elif model.pretrained and own.exists():

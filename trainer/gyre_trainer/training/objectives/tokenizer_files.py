@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gyre_trainer.errors import ConfigError
 
-NAME = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _MASKS = ("[MASK]", "<mask>")
 _FIRST_SENTINEL = "<extra_id_0>"
 
@@ -38,6 +38,8 @@ def special_ids(path: Path) -> SpecialIds:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no {NAME}, because it has no list of added tokens") from error
+        raise ConfigError(
+            f"{path} is no {TOKENIZER_FILE}, because it has no list of added tokens"
+        ) from error
     mask = next((by_name[name] for name in _MASKS if name in by_name), None)
     return SpecialIds(frozenset(by_name.values()), mask, by_name.get(_FIRST_SENTINEL))
