@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gyre_daemon.datasets.formats import Extents
+from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.fetching.layout import GroupLayout
-from gyre_daemon.fetching.packed import PackedRows
+from gyre_daemon.fetching.packed import PackedRows, lay_out_packed
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
@@ -59,6 +60,27 @@ class Fetch:
             rows = self.rows.part(begin * size, end * size)
         plan, layout = self.plan[begin:end], self.layout.part(begin, end)
         return Fetch(plan, self.extents.part(which), layout, rows)
+
+
+def packed_fetches(
+    packed: Packed, plan: GroupPlan, num_together: int, rows: PackedRows, extents: Extents
+) -> list[Fetch]:
+    """Lay out batches of packed sequences in groups of `num_together`.
+
+    Args:
+        packed: how the sequences are packed.
+        plan: the sample ids of the batches.
+        num_together: the batches of a group.
+        rows: what all samples of the plan consist of.
+        extents: where the parts of their documents lie in storage.
+    """
+    size, fetches = plan.sample_ids.shape[1], []
+    for begin in range(0, len(plan), num_together):
+        some = plan[begin : begin + num_together]
+        first, end = begin * size, (begin + len(some)) * size
+        its, located = rows.part(first, end), extents.part(rows.which(first, end))
+        fetches.append(Fetch(some, located, lay_out_packed(packed, its, some), its))
+    return fetches
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

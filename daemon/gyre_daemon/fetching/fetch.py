@@ -20,9 +20,9 @@ from gyre_daemon.datasets.codecs import first_unknown_id, unknown_id
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
-from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, write_packed
+from gyre_daemon.fetching.packed import locate_packed, write_packed
 from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
@@ -52,21 +52,15 @@ class Fetcher:
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """Lay out batches in groups of `num_together`: only arithmetic on the index, no I/O."""
-        size, fetches = plan.sample_ids.shape[1], []
         if packed := self._dataset.packed:
-            whole, located = locate_packed(self._dataset.index, packed, plan)
-        else:
-            extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
+            rows, located = locate_packed(self._dataset.index, packed, plan)
+            return packed_fetches(packed, plan, num_together, rows, located)
+        size, fetches = plan.sample_ids.shape[1], []
+        extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
         for begin in range(0, len(plan), num_together):
             some = plan[begin : begin + num_together]
-            which = slice(begin * size, (begin + len(some)) * size)
-            if packed:
-                rows = whole.part(which.start, which.stop)
-                its = located.part(whole.which(which.start, which.stop))
-                fetches.append(Fetch(some, its, lay_out_packed(packed, rows, some), rows))
-            else:
-                its = extents.part(which)
-                fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
+            its = extents.part(slice(begin * size, (begin + len(some)) * size))
+            fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
         return fetches
 
     async def fill(

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import indexed_fields, stored_fields
-from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
-from gyre_daemon.fetching.packed import lay_out_packed, rows_of, write_packed
+from gyre_daemon.fetching.packed import rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
@@ -63,8 +63,10 @@ class TransformingFetcher:
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """See `Fetcher.prepare`."""
-        if self._dataset.packed:
-            return self._prepare_packed(plan, num_together)
+        if packed := self._dataset.packed:
+            rows = rows_of(packed, plan)
+            documents = self._dataset.index.locate(rows.documents)
+            return packed_fetches(packed, plan, num_together, rows, documents)
         ids, size, fetches = plan.sample_ids.reshape(-1), plan.sample_ids.shape[1], []
         extents, sizes = self._dataset.index.locate(ids), self._sizes(ids)
         for column, stored in self._passed:
@@ -81,18 +83,6 @@ class TransformingFetcher:
         if self._dataset.measured:
             return self._dataset.measured.locate(ids).tensor_bytes
         return np.zeros((len(ids), len(self._dataset.made) + len(self._passed)), np.int64)
-
-    def _prepare_packed(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
-        packed, size, fetches = self._dataset.packed, plan.sample_ids.shape[1], []
-        assert packed
-        whole = rows_of(packed, plan)
-        extents = self._dataset.index.locate(whole.documents)
-        for begin in range(0, len(plan), num_together):
-            some = plan[begin : begin + num_together]
-            first, stop = begin * size, (begin + len(some)) * size
-            rows, its = whole.part(first, stop), extents.part(whole.which(first, stop))
-            fetches.append(Fetch(some, its, lay_out_packed(packed, rows, some), rows))
-        return fetches
 
     async def fill(
         self,
