@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
@@ -35,7 +34,7 @@ from gyre_daemon.order.shuffle.permutation import Int64Array, Permutation, epoch
 from gyre_daemon.order.skipping import SkippedSteps, batch_of, step_of, steps_of
 from gyre_daemon.order.stages import Stage, Stages, epoch_length
 from gyre_daemon.order.steps import BatchPlan, GroupPlan, Placed
-from gyre_daemon.order.substitutes import NO_SAMPLES, Substitutes
+from gyre_daemon.order.substitutes import NO_SAMPLES, JobSubstitutes
 
 OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
@@ -153,9 +152,10 @@ class BatchPlanner:
         self._balance = balance
         self._lengths_of = lengths_of
         self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
-        self._substitutes = [self._substitutes_of(corrupt, stage.num_samples) for stage in stages]
         self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
         self._epochs = EpochOrders(self._make_epoch_order)
+        start = self._start_epoch, self._start_place
+        self._substitutes = JobSubstitutes(corrupt, order.seed, self.stages, self._epochs, start)
         self._uses = NextUses(self.stages, self._epochs, self._start_place)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
@@ -204,7 +204,7 @@ class BatchPlanner:
         """The samples at the positions `position + ahead`; `ahead` is int64 [n], ascending."""
         sample_ids = np.empty(len(ahead), np.int64)
         mask = np.empty(len(ahead), np.bool_) if self.order.tail == "pad" else None
-        is_substitute = np.zeros(len(ahead), np.bool_) if any(self._substitutes) else None
+        is_substitute = np.zeros(len(ahead), np.bool_) if self._substitutes else None
         for epoch, part, places in self._by_epoch(position, ahead):
             if mask is not None:
                 num_samples = self.stages.num_samples(epoch)
@@ -212,7 +212,7 @@ class BatchPlanner:
                 np.remainder(places, num_samples, out=places)
             sample_ids[part] = self._epochs.of(epoch)(places)
             if is_substitute is not None:
-                self._replace(epoch, sample_ids[part], is_substitute[part])
+                self._substitutes.replace(epoch, sample_ids[part], is_substitute[part])
         return Placed(sample_ids, mask, is_substitute)
 
     def _positions(
@@ -249,17 +249,6 @@ class BatchPlanner:
             yield epoch, slice(begin, end), places
             begin = end
 
-    def _substitutes_of(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
-        """The substitutes of a stage with so many samples; None if it needs none."""
-        corrupt = corrupt[: np.searchsorted(corrupt, num_samples)]
-        if not len(corrupt):
-            return None
-        if 2 * len(corrupt) > num_samples:
-            raise InvalidRequest(
-                f"{len(corrupt)} of the first {num_samples} samples are corrupt: more than half"
-            )
-        return Substitutes(corrupt, num_samples, self.order.seed, self._places_of)
-
     def epochs(self, first_step: int, num_steps: int, rank: int, world_size: int) -> Int64Array:
         """The running job's epoch of each sample of `batches`, int64 [num_steps, B]."""
         if self._balance and world_size > 1 and num_steps:
@@ -273,50 +262,13 @@ class BatchPlanner:
         """The running job's epochs of the samples of `samples_at`, int64 [n]."""
         return self._start_epoch + self.stages.epochs(position, ahead)
 
-    def _replace(
-        self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
-    ) -> None:
-        """Put substitutes in the places of corrupt samples of one epoch."""
-        substitutes = self._substitutes[self.stages.number(epoch)]
-        if substitutes and len(which := substitutes.where(sample_ids)):
-            is_substitute[which] = True
-            sample_ids[which] = substitutes.of(sample_ids[which], self._start_epoch + epoch)
-
     def num_substitutes(self, position: int) -> int:
         """How many corrupt samples the job replaced at positions before this one.
 
-        It follows from the position alone, so that all ranks say the same: see
-        `Substitutes.num_before`. Padding does not count; steps that are left out do.
+        It follows from the position alone, so that all ranks say the same. Padding does not count;
+        steps that are left out do.
         """
-        if not any(self._substitutes):
-            return 0
-        epoch, place = self.stages.at(position)
-        count = 0
-        for number, num_epochs, length in self.stages.before(epoch):
-            if substitutes := self._substitutes[number]:
-                count += num_epochs * substitutes.num_in_epoch(length)
-        last = self._substitutes[self.stages.number(epoch)]
-        return count + (self._num_before(last, epoch, place) if last else 0)
-
-    def _num_before(self, substitutes: Substitutes, epoch: int, place: int) -> int:
-        """See `Substitutes.num_before`, whose places are those before a window was sorted."""
-        count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
-        if isinstance(order, BucketedOrder):
-            start, length = self._start_place, self.stages.length(epoch)
-            corrupt = (substitutes.places(epoch) + start) % length
-            count += order.more_before((start + place) % length, corrupt)
-            count -= order.more_before(start, corrupt)
-        return count
-
-    def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
-        """Where in an epoch of this job samples are read, without those that the tail drops.
-
-        With buckets, that is before windows are sorted: else all of them would have to be.
-        """
-        length, order = self.stages.length(epoch), self._epochs.of(epoch)
-        inner = order.inner if isinstance(order, BucketedOrder) else order
-        places = inner.inverse(sample_ids)
-        return (places[places < length] - self._start_place) % length
+        return self._substitutes.num_before(position)
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""

@@ -12,8 +12,13 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import numpy as np
+import numpy.typing as npt
 
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.buckets import BucketedOrder
+from gyre_daemon.order.epochs import EpochOrders
 from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permutation
+from gyre_daemon.order.stages import Stages
 
 # Substitutes and places of some epochs are kept: a batch may span the epoch that ends and the next.
 _MAX_KEPT = 3
@@ -83,6 +88,98 @@ class Substitutes:
         # the g-th good sample has as many corrupt ones before it as have at most g good ones before
         num_good_before = self._corrupt - np.arange(len(self._corrupt))
         return drawn + np.searchsorted(num_good_before, drawn, side="right")
+
+
+class JobSubstitutes:
+    """Replaces the corrupt samples of a job in all its stages; any thread may ask.
+
+    It is false where there is nothing to replace.
+    """
+
+    def __init__(
+        self,
+        corrupt: Int64Array,
+        seed: int,
+        stages: Stages,
+        epochs: EpochOrders,
+        start: tuple[int, int],
+    ) -> None:
+        """Compute nothing yet.
+
+        Args:
+            corrupt: int64 [C], ids in rising order.
+            seed: of the order.
+            stages: of the job.
+            epochs: the orders of the job's epochs.
+            start: the running job's epoch in which this job begins, and its place there.
+
+        Raises:
+            InvalidRequest: more than half of the samples of a stage are corrupt.
+        """
+        self._seed, self._stages, self._epochs = seed, stages, epochs
+        self._start_epoch, self._start_place = start
+        self._by_stage = [self._of_stage(corrupt, stage.num_samples) for stage in stages.all]
+
+    def __bool__(self) -> bool:
+        return any(self._by_stage)
+
+    def _of_stage(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
+        """The substitutes of a stage with so many samples; None if it needs none."""
+        corrupt = corrupt[: np.searchsorted(corrupt, num_samples)]
+        if not len(corrupt):
+            return None
+        if 2 * len(corrupt) > num_samples:
+            raise InvalidRequest(
+                f"{len(corrupt)} of the first {num_samples} samples are corrupt: more than half"
+            )
+        return Substitutes(corrupt, num_samples, self._seed, self._places_of)
+
+    def replace(
+        self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
+    ) -> None:
+        """Put substitutes in the places of corrupt samples of one epoch, and note which they are.
+
+        Args:
+            epoch: of the job.
+            sample_ids: int64 [n], changed in place.
+            is_substitute: bool [n], true afterwards where a sample was replaced.
+        """
+        substitutes = self._by_stage[self._stages.number(epoch)]
+        if substitutes and len(which := substitutes.where(sample_ids)):
+            is_substitute[which] = True
+            sample_ids[which] = substitutes.of(sample_ids[which], self._start_epoch + epoch)
+
+    def num_before(self, position: int) -> int:
+        """How many corrupt samples the job replaced at positions before this one."""
+        if not self:
+            return 0
+        epoch, place = self._stages.at(position)
+        count = 0
+        for number, num_epochs, length in self._stages.before(epoch):
+            if substitutes := self._by_stage[number]:
+                count += num_epochs * substitutes.num_in_epoch(length)
+        last = self._by_stage[self._stages.number(epoch)]
+        return count + (self._num_in_epoch_before(last, epoch, place) if last else 0)
+
+    def _num_in_epoch_before(self, substitutes: Substitutes, epoch: int, place: int) -> int:
+        """See `Substitutes.num_before`, whose places are those before a window was sorted."""
+        count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
+        if isinstance(order, BucketedOrder):
+            start, length = self._start_place, self._stages.length(epoch)
+            corrupt = (substitutes.places(epoch) + start) % length
+            count += order.more_before((start + place) % length, corrupt)
+            count -= order.more_before(start, corrupt)
+        return count
+
+    def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
+        """Where in an epoch of this job samples are read, without those that the tail drops.
+
+        With buckets, that is before windows are sorted: else all of them would have to be.
+        """
+        length, order = self._stages.length(epoch), self._epochs.of(epoch)
+        inner = order.inner if isinstance(order, BucketedOrder) else order
+        places = inner.inverse(sample_ids)
+        return (places[places < length] - self._start_place) % length
 
 
 class _Kept:
