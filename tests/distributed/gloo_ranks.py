@@ -1,6 +1,7 @@
 """Real ranks for tests: processes in one gloo group that run one program after another."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,13 +22,19 @@ from gyre_trainer.rotation.bundles import forming
 HOP_TIMEOUT_S = 120.0
 RUN_DEADLINE_S = 300.0
 
-# Imported once, by a process that ranks are then forked from: most of what a rank's start costs.
+# Imported once, by a process that ranks are then forked from: most of what a rank's start costs. Of
+# these, transformers alone takes 2 s in each rank of each file that has models of it.
 PRELOADED = [
     "pytest",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint.state_dict_loader",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
     "gyre_trainer.training.models.gpt",
+    "gyre_trainer.pretrained",
 ]
 
 Program = Callable[..., Any]
@@ -113,6 +120,7 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     """The main function of a rank: join the group, then run programs until it is killed."""
+    gc.freeze()  # a collection would copy the pages that all ranks share
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
