@@ -81,10 +81,10 @@ class Trained(NamedTuple):
     with_cache: str
 
 
-def train_llama(policy: RotationPolicy) -> Trained:
+def train_llama(policy: RotationPolicy, num_layers: int) -> Trained:
     """Train a Llama of the library on this rank, and in one process."""
     begin()
-    model, alone = made("Llama", num_hidden_layers=2), made("Llama", num_hidden_layers=2)
+    model, alone = (made("Llama", num_hidden_layers=num_layers) for _ in range(2))
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
     compile_whole(model, backend=BACKEND)
     both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, alone)]
@@ -124,12 +124,19 @@ def evaluated(model: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
     return outputs[1]
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.models)])
+@pytest.mark.parametrize(
+    ("recompute", "num_layers"),
+    [
+        (False, 1),
+        pytest.param(False, 2, marks=pytest.mark.models),
+        pytest.param(True, 2, marks=pytest.mark.models),
+    ],
+)
 def test_one_graph_trains_as_one_process_and_compiles_once(
-    ranks: StartRanks, recompute: bool
+    ranks: StartRanks, recompute: bool, num_layers: int
 ) -> None:
     policy = RotationPolicy(recompute=recompute)
-    for found in ranks(2).run(train_llama, policy):
+    for found in ranks(2).run(train_llama, policy, num_layers):
         assert found.apart <= 1e-6  # its norms compute in float32
         assert found.evaluated <= 1e-6
         # the first step runs without a compiler; the second graph is that of the evaluation

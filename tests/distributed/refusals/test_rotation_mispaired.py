@@ -146,7 +146,7 @@ def sparse(family: str) -> nn.Module:
     common: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 16,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 32,

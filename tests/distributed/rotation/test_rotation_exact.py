@@ -22,7 +22,7 @@ SMALL = replace(
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.models)])
 def test_fifty_steps_equal_one_process(ranks: StartRanks, num_ranks: int) -> None:
     variant = Variant(EVEN, max_norm=0.05)
     alone = train_alone(variant, 50)

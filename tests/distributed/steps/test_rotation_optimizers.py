@@ -1,6 +1,7 @@
 """Torch's optimizers and clipping on rotated models take the steps of one process."""
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -98,10 +99,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def under_every_optimizer() -> dict[str, tuple[float, float]]:
+def under_optimizers(names: Iterable[str]) -> dict[str, tuple[float, float]]:
     """The distance of trained parameters from one process's, and how far training moved those."""
     found = {}
-    for name, optimizer_of in OPTIMIZERS.items():
+    for name in names:
+        optimizer_of = OPTIMIZERS[name]
         model, alone = both_models(num_channels=4)  # at three ranks the last one has none of them
         start = whole_parameters(model)
         of_torch = partial(
@@ -116,17 +118,29 @@ def under_every_optimizer() -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "way"),
+    [
+        pytest.param(2, "one by one", marks=pytest.mark.models),
+        pytest.param(2, "foreach", marks=pytest.mark.models),
+        (2, "fused"),
+        (2, "Adafactor"),
+        (2, "AdamW"),
+        (3, ""),
+    ],
+)
 def test_any_of_torchs_optimizers_takes_the_steps_of_one_process(
-    ranks: StartRanks, num_ranks: int
+    ranks: StartRanks, num_ranks: int, way: str
 ) -> None:
-    for found in ranks(num_ranks).run(under_every_optimizer):
+    names = [name for name in OPTIMIZERS if way in name]
+    for found in ranks(num_ranks).run(under_optimizers, names):
+        assert len(found) == len(names) > 1
         assert {name: apart for name, (apart, _) in found.items() if not apart <= 1e-12} == {}
         assert min(went for _, went in found.values()) > 1e-3
 
 
 def under_lbfgs() -> tuple[float, float]:
-    """As `under_every_optimizer`, of a model that the ranks cut evenly."""
+    """As `under_optimizers`, of a model that the ranks cut evenly."""
     torch.manual_seed(5)
     with default_dtype(torch.float64):
         alone = nn.Sequential(nn.Flatten(), nn.Linear(10, 6), nn.Tanh(), MLP(6, 12, bias=False))

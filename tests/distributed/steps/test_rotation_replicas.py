@@ -45,8 +45,8 @@ ACCUMULATED = Variant(GATED_GROUPED, num_parts=2, frozen=("blocks.0.mlp",))
 
 @pytest.mark.parametrize("variant", [CLIPPED, ACCUMULATED])
 def test_two_rings_train_as_one_process(ranks: StartRanks, variant: Variant) -> None:
-    alone = train_alone(variant)
-    for found in ranks(4).run(train_rotated, variant, 20, 2):
+    alone = train_alone(variant, num_steps=10)
+    for found in ranks(4).run(train_rotated, variant, 10, 2):
         assert found.losses == pytest.approx(alone.losses, rel=1e-12)
         assert distance(found.parameters, alone.parameters) <= 1e-12
 

@@ -10,12 +10,18 @@ from tests.preloaded.interpreter import Interpreter
 from tests.train_jobs import DEADLINE_S, IMPORTS, Jobs
 
 
+@pytest.fixture(scope="session")
+def trainer_interpreter() -> Iterator[Interpreter]:
+    """An interpreter that has imported what a run needs."""
+    interpreter = Interpreter([*IMPORTS, "gyre_trainer.training.export"])
+    yield interpreter
+    interpreter.close()
+
+
 @pytest.fixture
-def tiny_jobs(tmp_path: Path) -> Iterator[Jobs]:
+def tiny_jobs(tmp_path: Path, trainer_interpreter: Interpreter) -> Iterator[Jobs]:
     """Starts jobs, of `train_jobs.tiny_run` for one, whose tokens are there."""
     (np.arange(900) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    interpreter = Interpreter([*IMPORTS, "gyre_trainer.training.export"])
-    jobs = Jobs(interpreter, tmp_path)
+    jobs = Jobs(trainer_interpreter, tmp_path)
     yield jobs
     jobs.end(DEADLINE_S)
-    interpreter.close()
