@@ -2,99 +2,42 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import (
-    Muon,
-    RotationPlan,
     RotationPolicy,
-    materialize,
     rotate,
     rotate_all,
 )
 from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.models.packed import (
+    EXACT,
+    FOUND,
+    RECOMPUTED,
+    ROWS,
+    SIZES,
+    on_meta,
+    part,
+    rotated,
+    rules_in,
+    small,
+)
 from tests.distributed.models.test_rotation_found_blocks import Packed, PackedGate
-from tests.distributed.training import whole, whole_parameters
+from tests.distributed.training import whole
 
-# Twelve and six heads can be shared by 2 and 3 ranks, 12 by 4, too; 37 by none.
-SIZES: dict[str, dict[str, Any]] = {
-    "Phi3": {"hidden_size": 48, "intermediate_size": 37}
-    | {"num_attention_heads": 24, "num_key_value_heads": 12},
-    "GPT2": {"n_embd": 24, "n_head": 12, "n_inner": 37},
-}
-# The parts of a layer that are blocks. The last two read how many heads there are from attributes.
-FOUND = {
-    "Phi3": {"self_attn": "AttentionRule", "mlp": "MLPRule"},
-    "GPT2": {"attn": "AttentionRule", "mlp": "MLPRule"},
-    "OPT": {"self_attn": "AttentionRule"},
-    "StableLm": {"self_attn": "AttentionRule", "mlp": "MLPRule"},
-}
 DEEP = pytest.mark.models
-EXACT = RotationPolicy()
-RECOMPUTED = RotationPolicy(recompute=True)  # for it, blocks of packed layers are found by default
-ROWS = torch.randint(1, VOCABULARY, (12, 5), generator=torch.Generator().manual_seed(1))
-
-
-def small(family: str) -> Any:
-    if family in SIZES:
-        return made(family, **SIZES[family])
-    import transformers  # seconds, for these tests alone
-
-    library: Any = transformers
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 24}
-    none = {"dropout": 0.0, "attention_dropout": 0.0, "use_cache": False, "pad_token_id": 0}
-    config = getattr(library, f"{family}Config")(**sizes, **heads, **none)
-    return getattr(library, f"{family}ForCausalLM")(config).double()
-
-
-def on_meta(family: str) -> Any:
-    like = small(family)
-    with torch.device("meta"):
-        return type(like)(like.config)
-
-
-def rotated(family: str, policy: RotationPolicy = EXACT, replicate: int = 1) -> Any:
-    """The model with all its blocks, which without recomputation only rules of their own give."""
-    model = small(family)
-    mesh = make_mesh("cpu", replicate=replicate)
-    num_slices = dist.get_world_size() // replicate
-    found = {
-        path: find_rule(module, num_slices, regrouped=True)
-        for path, module in model.named_modules()
-    }
-    rules: Any = {path: rule for path, rule in found.items() if rule is not None}
-    plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules)
-    assert FOUND[family].items() <= rules_in(plan).items()
-    return model
-
-
-def rules_in(plan: RotationPlan) -> dict[str, str]:
-    cut = [entry for entry in plan.entries if entry.how == "rotated"]
-    return {entry.path.rpartition(".")[2]: entry.rule for entry in cut}
 
 
 def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
@@ -102,10 +45,6 @@ def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
     output.loss.backward()
     grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": output.loss.detach(), **grads}
-
-
-def part() -> Tensor:
-    return ROWS.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def distances(
@@ -246,124 +185,6 @@ def test_a_packed_block_sends_its_slices_and_once_more_the_rows_of_other_ranks(
 ) -> None:
     for found in ranks(2).run(bytes_of_a_step):
         assert all(counted == expected for counted, expected in found), found
-
-
-def trained(
-    family: str, load: Path | None, save: Path | None, how: str = "rotated"
-) -> dict[str, Tensor]:
-    """Parameters, and states of AdamW, after loading, two steps, and saving."""
-    model = rotated(family) if how == "rotated" else small(family)
-    if how == "fsdp":
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if load is not None:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        states = {"model": model_state, "optimizer": optimizer_state}
-        load_checkpoint(states, checkpoint_id=load)
-        set_state_dict(
-            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-        )
-    else:
-        for _ in range(2):
-            model(input_ids=part(), labels=part()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if save is not None:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        states = {"model": model_state, "optimizer": optimizer_state}
-        save_checkpoint(states, checkpoint_id=save)
-    found = whole_parameters(model)
-    for name, parameter in model.named_parameters():
-        for key, state in optimizer.state[parameter].items():
-            found[f"{name} {key}"] = whole(state)
-    return found
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_checkpoints_of_packed_blocks_are_read_by_other_ranks_and_by_fsdp(
-    ranks: StartRanks, tmp_path: Path, family: str
-) -> None:
-    expected = ranks(2).run(trained, family, None, tmp_path / "checkpoint")[0]
-    assert any("exp_avg" in name for name in expected)
-    readers = [(3, "rotated"), (1, "plain"), (2, "fsdp")]
-    for num_ranks, how in readers:
-        for found in ranks(num_ranks).run(trained, family, tmp_path / "checkpoint", None, how):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected), how
-
-
-def passed_through(family: str, source: Path, target: Path) -> dict[str, Tensor]:
-    model = on_meta(family)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RECOMPUTED)
-    pretrained.load(model, source)
-    pretrained.save_pretrained(model, target)
-    return whole_parameters(model)
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_weights_of_packed_blocks_go_in_and_out(
-    ranks: StartRanks, tmp_path: Path, family: str
-) -> None:
-    plain = small(family).float()
-    plain.save_pretrained(tmp_path / "saved")
-    expected = whole_parameters(plain)
-    for found in ranks(3).run(passed_through, family, tmp_path / "saved", tmp_path / "again"):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    again = type(plain).from_pretrained(tmp_path / "again")
-    assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
-
-
-def initial(family: str) -> dict[str, Tensor]:
-    model = on_meta(family)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RECOMPUTED)
-    materialize(model, seed=5)
-    return whole_parameters(model)
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_initial_values_of_packed_blocks_are_those_of_one_rank(
-    ranks: StartRanks, family: str
-) -> None:
-    (expected,) = ranks(1).run(initial, family)
-    for found in ranks(3).run(initial, family):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def after_muon(*, rotates: bool) -> dict[str, Tensor]:
-    """Matrices after a step of Muon with gradients of the same bits."""
-    model = rotated("Phi3") if rotates else small("Phi3")
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    optimizer: Any = (Muon if rotates else torch.optim.Muon)(matrices, lr=0.02)
-    generator = torch.Generator().manual_seed(4)
-    for parameter in matrices:
-        grad: Tensor = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if isinstance(parameter, DTensor):
-            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
-        parameter.grad = grad
-    optimizer.step()
-    return whole_parameters(model)
-
-
-def test_muon_orthogonalises_packed_matrices_whole(ranks: StartRanks) -> None:
-    expected = after_muon(rotates=False)
-    for found in ranks(3).run(partial(after_muon, rotates=True)):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def generated(family: str, *, rotates: bool) -> Tensor:
-    model = rotated(family) if rotates else small(family)
-    prompt = torch.tensor([[3, 9], [7, 1]])
-    tokens: Tensor = model.eval().generate(
-        prompt, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
-    )
-    return tokens
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_packed_blocks_generate_with_the_library_s_cache(ranks: StartRanks, family: str) -> None:
-    expected = generated(family, rotates=False)
-    for found in ranks(2).run(partial(generated, family, rotates=True)):
-        assert torch.equal(found, expected)
 
 
 class Two(nn.Module):
