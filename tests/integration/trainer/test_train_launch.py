@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.preloaded.interpreter import Interpreter
 
 PREAMBLE = """
 import os, sys, time
@@ -24,21 +24,22 @@ if not pipe:
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[2])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 """
+PROGRAM = "import os, runpy, sys; os.setsid(); del sys.argv[0]; runpy.run_path(sys.argv[0])"
 DEADLINE_S = 150.0
 
 
 class Job:
-    """A launcher process and the ranks it started."""
+    """A launcher process in a session of its own, and the ranks it started."""
 
-    def __init__(self, folder: Path, script: str, num_ranks: int) -> None:
+    def __init__(self, interpreter: Interpreter, folder: Path, script: str, num_ranks: int) -> None:
         self._folder = folder
         self._num_ranks = num_ranks
         path = folder / "rank.py"
         path.write_text(PREAMBLE + textwrap.dedent(script))
-        command = [sys.executable, str(path), str(num_ranks), str(folder)]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        command = ["-c", PROGRAM, str(path), str(num_ranks), str(folder)]
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            self.process = interpreter.start(command, errors, os.environ)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of all ranks, once all have begun."""
@@ -51,25 +52,26 @@ class Job:
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher to end; return its exit status and standard error."""
-        _, errors = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, errors
+        status = self.process.wait(DEADLINE_S)
+        return status, self._errors.read_text()
 
     def clean_up(self) -> None:
         """End all processes, even after a failure."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=DEADLINE_S)
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
 
 
 StartJob = Callable[[str, int], Job]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartJob]:
+def start(tmp_path: Path, trainer_interpreter: Interpreter) -> Iterator[StartJob]:
     jobs: list[Job] = []
 
     def start(script: str, num_ranks: int) -> Job:
-        jobs.append(Job(tmp_path, script, num_ranks))
+        jobs.append(Job(trainer_interpreter, tmp_path, script, num_ranks))
         return jobs[-1]
 
     yield start
