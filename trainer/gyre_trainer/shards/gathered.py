@@ -11,6 +11,10 @@ hops. When its gradient is complete, that goes round the ring, and each rank kee
 N-1 hops. These are the bytes of a module that rotates. What differs is the memory: the parameter,
 and in backward its gradient, are whole on every rank for a while.
 
+Nobody says beforehand which modules read. So in a model's first forward, whole weights of modules
+that rotate are held until another module reads, or until the forward ends, and not only until their
+reader returns. These are the parameters of one reader, as at any other time.
+
 All ranks must read the same parameters in the same order, as they call the same modules.
 """
 
