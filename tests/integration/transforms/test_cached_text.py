@@ -20,6 +20,7 @@ from tests.conftest import Daemon, to_toml
 from tests.daemons import status
 from tests.elastic import Stage, in_stages
 from tests.packing import joined
+from tests.preloaded.interpreter import Interpreter
 from tests.tokenizers import make_tokenizer
 from tests.waiting import until
 
@@ -102,7 +103,7 @@ class Served(NamedTuple):
         return name
 
 
-def start(folder: Path, config: Mapping[str, Any]) -> Served:
+def start(folder: Path, config: Mapping[str, Any], interpreter: Interpreter) -> Served:
     """Starts a daemon with a folder of its own."""
     folder.mkdir()
     address = f"unix:{folder}/run/gyre.sock"
@@ -114,12 +115,14 @@ def start(folder: Path, config: Mapping[str, Any]) -> Served:
         **config,
     }
     (folder / "gyre.toml").write_text(to_toml(values))
-    daemon = Daemon(folder / "gyre.toml", address, folder / "log", {})
+    daemon = Daemon(folder / "gyre.toml", address, folder / "log", {}, interpreter=interpreter)
     return Served(daemon.start(), values)
 
 
 @pytest.fixture(scope="module")
-def served(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    data: Path, tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> Iterator[Served]:
     """A daemon with a cache on disk; it may have a faster engine for the tokenizer."""
     folder = tmp_path_factory.mktemp("served")
     long = tables(data)["lines"] | {
@@ -127,18 +130,21 @@ def served(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         "transforms": [tokenize(data), CACHE],
     }
     datasets = {**tables(data), "long": long}
-    found = start(folder / "run", {"cache_dir": str(folder / "cache"), "datasets": datasets})
+    config = {"cache_dir": str(folder / "cache"), "datasets": datasets}
+    found = start(folder / "run", config, interpreter)
     yield found
     found.daemon.stop()
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[Mapping[str, Any]], Served]]:
+def serve(
+    tmp_path: Path, interpreter: Interpreter
+) -> Iterator[Callable[[Mapping[str, Any]], Served]]:
     """`serve({"datasets": {...}})` starts another daemon."""
     started: list[Served] = []
 
     def begin(config: Mapping[str, Any]) -> Served:
-        started.append(start(tmp_path / f"daemon-{len(started)}", config))
+        started.append(start(tmp_path / f"daemon-{len(started)}", config, interpreter))
         return started[-1]
 
     yield begin

@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.daemons import status
+from tests.preloaded.interpreter import Interpreter
 from tests.waiting import until
 
 NUM, DAMAGED, BATCH_SIZE = 48, 45, 8
@@ -49,7 +50,7 @@ def write(folder: Path, damaged: int = -1) -> str:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("kept")
     sound = {"uri": write(folder / "sound"), "format": "parquet"}
     damaged = {"uri": write(folder / "damaged", DAMAGED), "format": "parquet"}
@@ -64,7 +65,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     }
     declared = "".join(f"\n[[datasets.other.transforms]]\n{to_toml(each)}" for each in CACHED)
     (folder / "gyre.toml").write_text(to_toml(values) + declared)
-    daemon = Daemon(folder / "gyre.toml", address, folder / "log", {})
+    daemon = Daemon(folder / "gyre.toml", address, folder / "log", {}, interpreter=interpreter)
     daemon.start()
     yield daemon
     daemon.stop()
