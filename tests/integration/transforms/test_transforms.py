@@ -5,6 +5,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,12 @@ def reference(daemon: Daemon) -> Batches:
 
 def workers_of(daemon: Daemon) -> list[psutil.Process]:
     assert daemon.process
-    found = psutil.Process(daemon.process.pid).children(recursive=True)
-    return [each for each in found if each.name() == "gyre-transform" and each.children() == []]
+    found = []
+    for each in psutil.Process(daemon.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if each.name() == "gyre-transform" and each.children() == []:
+                found.append(each)
+    return found
 
 
 def test_samples_are_transformed_with_numbers_of_their_own(reference: Batches) -> None:
