@@ -54,7 +54,7 @@ test-fast: setup
 
 # Deeper models of transformers, found blocks, recomputation: what `make test` has no time for.
 test-models: setup
-	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples
+	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
 
 # An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.
 SOAK_S ?= 3600
