@@ -26,12 +26,12 @@ _GLOO = "pt_gloo_runloop"  # the name that torch gives to the threads that run c
 # Where a collective waits for a rank that never comes, its thread sleeps too, so this is for a
 # thread that finds no processor. Each further second may delay the exit of a process on such a
 # machine.
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 5.0
 
 
 @cache
 def rest_at_exit() -> None:
-    """From now on, the end of this process waits until gloo's threads sleep, for 10 s at most."""
+    """From now on, the end of this process waits until gloo's threads sleep, for 5 s at most."""
     atexit.register(_rest)
 
 
