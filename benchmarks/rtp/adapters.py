@@ -21,8 +21,10 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotation.rule import Rule
+from torch import nn
 
-from benchmarks.rtp.models import Training, counted
+from benchmarks.rtp import models
 from benchmarks.rtp.ranks import run_on_ranks
 from tests.distributed.models.families import made
 
@@ -34,7 +36,7 @@ _SIZES = {
 }
 _ROWS, _TOKENS, _RANK = 4, 128, 16
 _NUM_WARM_UP_STEPS = 2
-_RULES = {"*.lora_?.default": LinearRule()}
+_RULES: dict[type[nn.Module] | str, Rule | None] = {"*.lora_?.default": LinearRule()}
 # label, bound of a bundle, whether adapters rotate
 _CONTENDERS = {
     "in bundles, adapters whole": (None, False),
@@ -50,7 +52,7 @@ def _built(bundle_numel: int | None, *, rotated: bool) -> Any:
 
     settings: Any = LoraConfig(r=_RANK, target_modules="all-linear")
     model = get_peft_model(made("Llama", **_SIZES).float(), settings)
-    rules = _RULES if rotated else {}
+    rules = _RULES if rotated else None
     policy = RotationPolicy(bundle_numel=bundle_numel)
     rotate_all(model, mesh=make_mesh("cpu"), rules=rules, policy=policy, find_blocks=False)
     return model
@@ -64,13 +66,13 @@ def measured(num_rounds: int) -> dict[str, Figures]:
         label: partial(_built, bound, rotated=rotated)
         for label, (bound, rotated) in _CONTENDERS.items()
     }
-    trainings = {label: Training(build(), rows) for label, build in builds.items()}
+    trainings = {label: models._Training(build(), rows) for label, build in builds.items()}
     seconds: dict[str, list[float]] = {label: [] for label in builds}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for label, training in trainings.items():
             seconds[label].append(training.step()[0])
     del trainings
-    costs = {label: counted(build, rows) for label, build in builds.items()}
+    costs = {label: models._counted(build, rows) for label, build in builds.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in builds}
 
 

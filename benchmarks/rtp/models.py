@@ -167,7 +167,7 @@ def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) ->
     }
 
 
-class Training:
+class _Training:
     """One contender's model and optimizer."""
 
     def __init__(self, model: Any, rows: torch.Tensor) -> None:
@@ -208,25 +208,25 @@ def _measured(
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
     rows = rows.to(device)
     contenders = _contenders(policy, _with_ddp, device)
-    trainings = {label: Training(build(family), rows) for label, build in contenders.items()}
+    trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
     seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for label, training in trainings.items():
             seconds[label].append(training.step())
     del trainings
     visible = _contenders(policy, _with_counted_ddp, device)
-    costs = {label: counted(partial(build, family), rows) for label, build in visible.items()}
+    costs = {label: _counted(partial(build, family), rows) for label, build in visible.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
-def counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
+def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
     """Bytes alive at the peak of a second step, and bytes sent in it.
 
     On CUDA they are those that the allocator has given out, the ring's buffers included.
     """
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
-        training = Training(build(), rows)
+        training = _Training(build(), rows)
         training.step()
         live.mark("step")
         before = sent.total

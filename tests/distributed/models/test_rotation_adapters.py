@@ -13,12 +13,14 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, quantize_frozen, rotate_all
+from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.local_shards import local_of
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
+Rules = dict[type[nn.Module] | str, Rule | None]
 NUM_STEPS = 3
 PLAIN = RotationPolicy()
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "vocab_size": 60}
@@ -133,7 +135,7 @@ def require_as_in_one_process(
             torch.testing.assert_close(parameters[name], expected, rtol=1e-4, atol=1e-7)
 
 
-BY_A_RULE = {"*.lora_?.default": LinearRule()}
+BY_A_RULE: Rules = {"*.lora_?.default": LinearRule()}
 
 
 def rotated_too(policy: RotationPolicy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -169,10 +171,10 @@ def test_adapters_that_a_rule_rotates_train_as_in_one_process(
         assert torch.equal(saved_ones[name], parameter)
 
 
-def bytes_of_a_step(rules: dict[str, LinearRule] | None = None) -> int:
+def bytes_of_a_step(rules: Rules | None = None) -> int:
     mesh = make_mesh("cpu")
     model = adapted(llama(), "lora")
-    rotate_all(model, mesh=mesh, rules=rules or {}, verify=False)  # which gathers what has a rule
+    rotate_all(model, mesh=mesh, rules=rules, verify=False)  # which gathers what has a rule
     ring = ring_of(mesh)
     before = ring.bytes_sent
     rows = tokens(0).chunk(mesh.size())[dist.get_rank()]
