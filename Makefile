@@ -13,6 +13,8 @@ PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints
 .PHONY: setup demo test test-fast test-models soak lint docs protos bench fuzz servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
+TORCHAO := $(VENV)/torchao
+TORCHAO_STAMP := $(TORCHAO)/.installed
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
 
@@ -52,9 +54,16 @@ FAST := tests/unit tests/property $(addprefix tests/contract/,formats/test_forma
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
 
-# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for.
-test-models: setup
-	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples
+# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for. And the optimizers of torchao.
+test-models: setup $(TORCHAO_STAMP)
+	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
+	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py
+
+# In a folder of its own: wherever it is, each process that imports transformers imports it, too.
+$(TORCHAO_STAMP): $(STAMP)
+	rm -rf $(TORCHAO)
+	$(PIP_INSTALL) --no-deps --target $(TORCHAO) torchao
+	touch $@
 
 # An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.
 SOAK_S ?= 3600

@@ -214,14 +214,14 @@ def cross_entropy_table(
     ]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    device = torch.device(parser.parse_args().device)
+    device = torch.device(parser.parse_args(arguments).device)
     if device.type == "cuda":
         print(torch.cuda.get_device_name(), "\n")
         tokens = [2**power for power in range(10, 16)]

@@ -17,7 +17,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -214,19 +214,19 @@ def _measured(
         for label, training in trainings.items():
             seconds[label].append(training.step())
     del trainings
-    counted = _contenders(policy, _with_counted_ddp, device)
-    costs = {label: _counted(build, family, rows) for label, build in counted.items()}
+    visible = _contenders(policy, _with_counted_ddp, device)
+    costs = {label: _counted(partial(build, family), rows) for label, build in visible.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
-def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
+def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
     """Bytes alive at the peak of a second step, and bytes sent in it.
 
     On CUDA they are those that the allocator has given out, the ring's buffers included.
     """
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
-        training = _Training(build(family), rows)
+        training = _Training(build(), rows)
         training.step()
         live.mark("step")
         before = sent.total
@@ -266,7 +266,7 @@ def _to_others(seconds: list[list[float]]) -> list[str]:
     return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -277,14 +277,14 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
     times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
     print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---" + "|---:" * 10 + "|", flush=True)
     policy = RotationPolicy(bundle_numel=options.bundle_numel, recompute=options.recompute)
-    arguments = options.families, options.rounds, policy, options.device
-    run_on_ranks(options.ranks, print_rows, *arguments, device=options.device)
+    what = options.families, options.rounds, policy, options.device
+    run_on_ranks(options.ranks, print_rows, *what, device=options.device)
 
 
 if __name__ == "__main__":

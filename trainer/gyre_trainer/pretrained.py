@@ -62,8 +62,9 @@ def load(
     Args:
         model: rotated or not.
         path: a folder with `model.safetensors`, or with its index and several files; or a file.
-        key_mapping: regular expressions of names in the files, and what replaces them; None for the
-            model's `_checkpoint_conversion_mapping`, if it has one.
+        key_mapping: regular expressions of names in the files, and what replaces them; of those
+            that fit a name, the first one does. None for the model's
+            `_checkpoint_conversion_mapping`, if it has one.
         device: where parameters on `meta` that are not rotated go.
 
     Raises:
@@ -153,11 +154,21 @@ def _renamed(
     mapping = key_mapping
     if mapping is None:
         mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-    for pattern, replacement in mapping.items():
-        stored = {re.sub(pattern, replacement, key): each for key, each in stored.items()}
+    # of the oldest files, such as those of the first BERT: gamma and beta of norms
+    older: Any = getattr(model, "_fix_state_dict_key_on_load", lambda key: (key, False))
+    stored = {_mapped(older(key)[0], mapping): each for key, each in stored.items()}
     known = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "") or ""
     return {_with_prefix(key, prefix, known): each for key, each in stored.items()}
+
+
+def _mapped(key: str, mapping: Mapping[str, str]) -> str:
+    """The name after the first of the replacements that fits, as transformers has it."""
+    for pattern, replacement in mapping.items():
+        name, num_replaced = re.subn(pattern, replacement, key)
+        if num_replaced:
+            return name
+    return key
 
 
 def _with_prefix(key: str, prefix: str, known: Mapping[str, object]) -> str:

@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon
@@ -135,3 +137,42 @@ def test_work_is_balanced() -> None:
     assert sorted(place for each in rounds for place in each if place is not None) == list(range(6))
     totals = [sum(work[at] for at in each if at is not None) for each in zip(*rounds, strict=True)]
     assert totals == [9.0, 11.0, 11.0]
+
+
+WIDTH = 48
+
+
+def costs(num_matrices: int) -> tuple[int, int]:
+    """Bytes that this rank sends in a step, and those alive at its peak that were not before it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_matrices)))
+    rotate_all(model, mesh=make_mesh("cpu"))
+    optimizer = Muon(matrices(model), lr=0.02)
+    step(model, optimizer, 0)  # makes the running means
+    sent, exchange = 0, dist.all_to_all_single
+
+    def counted(into: Tensor, of: Tensor, to: list[int], sizes: list[int], **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += (sum(sizes) - sizes[dist.get_rank()]) * of.element_size()
+        return exchange(into, of, to, sizes, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counted), LiveBytes() as live:
+        means = [local_of(each["momentum_buffer"]) for each in optimizer.state.values()]
+        grads = [local_of(each.grad) for each in matrices(model) if each.grad is not None]
+        live.label(Category.OPTIMIZER, [*map(local_of, matrices(model)), *means, *grads])
+        before = live.total
+        optimizer.step()
+    return sent, live.peak - before
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_step_sends_each_entry_twice_and_holds_one_matrix_whole(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    entries = WIDTH * WIDTH
+    for num_matrices in (num_ranks, 3 * num_ranks):
+        of_ranks = ranks(num_ranks).run(costs, num_matrices)
+        everything = 4 * (num_ranks - 1) * num_matrices * entries // num_ranks
+        assert [sent for sent, _ in of_ranks] == [everything // num_ranks] * num_ranks
+        # a matrix of bfloat16, and what torch's iteration makes of it: two products and two results
+        assert [peak for _, peak in of_ranks] == [5 * 2 * entries] * num_ranks

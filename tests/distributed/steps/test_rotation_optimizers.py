@@ -259,7 +259,7 @@ def under_8_bits() -> tuple[dict[str, float], float, float, set[torch.dtype]]:
 
 @pytest.mark.skipif(
     find_spec("torchao") is None,
-    reason="needs the extra torchao, which takes seconds of each process that imports transformers",
+    reason="needs torchao, which each process imports that imports transformers: make test-models",
 )
 def test_adamw_of_8_bits_is_as_near_to_float32_as_in_one_process(ranks: StartRanks) -> None:
     """Where rows are cut, states that share a scale are on one rank, and results are equal too."""

@@ -1,11 +1,13 @@
 """The benchmarks of rotation at toy size on a CPU: every row has plausible figures."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.training.models.gpt import GPTConfig
 
-from benchmarks.rtp import gpu
+from benchmarks.rtp import adapters, gpu, models
 from benchmarks.rtp.contenders import Contender, How
 from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.gpu import cross_entropy_table, slices_table
@@ -21,8 +23,11 @@ BLOCK = GPTConfig(64, 1, 32, 4, 4, 64, 16, norm="layer")
 
 
 @pytest.fixture(autouse=True)
-def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu, "_NUM_ROUNDS", 1)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def cells(row: str) -> list[str]:
@@ -109,3 +114,38 @@ def test_the_default_puts_small_modules_into_a_bundle() -> None:
     ]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
     assert [row[4] for row in found] == ["", "32", "32", "16"]
+
+
+def printed_rows(text: str) -> list[list[str]]:
+    """The rows of all tables in what a script has printed, headings left out."""
+    lines = [cells(line.strip()) if line.startswith("|") else [] for line in text.splitlines()]
+    ruled = [at for at, row in enumerate(lines) if row and set("".join(row)) <= {"-", ":"}]
+    headings = {each - 1 for each in ruled}
+    found = [row for at, row in enumerate(lines) if row and at not in {*ruled, *headings}]
+    assert {len(row) for row in found} <= {len(lines[at]) for at in headings}
+    return found
+
+
+def test_what_is_for_a_gpu_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--device", "cpu"])
+    found = printed_rows(capsys.readouterr().out)
+    assert [row[:2] for row in found[:4]] == [["32", "2"], ["32", "4"], ["64", "2"], ["64", "4"]]
+    assert [row[0] for row in found[4:]] == ["all logits", "chunked", "rotated, 4 ranks"]
+
+
+@pytest.mark.models
+def test_families_have_a_row_each_on_the_device_that_is_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    models.main(["--families", "Llama", models.LORA, "--rounds", "1", "--device", "cpu"])
+    found = printed_rows(capfd.readouterr().out)
+    assert [row[0] for row in found] == ["Llama", models.LORA]
+    assert all(float(cell) > 0 for row in found for cell in row[1:])
+
+
+@pytest.mark.models
+def test_adapters_that_rotate_stand_beside_whole_ones(capfd: pytest.CaptureFixture[str]) -> None:
+    adapters.main(["--ranks", "2", "--rounds", "1"])
+    found = printed_rows(capfd.readouterr().out)
+    assert [row[1].split(", ")[1] for row in found] == ["adapters whole", "adapters rotated"] * 2
+    assert all(float(cell) > 0 for row in found for cell in row[2:])

@@ -4,7 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from gyre_trainer.comm.hang_diagnosis import RankProgress, diagnose
+from gyre_trainer.comm.hang_diagnosis import RankProgress, _end, diagnose
 from gyre_trainer.comm.verdict import Verdict, Verdicts
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -82,3 +82,9 @@ def test_the_rank_that_serves_the_store_ends_once_the_others_have_read_the_verdi
     ending.join()
     del served, zero, ending
     assert one.first() == verdict  # without the store
+
+
+def test_the_collector_may_end_a_diagnosis_in_its_own_thread() -> None:
+    stop = threading.Event()
+    _end(threading.current_thread(), stop)
+    assert stop.is_set()

@@ -78,7 +78,9 @@ class HangDiagnosis:
             self._verdicts = Verdicts(self._store, self._rank, self._ranks)
             stop = threading.Event()
             arguments = self._store, self._rank, self._progress, self._verdicts, stop
-            answers = threading.Thread(target=_answer, args=arguments, daemon=True)
+            answers = threading.Thread(
+                target=_answer, args=arguments, name="gyre hang diagnosis", daemon=True
+            )
             answers.start()
             weakref.finalize(self, _end, answers, stop)
 
@@ -198,13 +200,13 @@ def _answer(
 
 
 def _end(answers: threading.Thread, stop: threading.Event) -> None:
-    """Stop the thread and wait for its end.
+    """Stop the thread and wait for its end. See [Note: The end of a rank].
 
-    An exit while it is inside torch would abort the process ("terminate called without an active
-    exception"). It is inside torch while the store answers, which a busy machine delays.
+    It is inside torch while the store answers, which a busy machine delays.
     """
     stop.set()
-    answers.join(_ANSWER_TIMEOUT_S)
+    if answers is not threading.current_thread():  # the collector may run in that thread, too
+        answers.join(_ANSWER_TIMEOUT_S)
 
 
 def _write(store: Store, rank: int, progress: RankProgress) -> None:

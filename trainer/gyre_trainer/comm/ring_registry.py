@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.identity import Modules
+from gyre_trainer.comm.interpreter_exit import rest_at_exit
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.shared_memory.transport import SharedMemoryTransport
@@ -30,6 +31,7 @@ def ring_of(mesh: DeviceMesh) -> Ring:
     group = ring_group(mesh)
     ring = _RINGS.get(group)
     if ring is None:
+        rest_at_exit()
         replicas, modules = replica_group(mesh), _MODULES.setdefault(group, Modules())
         diagnosis = HangDiagnosis(group, None if replicas is None else mesh.mesh)
         words = _WORDS.get(group)

@@ -31,9 +31,10 @@ class Muon(torch.optim.Muon):
 
     It takes the same arguments. Given equal gradients, it leaves the same bits as torch's does in
     one process. (Torch's own takes rotated models, too, but there every rank computes with every
-    matrix, and adds up sums of bfloat16 in another order.) A rank holds one whole matrix at a time.
-    It sends 4 (N-1)/N bytes for each entry of a matrix. Matrices that every rank has whole, such as
-    a router's, are orthogonalised by every rank.
+    matrix, and adds up sums of bfloat16 in another order.) A rank holds one whole matrix at a time,
+    in bfloat16, and up to four times its bytes while torch orthogonalises it. All ranks together
+    send 4 (N-1)/N bytes for each entry of a matrix. Matrices that every rank has whole, such as a
+    router's, are orthogonalised by every rank.
 
     Give it the matrices inside blocks, and the embedding, the head and all vectors to another
     optimizer.
@@ -167,12 +168,15 @@ def _step_together(matrices: Sequence[_Matrix | None], group: dist.ProcessGroup)
     own = matrices[rank]
     mine = [[0] if each is None else each.shape_on(rank, num_ranks) for each in matrices]
     of_own = [[0] if own is None else own.shape_on(other, num_ranks) for other in range(num_ranks)]
-    updates = [each.update() if each else torch.empty(0) for each in matrices]
-    parts = _exchanged(updates, of_own, group)
+    parts = _exchanged(
+        [each.update() if each else torch.empty(0) for each in matrices], of_own, group
+    )
     if own is not None:
         dim = own.shard.dim
         assert dim is not None
-        whole = own.orthogonalised(torch.cat(parts, dim))
+        whole = torch.cat(parts, dim)
+        parts.clear()  # the matrix is there, so its parts take no memory while it is orthogonalised
+        whole = own.orthogonalised(whole)
         parts = list(torch.split(whole, [shape[dim] for shape in of_own], dim))
     for matrix, part in zip(matrices, _exchanged(parts, mine, group), strict=True):
         if matrix is not None:

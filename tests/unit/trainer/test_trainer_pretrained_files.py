@@ -1,0 +1,102 @@
+"""Files of weights in a plain model: dtypes, other models' files, damaged ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer import pretrained
+from gyre_trainer.errors import CheckpointRejected
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("count", torch.tensor(4))
+
+
+WHOLE = {"layer.weight": torch.randn(2, 3), "layer.bias": torch.randn(2), "count": torch.tensor(7)}
+
+
+def test_a_plain_model_and_the_reference_agree_in_another_dtype(tmp_path: Path) -> None:
+    save_file({f"old.{name}": tensor for name, tensor in WHOLE.items()}, tmp_path / "one")
+    model = Small().double()
+    pretrained.load(model, tmp_path / "one", key_mapping={r"^old\.": ""})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, WHOLE[name].to(tensor.dtype))
+    pretrained.save_pretrained(model, tmp_path, dtype=torch.bfloat16)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        expected = WHOLE[name].bfloat16() if name != "count" else WHOLE[name]
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.safetensors", "one"]
+
+
+def test_the_first_name_that_fits_is_replaced_alone(tmp_path: Path) -> None:
+    """Here layers change their names in a ring, which one replacement after the other cannot do."""
+    values = {"one.weight": torch.ones(1, 1), "two.weight": torch.zeros(1, 1)}
+    save_file(values, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({each: nn.Linear(1, 1, bias=False) for each in ("one", "two")})
+    pretrained.load(model, tmp_path, key_mapping={"^one": "two", "^two": "one"})
+    found = model.state_dict()
+    assert (float(found["one.weight"]), float(found["two.weight"])) == (0.0, 1.0)
+
+
+BAD: dict[str, tuple[dict[str, Tensor], str]] = {
+    "missing": ({"count": WHOLE["count"]}, "has no layer.weight"),
+    "unknown": (WHOLE | {"x.y": torch.ones(1)}, "has x.y, which Small does not have"),
+    "shape": (WHOLE | {"layer.bias": torch.ones(3)}, "has the shape [3], but [2] in the model"),
+    "dtype": (WHOLE | {"count": torch.ones(())}, "is torch.float32, but torch.int64 in the model"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_files_of_another_model_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    tensors, message = BAD[case]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointRejected) as rejected:
+        pretrained.load(Small(), tmp_path)
+    assert message in str(rejected.value)
+
+
+def _with_header(header: Any, num_bytes: int = 0) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def _entry(start: int, stop: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 100,
+        _with_header(b"[1, 2"),
+        _with_header([]),
+        _with_header({"a": {"dtype": "F32"}}),
+        _with_header({"a": _entry(0, 4, 2)}, 4),
+        _with_header({"a": _entry(0, 8, -1, -2)}, 8),
+        _with_header({"a": _entry(0, 4, 1), "b": _entry(0, 4, 1)}, 4),
+        _with_header({"a": _entry(4, 8, 1)}, 8),
+        _with_header({"a": _entry(0, 4, 1)}, 3),
+        _with_header({"a": _entry(0, 4, 1)}, 5),
+        _with_header({"a": _entry(0, 4, 1) | {"dtype": "F33"}}, 4),
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointRejected, match=r"model\.safetensors"):
+        pretrained.load(Small(), tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": "../x"}}'])
+def test_damaged_indexes_are_refused_by_name(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointRejected, match=r"model\.safetensors\.index\.json"):
+        pretrained.load(Small(), tmp_path)
