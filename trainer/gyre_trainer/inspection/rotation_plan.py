@@ -118,7 +118,7 @@ def plan_of(model: nn.Module) -> RotationPlan:
         tuple(
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
-            if isinstance(module, RotatedModule) and module.is_unverified
+            if getattr(module, "is_unverified", False)
         ),
     )
 
