@@ -104,9 +104,9 @@ def _require_can_be_traced(module: RotatedModule, arguments: FlatForm) -> None:
         )
     if any(type(mode).__module__ == _CHECKPOINT for mode in _get_current_dispatch_mode_stack()):
         raise RotationError(
-            f"{path_of(module.rotation.module)} is called inside of {_CHECKPOINT}, but no graph can "
-            "make its ring pass once more in backward; take RotationPolicy(recompute=True) in place "
-            "of the checkpoint"
+            f"{path_of(module.rotation.module)} is called inside of {_CHECKPOINT}, but no graph "
+            "can make its ring pass once more in backward; take RotationPolicy(recompute=True) in "
+            "place of the checkpoint"
         )
 
 
