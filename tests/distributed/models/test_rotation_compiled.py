@@ -92,11 +92,11 @@ def test_a_compiled_model_or_block_breaks_at_what_rotates_and_compiles_once(
             assert num_graphs == [num_graphs[0]] * NUM_STEPS
 
 
-def test_compiled_slices_round_as_others_do_under_autocast(ranks_both_ways: StartEither) -> None:
+def test_compiled_slices_round_as_others_do_under_autocast(ranks: StartRanks) -> None:
     single = replace(VARIANT, dtype=torch.float32)
-    plain = ranks_both_ways(2).run(train_under_autocast, single)
+    plain = ranks(2).run(train_under_autocast, single)
     for of_compiled, (apart, _) in zip(
-        ranks_both_ways(2).run(train_under_autocast, compiled(single)), plain, strict=True
+        ranks(2).run(train_under_autocast, compiled(single)), plain, strict=True
     ):
         assert of_compiled.num_graphs == [2] * NUM_STEPS
         assert 0 < of_compiled.apart <= 1.5 * apart
