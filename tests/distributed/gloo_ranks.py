@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,17 @@ PRELOADED = [
 ]
 
 Program = Callable[..., Any]
+
+_SMALL_NUMEL = forming.SMALL_NUMEL
+
+
+def bundled_by_default(program: Program, *args: Any) -> Any:
+    """The result of ``program(*args)`` on a rank whose small modules travel in bundles.
+
+    So they do by default, but on the ranks of tests; see `_serve`.
+    """
+    with patch.object(forming, "SMALL_NUMEL", _SMALL_NUMEL):
+        return program(*args)
 
 
 class RankFailed(AssertionError):
@@ -116,6 +128,17 @@ class Ranks:
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
+
+
+class BundledRanks:
+    """`Ranks` whose programs run as `bundled_by_default` runs them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def run(self, program: Program, *args: Any) -> list[Any]:
+        """The result of ``program(*args)`` on each rank."""
+        return self._ranks.run(bundled_by_default, program, *args)
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:

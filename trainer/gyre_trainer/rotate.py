@@ -181,8 +181,8 @@ def rotate_all(
             that loaded them; None where all have the same, which is checked.
         verify: whether a module's first call, in training and in evaluation, is compared with the
             whole module, which every rank gathers for that: outputs and gradients. None verifies
-            modules with a rule that have up to 4 million parameters; True every module, of any
-            size.
+            modules with a rule that have up to 4 million parameters, and the plan names larger
+            ones; True every module, of any size.
         find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
             where their structure and a trial on a small twin say that they can; those with packed
             layers, such as Phi-3's, and attention whose query heads alone the ranks can share
@@ -375,7 +375,9 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
     if not isinstance(module, RotatedModule) or type(module).forward is not RotatedModule.forward:
         return
     numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
-    verifies = verify if verify is not None else rule is not None and numel <= _MAX_VERIFIED_NUMEL
+    is_large = verify is None and rule is not None and numel > _MAX_VERIFIED_NUMEL
+    module.is_unverified = is_large
+    verifies = rule is not None and not is_large if verify is None else verify
     proves = rule is not None and bool(rule.linear_in)
     if not (verifies or proves):
         return

@@ -18,48 +18,52 @@ from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.conftest import StartRanks
+from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.models.families import FAMILIES, VOCABULARY, compared, made
 from tests.distributed.training import whole
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
+def test_families_train_exactly(ranks_both_ways: StartEither, num_ranks: int) -> None:
     """As they rotate by default, in blocks where these are found."""
-    found = ranks(num_ranks).run(compared, list(FAMILIES))
+    found = ranks_both_ways(num_ranks).run(compared, list(FAMILIES))
     require_exact(found)
     assert all(each["GptOss"][0] > 0.96 for each in found)  # its experts are found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_mixers_train_exactly_where_backward_computes_them_again(
-    ranks: StartRanks, num_ranks: int
+    ranks_both_ways: StartEither, num_ranks: int
 ) -> None:
     run = partial(compared, recompute=True, num_hidden_layers=2)
-    require_exact(ranks(num_ranks).run(run, ["Mamba"]))
+    require_exact(ranks_both_ways(num_ranks).run(run, ["Mamba"]))
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_families_train_exactly_layer_by_layer(ranks: StartRanks, num_ranks: int) -> None:
-    require_exact(ranks(num_ranks).run(partial(compared, find_blocks=False), list(FAMILIES)))
+def test_families_train_exactly_layer_by_layer(
+    ranks_both_ways: StartEither, num_ranks: int
+) -> None:
+    require_exact(
+        ranks_both_ways(num_ranks).run(partial(compared, find_blocks=False), list(FAMILIES))
+    )
 
 
 @pytest.mark.models
 @pytest.mark.parametrize(("num_ranks", "recompute"), [(2, True), (3, True), (4, False), (4, True)])
 def test_families_train_exactly_recomputed_and_on_more_ranks(
-    ranks: StartRanks, num_ranks: int, recompute: bool
+    ranks_both_ways: StartEither, num_ranks: int, recompute: bool
 ) -> None:
     run = partial(compared, recompute=recompute)
-    require_exact(ranks(num_ranks).run(run, list(FAMILIES)))
+    require_exact(ranks_both_ways(num_ranks).run(run, list(FAMILIES)))
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("family", FAMILIES)
-def test_deeper_models_train_exactly(ranks: StartRanks, family: str) -> None:
+def test_deeper_models_train_exactly(ranks_both_ways: StartEither, family: str) -> None:
     depth = {"GPT2": "n_layer", "T5": "num_layers"}.get(family, "num_hidden_layers")
     sizes: dict[str, Any] = {depth: 4}
-    require_exact(ranks(3).run(partial(compared, **sizes), [family]))
+    require_exact(ranks_both_ways(3).run(partial(compared, **sizes), [family]))
 
 
 def require_exact(found: list[dict[str, tuple[float, float, float]]]) -> None:
@@ -269,3 +273,19 @@ def test_a_model_that_hardly_rotates_is_a_warning(ranks: StartRanks) -> None:
         assert "only 33% of the parameters rotate" in message
         assert "1,048,576 as in the model: no rule is known for Computes" in message
         assert "1,049,600 as in kept: a rule of None keeps them whole" in message
+
+
+def warned_of_a_share(outputs: int) -> list[str]:
+    """What is said where a layer of 1,024 inputs and so many outputs rotates, and 2^20 do not."""
+    with torch.device("meta"):
+        layers = {"kept": nn.Linear(1024, 1024, bias=False)}
+        layers["rotates"] = nn.Linear(1024, outputs, bias=False)
+    return warned(lambda: nn.ModuleDict(layers))
+
+
+@pytest.mark.parametrize(("outputs", "share"), [(8285, 89), (10_354, 91)])
+def test_less_than_nine_tenths_is_little(ranks: StartRanks, outputs: int, share: int) -> None:
+    assert int(100 * outputs / (outputs + 1024) + 0.01) == share
+    said = [f"only {share}% of the parameters rotate"] if share < 90 else []
+    for found in ranks(2).run(warned_of_a_share, outputs):
+        assert [each.partition(";")[0] for each in found] == said

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.conftest import StartRanks
+from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.training import whole_parameters
 
 MAX_FILE_BYTES = 9000
@@ -93,14 +93,14 @@ def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, 
 
 
 def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
-    ranks: StartRanks, saved: Path, tmp_path: Path
+    ranks_both_ways: StartEither, saved: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
     by_two, by_three = tmp_path / "two", tmp_path / "three"
-    found = ranks(2).run(passed_through, saved, by_two)
-    found += ranks(3).run(passed_through, by_two, by_three)
+    found = ranks_both_ways(2).run(passed_through, saved, by_two)
+    found += ranks_both_ways(3).run(passed_through, by_two, by_three)
     num_bytes = sum(parameter.nbytes for parameter in expected.values())
     for of_job in (found[:2], found[2:]):
         assert sum(num_written for _, _, num_written, _ in of_job) == num_bytes
@@ -144,11 +144,13 @@ def generated(source: Path) -> list[list[int]]:
     return texts(model)
 
 
-def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, saved: Path) -> None:
+def test_a_rotated_model_generates_what_the_plain_one_does(
+    ranks_both_ways: StartEither, saved: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = texts(AutoModelForCausalLM.from_pretrained(saved))
-    assert ranks(2).run(generated, saved) == [expected, expected]
+    assert ranks_both_ways(2).run(generated, saved) == [expected, expected]
 
 
 SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
@@ -186,7 +188,7 @@ def beams(model: Any) -> list[str]:
 
 
 def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
-    ranks: StartRanks, saved: Path
+    ranks_both_ways: StartEither, saved: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -196,10 +198,10 @@ def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
         for temperature in (0.0, 2.0)
     ]
     expected.append(beams(plain))
-    by_two, again = ranks(2).run(continued, saved)
+    by_two, again = ranks_both_ways(2).run(continued, saved)
     assert by_two[:3] == expected
     assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
-    assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
+    assert [again, *ranks_both_ways(3).run(continued, saved)] == [by_two] * 4
 
 
 def refused(source: Path) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from gyre_trainer.rotation import graph_sites, pass_operator
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartRanks
+from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.training import (
     EVEN,
@@ -133,10 +133,10 @@ def evaluated(model: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
     ],
 )
 def test_one_graph_trains_as_one_process_and_compiles_once(
-    ranks: StartRanks, recompute: bool, num_layers: int
+    ranks_both_ways: StartEither, recompute: bool, num_layers: int
 ) -> None:
     policy = RotationPolicy(recompute=recompute)
-    for found in ranks(2).run(train_llama, policy, num_layers):
+    for found in ranks_both_ways(2).run(train_llama, policy, num_layers):
         assert found.apart <= 1e-6  # its norms compute in float32
         assert found.evaluated <= 1e-6
         # the first step runs without a compiler; the second graph is that of the evaluation
@@ -184,8 +184,10 @@ def two_forwards_of_a_gpt() -> tuple[float, list[tuple[int, int]]]:
     return max(apart(*both) for both in zip(*found, strict=True)), kept
 
 
-def test_each_forward_has_its_own_backward_and_nothing_outlives_a_model(ranks: StartRanks) -> None:
-    for distance, kept in ranks(2).run(two_forwards_of_a_gpt):
+def test_each_forward_has_its_own_backward_and_nothing_outlives_a_model(
+    ranks_both_ways: StartEither,
+) -> None:
+    for distance, kept in ranks_both_ways(2).run(two_forwards_of_a_gpt):
         assert distance == 0
         num_modules, num_passes = kept[1]
         assert num_modules > 0
@@ -284,9 +286,9 @@ def compared(model: Model, plain: Model, call: Callable[[Model], Tensor]) -> tup
 
 
 def test_outputs_of_another_form_and_autocast_are_compiled_by_themselves(
-    ranks: StartRanks,
+    ranks_both_ways: StartEither,
 ) -> None:
-    for found in ranks(2).run(under_each_call):
+    for found in ranks_both_ways(2).run(under_each_call):
         assert set(found.values()) == {0.0}, found
 
 
@@ -362,6 +364,6 @@ def gradients_by_the_inductor() -> float:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the inductor needs a C++ compiler")
-def test_the_inductor_reuses_no_memory_that_a_ring_pass_needs(ranks: StartRanks) -> None:
-    for distance in ranks(2).run(gradients_by_the_inductor):
+def test_the_inductor_reuses_no_memory_that_a_ring_pass_needs(ranks_both_ways: StartEither) -> None:
+    for distance in ranks_both_ways(2).run(gradients_by_the_inductor):
         assert distance <= 1e-12

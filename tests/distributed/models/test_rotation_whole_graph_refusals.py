@@ -1,5 +1,7 @@
 """What cannot be in one graph is refused by name, before anything is compiled."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,10 @@ from gyre_trainer.rotate import (
     rotate_all,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.models.test_rotation_whole_graph import begin
 
 BACKEND = "aot_eager"  # needs no C++ compiler
 
@@ -72,3 +76,48 @@ def test_what_cannot_be_in_a_graph_is_refused(ranks: StartRanks) -> None:
         assert "0 has weights of few bits" in few_bits
         assert "0 reads parameters that are cut" in reads
         assert "its forward reads 0.table.weight, which is cut" in ties
+
+
+class Checkpoints(nn.Module):
+    """Calls a layer that rotates, or a function, inside of a checkpoint."""
+
+    def __init__(self, *, rotates: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.rotates = nn.Linear(4, 4), nn.LayerNorm(4), rotates
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rotates:
+            return self.norm(checkpoint(self.layer, x, use_reentrant=False))  # type: ignore[no-any-return]
+        return self.layer(checkpoint(torch.sin, self.norm(x), use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def told_of_checkpoints() -> list[str]:
+    """What the second call in each mode ends in; a checkpoint of what does not rotate is exact."""
+    begin()
+    told = []
+    for rotates in (True, False):
+        torch.manual_seed(0)
+        model = Checkpoints(rotates=rotates)
+        rotate_all(model, mesh=make_mesh("cpu"))
+        plain = deepcopy(model)
+        compile_whole(model, backend=BACKEND)
+        x = torch.randn(2, 4, requires_grad=True)
+        for training in (True, False):
+            model.train(training)(x)
+            try:
+                (grad,) = torch.autograd.grad(model(x).sin().sum(), x)
+            except RotationError as error:
+                told.append(str(error))
+            else:
+                (expected,) = torch.autograd.grad(plain(x).sin().sum(), x)
+                told.append("exact" if torch.allclose(grad, expected) else "off")
+    return told
+
+
+def test_a_checkpoint_around_what_rotates_is_refused_by_name(ranks: StartRanks) -> None:
+    for *refused, once, again in ranks(2).run(told_of_checkpoints):
+        for text in refused:
+            assert "Checkpoints cannot be called as one graph: layer is called inside of" in text
+            assert "take RotationPolicy(recompute=True) in place of the checkpoint" in text
+        assert len(refused) == 2
+        assert (once, again) == ("exact", "exact")

@@ -196,7 +196,7 @@ def test_other_ways_to_call_give_the_same(ranks: StartRanks, which: str) -> None
 
 def test_ranks_that_use_other_layers_are_told_which(ranks: StartRanks) -> None:
     for message, _ in ranks(2).run(told, "ranks use other layers"):
-        assert "layers.1.weight has a gradient on 1 of 2 ranks" in message
+        assert "rank 0: layers.1.weight, layers.1.bias; rank 1: layers.2.weight" in message
 
 
 def test_parameters_that_change_before_backward_are_refused(ranks: StartRanks) -> None:

@@ -81,9 +81,10 @@ class Hop:
 
     def _difference(self, what: str, error: MispairedHop) -> str:
         modules = self._ring.modules
+        theirs = modules.describe(error.theirs, here=False)
         return (
-            f"rank {self._ring.global_rank} calls {modules.describe(self._identity)}, "
-            f"but rank {self._neighbours[what]} calls {modules.describe(error.theirs)}; "
+            f"rank {self._ring.global_rank} calls {modules.describe(self._identity, here=True)}, "
+            f"but rank {self._neighbours[what]} calls {theirs}; "
             "all ranks must call the same modules in the same order"
         )
 

@@ -1,6 +1,6 @@
 """What became of a model's parameters: the rule that cuts each, and this rank's bytes of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,10 +52,13 @@ class RotationPlan:
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
         recomputed: path and class of each module that backward computes again between its layers.
+        unverified: path and class of each module with a rule that was given or found, and that is
+            too large to be verified by default.
     """
 
     entries: tuple[PlanEntry, ...]
     recomputed: tuple[tuple[str, str], ...] = ()
+    unverified: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_local_bytes(self) -> int:
@@ -63,7 +66,7 @@ class RotationPlan:
         return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table with one row for each entry, and a line for each class that is recomputed."""
+        """A table with one row for each entry, and lines for classes that are treated otherwise."""
         rows: list[tuple[str, ...]] = [
             ("module", "class", "rule", "parameters", "bytes", "bytes here")
         ]
@@ -71,15 +74,25 @@ class RotationPlan:
             sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
             rule = each.rule or _WITHOUT_RULE[each.how]
             rows.append((each.path or "(model)", each.module_class, rule, *sizes))
-        return "\n".join([table(rows, num_texts=3), *self._recomputed_classes()])
+        again = "computed again in backward between its layers"
+        large = "too large to be verified at its first calls, which verify=True does"
+        return "\n".join(
+            [
+                table(rows, num_texts=3),
+                *_by_class(self.recomputed, again),
+                *_by_class(self.unverified, large),
+            ]
+        )
 
-    def _recomputed_classes(self) -> Iterator[str]:
-        paths: dict[str, list[str]] = {}
-        for path, module_class in self.recomputed:
-            paths.setdefault(module_class, []).append(path)
-        for module_class, (first, *others) in paths.items():
-            more = f" and {len(others)} more" if others else ""
-            yield f"{module_class}: computed again in backward between its layers: {first}{more}"
+
+def _by_class(modules: Sequence[tuple[str, str]], what: str) -> Iterator[str]:
+    """A line for each class among modules, of which path and class are given."""
+    paths: dict[str, list[str]] = {}
+    for path, module_class in modules:
+        paths.setdefault(module_class, []).append(path or "(model)")
+    for module_class, (first, *others) in paths.items():
+        more = f" and {len(others)} more" if others else ""
+        yield f"{module_class}: {what}: {first}{more}"
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
@@ -101,6 +114,11 @@ def plan_of(model: nn.Module) -> RotationPlan:
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
             if RecomputedPart in behaviours_of(module)
+        ),
+        tuple(
+            (path, own_class(module).__name__)
+            for path, module in model.named_modules()
+            if getattr(module, "is_unverified", False)
         ),
     )
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.inspection.rule_checks import largest_finite
 from gyre_trainer.rotation.backward.randomness import generators_of
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
@@ -97,7 +98,9 @@ def _compare(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any])
     dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
     for (name, grad), (_, of_whole) in zip(found.input_grads, expected.input_grads, strict=True):
         _require_close(rotation, f"the gradient of {name}", grad, of_whole)
-    largest = max((_largest(grad) for _, grad in expected.grads if grad is not None), default=0.0)
+    largest = max(
+        (largest_finite(grad) for _, grad in expected.grads if grad is not None), default=0.0
+    )
     noise = _NOISE.get(dtype, _NOISE_OF_OTHERS) * largest
     for (name, grad), (_, of_whole) in zip(found.grads, expected.grads, strict=True):
         _require_close(rotation, f"the gradient of {name}", grad, of_whole, noise)
@@ -135,15 +138,20 @@ def _require_close(
     dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
     if _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS), noise):
         return
-    off = (
-        f"off by {_largest(one - other):.2g} where its largest value is {_largest(other):.2g}"
-        if one.shape == other.shape
-        else f"of shape {tuple(one.shape)} instead of {tuple(other.shape)}"
-    )
     raise RotationError(
-        f"{rotation.name} computes something else when it rotates: {what} is {off}; its rule does "
-        "not fit it, or its forward reads sizes that a slice does not have"
+        f"{rotation.name} computes something else when it rotates: {what} is {_off(one, other)}; "
+        "its rule does not fit it, or its forward reads sizes that a slice does not have"
     )
+
+
+def _off(found: Tensor, expected: Tensor) -> str:
+    """How they differ, for a message."""
+    if found.shape != expected.shape:
+        return f"of shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    if (places := _only_one_is_finite(found, expected)).any():
+        return f"finite where it must not be, or not where it must be, in {places.sum()} places"
+    off, largest = largest_finite(found - expected), largest_finite(expected)
+    return f"off by {off:.2g} where its largest value is {largest:.2g}"
 
 
 class _Results:
@@ -248,16 +256,20 @@ def _takes_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max().item()) if tensor.numel() else 0.0
+def _only_one_is_finite(one: Tensor, other: Tensor) -> Tensor:
+    return one.isfinite() != other.isfinite()
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> bool:
-    """Whether they are equal but for rounding; what is not larger than ``noise`` is zero."""
-    if found.shape != expected.shape:
+    """Whether they are equal but for rounding; what is not larger than ``noise`` is zero.
+
+    Infinities and values that are not a number must be in the same places: a plain model may have
+    them, too.
+    """
+    if found.shape != expected.shape or _only_one_is_finite(found, expected).any():
         return False
-    largest = _largest(expected)
-    if max(largest, _largest(found)) <= noise:
+    largest = largest_finite(expected)
+    if max(largest, largest_finite(found)) <= noise:
         return True
     return torch.allclose(
         found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True

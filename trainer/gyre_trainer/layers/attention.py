@@ -26,6 +26,7 @@ from gyre_trainer.layers.projections import (
     features_of,
     layer_of,
     projections,
+    require_changeable,
     require_counts,
 )
 from gyre_trainer.layers.shared_heads import SharedHeads
@@ -185,6 +186,8 @@ class AttentionRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
         refuse_dropout(module)
+        if num_slices > 1:
+            require_changeable(module, (*self.counts, *self.kv_counts, *self.groups))
         sections = self._sections(module) if self.packed else ()
         cuts = projections(module, self.inputs, self.output, sections)
         if self.num_kv_heads % num_slices == 0:

@@ -111,6 +111,28 @@ def require_counts(module: nn.Module, counts: tuple[str, ...], divisor: int) -> 
             )
 
 
+def require_changeable(module: nn.Module, counts: tuple[str, ...]) -> None:
+    """Return if a slice can read other values of the counts, as `changed_counts` has it.
+
+    Raises:
+        RotationError: a count is one of a frozen dataclass, or another object that takes no value.
+    """
+    for count in counts:
+        value = count_of(module, count)
+        try:
+            with changed_counts(module, {} if value is None else {count: value}):
+                pass
+        except (AttributeError, TypeError, NotImplementedError) as error:
+            owner = count.rpartition(".")[0]
+            holder = type(getattr(module, owner)).__name__ if owner else "the module"
+            raise RotationError(
+                f"{type(module).__name__}.{count} cannot be set, because {holder} is frozen or has "
+                "it from elsewhere, but a slice has another number; let the forward read it from "
+                "the weights (view(..., -1, head_dim)) or from an attribute of the module, or let "
+                f"{holder} take another value"
+            ) from error
+
+
 def count_of(module: nn.Module, count: str) -> int | None:
     """The value of a count; None where it is missing or no whole number."""
     try:

@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, cast
 from gyre_trainer.rotation.form import Missing
@@ -49,6 +51,7 @@ _AUTOGRAD_KEYS = (
     torch._C.DispatchKey.ADInplaceOrView,
 )
 _PASSES: dict[int, RingPass] = {}
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 def traced_pass(number: int, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
@@ -62,8 +65,8 @@ def traced_pass(number: int, parameters: Sequence[Tensor], args: Any, kwargs: An
         kwargs: its arguments by name, likewise.
 
     Raises:
-        RotationError: the module's rule was not checked yet, or it is called with a cache, or
-            returns something else than tensors and None.
+        RotationError: the module's rule was not checked yet, or it is called with a cache or inside
+            of a checkpoint, or returns something else than tensors and None.
     """
     sites = sites_at(number)
     rotation = sites.module.rotation
@@ -98,6 +101,12 @@ def _require_can_be_traced(module: RotatedModule, arguments: FlatForm) -> None:
         raise RotationError(
             f"a {name} is called with a {type(cache).__name__}, to which a graph cannot add keys "
             "and values; call the model with use_cache=False"
+        )
+    if any(type(mode).__module__ == _CHECKPOINT for mode in _get_current_dispatch_mode_stack()):
+        raise RotationError(
+            f"{path_of(module.rotation.module)} is called inside of {_CHECKPOINT}, but no graph "
+            "can make its ring pass once more in backward; take RotationPolicy(recompute=True) in "
+            "place of the checkpoint"
         )
 
 

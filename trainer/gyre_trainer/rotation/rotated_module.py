@@ -34,12 +34,14 @@ class RotatedModule(ShardedModule):
         needs_slices: whether other code asks for its slices, so that it must rotate by itself.
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
+        is_unverified: whether it is too large to be compared with the whole module by default.
     """
 
     rotation: Rotation
     bundle: Bundle | None = None
     needs_slices: bool = False
     unchecked_modes: Set[bool] = frozenset()
+    is_unverified: bool = False
     training: bool
     _by_rule: dict[Rule, Rotation]
 

@@ -4,7 +4,7 @@ Their gradients are averaged in one all-reduce per backward.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -147,11 +147,16 @@ class ReplicatedGradients:
             _take_first_ranks_values(parameter, self._mesh)
         self._given += parameters
 
-    def watch(self) -> None:
-        """Average the gradients of all parameters that are trainable now, frozen before or not."""
+    def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
+        """Average the gradients of all parameters that are trainable now, frozen before or not.
+
+        A backward that reaches one of ``others`` averages them, too. Those rotate, so all ranks
+        reach them: a rank that reaches no replicated parameter must take part all the same, or its
+        next collective would be taken for the mean.
+        """
         # a hook with a strong reference would keep both alive
         touched = partial(_touched, ref(self))
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, *others):
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
@@ -214,6 +219,8 @@ class ReplicatedGradients:
         same parameters. Behind the gradients is a number for each: whether any rank has it.
         """
         parameters = [p for p in self._parameters if p.requires_grad]
+        if not parameters:
+            return
         has = [p.grad is not None for p in parameters]
         grads = [
             torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
@@ -360,7 +367,7 @@ def _watch(module: nn.Module, _args: Any) -> None:
                 )
         require_whole(module)
         averaging.add(list(added.values()))
-    averaging.watch()
+    averaging.watch(p for p in module.parameters() if isinstance(p, DTensor))
     averaging.compare(module)
 
 

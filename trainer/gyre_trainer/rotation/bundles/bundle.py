@@ -61,6 +61,7 @@ class Bundle:
             for cut in each.layout.cuts
         ]
         layout = Layout(tuple(cuts), sharded[0].ring.size)
+        sharded[0].ring.modules.set_bundle(self._number, [each.module for each in rotations])
         starts = accumulate((len(each.layout.cuts) for each in sharded), initial=0)
         self._starts = dict(zip(sharded, starts, strict=False))
         self._whole = WholeParameters(Travel(rotations[0], sharded, layout, self._number))
@@ -77,7 +78,7 @@ class Bundle:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         dtype, cuts = rotation.policy.compute_dtype, rotation.layout.cuts
         first = self._starts[rotation.sharded]
-        whole = self._whole.parameters()[first : first + len(cuts)]
+        whole = self._whole.parameters(rotation.module)[first : first + len(cuts)]
         weights = {cut.name: tensor for cut, tensor in zip(cuts, whole, strict=True)}
         others = {
             name: cast(local_of(parameter_at(rotation.module, name)), dtype)
@@ -87,7 +88,7 @@ class Bundle:
         if dtype is not None:
             args, kwargs = tree_map_only(Tensor, partial(cast, dtype=dtype), (args, kwargs))
         bounds = {cut.name: (0, cut.shape[cut.dim]) for cut in cuts}
-        saving = self._whole.saving() if torch.is_grad_enabled() else nullcontext()
+        saving = self._whole.saving(rotation.module) if torch.is_grad_enabled() else nullcontext()
         name = span(f"{path_of(rotation.module)} forward: whole, in a bundle")
         with swapped(rotation.module, weights | others), saving, name:
             current = ModuleSlice(

@@ -5,12 +5,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.bundles.gradient_agreement import require_agreement
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.shards.gradient_ring import GradientRing
@@ -72,10 +73,11 @@ class Travel:
 
     @torch.no_grad()
     @torch.inference_mode(mode=False)
-    def gather(self, *, forward: bool) -> list[Tensor]:
+    def gather(self, caller: nn.Module, *, forward: bool) -> list[Tensor]:
         """The whole parameters, in the dtype to compute in. Collective.
 
         Args:
+            caller: the module that needs them.
             forward: whether it is for the modules' forward. Both go clockwise, because a hop for
                 the next module in backward may be in flight the other way.
         """
@@ -89,6 +91,7 @@ class Travel:
         own = torch.cat([each.flat for each in self.sharded])
         own = cast(own, self.rotation.policy.compute_dtype)
         slices = {ring.rank: layout.views(own, ring.rank)}
+        ring.modules.note_caller(self.number, caller)
         hop = HopIdentity(self.number, forward, False, 0, 1)
         with closing(RemoteSlices(ring, own, layout, Direction.CLOCKWISE, hop)) as remote:
             for index, flat in remote:
@@ -134,18 +137,9 @@ class Travel:
             # on CUDA the process waits for the device, so only where a gradient is missing here
             found_shares = own[layout.numel(ring.rank) :].tolist()
             if flat.device.type == "cpu":
-                self._require_agreement(found_shares, layout)
+                names = [cut.name.partition(": ")[2] for cut in layout.cuts]
+                require_agreement(names, found_shares, present, ring)
             present = [share > 0 for share in found_shares]
         found = zip(layout.views(own[: layout.numel(ring.rank)], ring.rank), present, strict=True)
         own_grads = iter([grad if there else None for grad, there in found])
         return [next(own_grads) if wanted else None for wanted in trainable]
-
-    def _require_agreement(self, shares: list[float], layout: Layout) -> None:
-        margin = 0.5 / self.ring.size
-        for cut, share in zip(layout.cuts, shares, strict=True):
-            if margin < share < 1 - margin:
-                raise RotationError(
-                    f"{cut.name} has a gradient on {round(share * self.ring.size)} of "
-                    f"{self.ring.size} ranks; all ranks must call the same modules, "
-                    "and use what they return"
-                )

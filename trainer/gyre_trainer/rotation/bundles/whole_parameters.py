@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -63,8 +63,8 @@ class WholeParameters:
         parameters = (parameter for each in self._travel.sharded for parameter in each.parameters)
         return self._travel.numel * (1 + any(parameter.requires_grad for parameter in parameters))
 
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters as they are now, in the order of the layout.
+    def parameters(self, caller: nn.Module) -> Sequence[Tensor]:
+        """The parameters as they are now, in the order of the layout; ``caller`` needs them.
 
         They are in the graph of autograd where gradients are recorded. Collective where they are
         not here, which is so on all ranks or on none.
@@ -73,7 +73,7 @@ class WholeParameters:
         for each in sharded:
             for parameter, cut in zip(each.parameters, each.layout.cuts, strict=True):
                 each.require_here(parameter, cut.name)
-        values = self._values_now(forward=True)
+        values = self._values_now(caller, forward=True)
         if not torch.is_grad_enabled():
             return values
         parameters = [parameter for each in sharded for parameter in each.parameters]
@@ -83,22 +83,22 @@ class WholeParameters:
             self._in_graph = _Whole.apply(self, values, *parameters)  # type: ignore[no-untyped-call]
         return self._in_graph
 
-    def _values_now(self, *, forward: bool) -> Sequence[Tensor]:
+    def _values_now(self, caller: nn.Module, *, forward: bool) -> Sequence[Tensor]:
         version = self._travel.version
         if not self._values or self._version != version:
             self.release()
             _make_room(self._travel.ring, self)
-            self._values, self._version = self._travel.gather(forward=forward), version
+            self._values, self._version = self._travel.gather(caller, forward=forward), version
         return self._values
 
     def release(self) -> None:
         """Hold them no longer."""
         self._values = self._in_graph = ()
 
-    def saving(self) -> AbstractContextManager[Any]:
+    def saving(self, caller: nn.Module) -> AbstractContextManager[Any]:
         """A context in which autograd keeps no whole parameter: backward asks for them again.
 
-        They must be here. Other tensors are saved as they are outside of the context.
+        They must be here, and ``caller`` runs inside. Other tensors are saved as they are outside.
         """
         places = {each.untyped_storage()._cdata: i for i, each in enumerate(self._values)}
         version = self._version
@@ -115,7 +115,7 @@ class WholeParameters:
                 tensor: Tensor = unpack_other(saved)
                 return tensor
             self._travel.require_version(version)
-            whole = self._values_now(forward=False)[saved.place]
+            whole = self._values_now(caller, forward=False)[saved.place]
             return whole.as_strided(saved.size, saved.stride, saved.offset)
 
         return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,177 @@
+"""What is verified: each mode by itself, modules of any size, values that are no numbers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.rotate import rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.refusals.test_rotation_guards import KeysWithBias, told
+
+
+class CountsWidth(MLP):
+    """Divides by its hidden width, which is another one in a slice, in the given modes."""
+
+    modes: tuple[bool, ...] = (True, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output / self.up.weight.shape[0] if self.training in self.modes else output
+
+
+def rotated(mlp: nn.Module, *, verify: bool | None = None) -> tuple[Any, str]:
+    """The module inside a model that is rotated by its rule, and the printed plan."""
+    model = nn.ModuleDict({"mlp": mlp})
+    rules: Any = {"mlp": MLPRule()}
+    plan = rotate_all(model, mesh=make_mesh("cpu"), rules=rules, verify=verify)
+    return model["mlp"], str(plan)
+
+
+def told_in_each_mode(verify: bool | None, wrong: bool) -> list[str]:
+    """What calls end in: in the mode in which the rule is right, in the other one, in the first."""
+    torch.manual_seed(0)
+    mlp = CountsWidth(4, 8).double()
+    mlp.modes = (wrong,)
+    mlp, _ = rotated(mlp, verify=verify)
+    x = torch.ones(2, 4).double()
+    return [told(lambda: mlp.train(mode)(x)) for mode in (not wrong, wrong, not wrong)]  # noqa: B023
+
+
+@pytest.mark.parametrize("verify", [None, True])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_rule_that_is_wrong_in_one_mode_alone_is_refused_there(
+    ranks: StartRanks, wrong: bool, verify: bool | None
+) -> None:
+    for right, refused, again in ranks(2).run(told_in_each_mode, verify, wrong):
+        assert (right, again) == ("", "")
+        assert "CountsWidth computes something else when it rotates: output 0 is off by" in refused
+
+
+LARGE = 2100  # with 1,024 outside, 4,300,800 parameters
+
+
+def told_of_a_large_module(verify: bool | None) -> tuple[str, str, float]:
+    """What the plan says, what the call ends in, and how far its output is off."""
+    torch.manual_seed(0)
+    mlp = CountsWidth(1024, LARGE)
+    x = torch.ones(1, 1024)
+    expected = mlp(x).detach()
+    mlp, plan = rotated(mlp, verify=verify)
+    outputs: list[Tensor] = []
+    refused = told(lambda: outputs.append(mlp(x).detach()))
+    return plan, refused, max((float((x - expected).abs().max()) for x in outputs), default=0.0)
+
+
+def test_the_plan_names_a_module_that_is_too_large_to_be_verified(ranks: StartRanks) -> None:
+    line = "CountsWidth: too large to be verified at its first calls, which verify=True does: mlp"
+    for plan, refused, off in ranks(2).run(told_of_a_large_module, None):
+        assert plan.endswith(line)
+        assert refused == ""
+        assert off > 0  # so the line is worth reading
+    for plan, refused, _ in ranks(2).run(told_of_a_large_module, True):
+        assert "verif" not in plan
+        assert "CountsWidth computes something else when it rotates: output 0 is off" in refused
+
+
+class Overflows(MLP):
+    """Returns an infinity in each row where it has not all of its width."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.up.weight.shape[0] == 8 else y * torch.tensor([1.0, 1.0, torch.inf, 1.0])
+
+
+def told_of_no_numbers() -> list[str]:
+    """What calls end in whose outputs are no numbers in places, and whether they are there."""
+    torch.manual_seed(0)
+    texts = []
+    for kind, value, changed in (
+        (MLP, torch.nan, "x"),
+        (MLP, torch.inf, "x"),
+        (MLP, torch.nan, "up.weight"),
+        (MLP, torch.nan, "down.weight"),
+        (Overflows, 1.0, "x"),
+    ):
+        mlp, x = kind(4, 8), torch.ones(3, 4)
+        with torch.no_grad():
+            (x if changed == "x" else mlp.get_parameter(changed))[1, 2] = value
+        expected = mlp(x).detach()
+        mlp, _ = rotated(mlp)
+        outputs: list[Tensor] = []
+        refused = told(lambda: outputs.append(mlp(x).detach()))  # noqa: B023
+        for output in outputs:
+            torch.testing.assert_close(output, expected, equal_nan=True)
+        texts.append(refused)
+    return texts
+
+
+def test_values_that_are_no_numbers_are_compared_like_others(ranks: StartRanks) -> None:
+    for *equal, differs in ranks(2).run(told_of_no_numbers):
+        assert equal == [""] * 4
+        assert "Overflows computes something else when it rotates: output 0 is finite" in differs
+        assert "in 3 places" in differs
+
+
+@dataclass(frozen=True)
+class Frozen:
+    num_heads: int = 4
+
+
+@dataclass
+class Free:
+    num_heads: int = 4
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Has its number of heads from elsewhere."""
+
+    sizes: dict[str, int] = field(default_factory=lambda: {"num_heads": 4})
+
+    @property
+    def num_heads(self) -> int:
+        return self.sizes["num_heads"]
+
+
+class CountsHeads(KeysWithBias):
+    """Attention whose forward reads the number of heads of its configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.q.weight.shape[0] == 2 * self.config.num_heads
+        return super().forward(x)
+
+
+def told_of_configurations() -> list[str]:
+    texts = []
+    rule = AttentionRule(4, counts=("config.num_heads",))
+    for config in (Free(), Frozen(), Derived()):
+        model = nn.ModuleDict({"attention": CountsHeads(config)})
+        try:
+            rotate_all(model, mesh=make_mesh("cpu"), rules={"attention": rule}, sync_from=0)
+            model["attention"](torch.randn(2, 3, 8)).sum().backward()
+        except RotationError as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+        assert config.num_heads == 4
+    return texts
+
+
+def test_a_count_of_a_frozen_configuration_is_refused_by_name(ranks: StartRanks) -> None:
+    for free, frozen, derived in ranks(2).run(told_of_configurations):
+        assert free == ""
+        assert "CountsHeads.config.num_heads cannot be set, because Frozen is frozen" in frozen
+        assert "CountsHeads.config.num_heads cannot be set, because Derived" in derived
+        for text in (frozen, derived):
+            assert "from the weights (view(..., -1, head_dim)) or from an attribute of the" in text
