@@ -1,7 +1,7 @@
 """Train a small vision transformer from JPEG tars, decoded and cropped by a private daemon.
 
 The images are shapes of eight kinds, in colours, sizes and places that are drawn at random, so
-nothing is fetched. The held-out ones lie in a tar of their own. With the defaults, 0.95 of these
+nothing is fetched. The held-out ones lie in a tar of their own. With the defaults, 0.96 of these
 are named rightly in the end.
 
     python examples/vision_transformer.py [--workdir .demo] [--epochs 6]

@@ -34,7 +34,12 @@ def add_mix_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the sources; one that is not named is not read",
     )
     add("--from-step", type=int, required=True, metavar="S", help="the first step with them")
-    add("--job", default="", help="which job, if several read the mixture")
+    add(
+        "--job",
+        action="append",
+        default=[],
+        help="which job, if several read the mixture; one name, or one for each --address",
+    )
     parser.epilog = (
         "Give --address once for each daemon at which ranks of the job read. All of them change "
         "the weights, or none does."
@@ -65,12 +70,11 @@ def mix(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """
     request = pb.ChangeWeightsRequest(
         dataset=dataset_of(args),
-        job=args.job,
         weights=args.weights,
         from_step=whole("from_step", args.from_step, 0, MAX_UINT64),
     )
     with _daemons(connection, args) as daemons:
-        jobs = _check_all(daemons, request)
+        jobs = _check_all(daemons, request, _names(daemons, args.job))
         answers = _give_all(daemons, request, jobs)
     what = f"{printable(args.dataset)} with these weights from step {args.from_step} on"
     lines = [_line(answer, what) for answer in answers.values()]
@@ -103,10 +107,23 @@ def _daemons(connection: Connection, args: argparse.Namespace) -> Iterator[Daemo
         yield found
 
 
-def _check_all(daemons: Daemons, request: pb.ChangeWeightsRequest) -> dict[str, str]:
+def _names(daemons: Daemons, jobs: Sequence[str]) -> dict[str, str]:
+    """The name by which to ask each daemon for the job; empty for the only one that there is."""
+    if len(jobs) > 1 and len(jobs) != len(daemons):
+        raise InvalidRequest(
+            f"--job was given {len(jobs)} times and --address {len(daemons)} times; give --job "
+            "once, or once for each --address, in the same order"
+        )
+    names = jobs if len(jobs) > 1 else [*jobs, ""][:1] * len(daemons)
+    return dict(zip(daemons, names, strict=True))
+
+
+def _check_all(
+    daemons: Daemons, request: pb.ChangeWeightsRequest, names: Mapping[str, str]
+) -> dict[str, str]:
     """Checks that all daemons can change the weights, and that all ranks read at them.
 
-    Returns the name that the job has at each of them.
+    Returns the name that the job has at each of them, which `names` may leave open.
 
     Raises:
         GyreError: One of them refuses, or a rank reads at none.
@@ -114,7 +131,7 @@ def _check_all(daemons: Daemons, request: pb.ChangeWeightsRequest) -> dict[str, 
     answers: Answers = {}
     for address, connection in daemons.items():
         try:
-            answers[address] = _ask(connection, request, pb.WEIGHTS_ACTION_CHECK)
+            answers[address] = _ask(connection, request, pb.WEIGHTS_ACTION_CHECK, names[address])
         except GyreError as error:
             raise error.told(f"{_at(address, daemons)}{error}; {_UNCHANGED}") from error
     sizes = {answer.world_size for answer in answers.values()}
@@ -190,12 +207,12 @@ def _ask(
     connection: Connection,
     request: pb.ChangeWeightsRequest,
     action: "pb.WeightsAction.ValueType",
-    job: str = "",
+    job: str,
 ) -> pb.ChangeWeightsResponse:
     asked = pb.ChangeWeightsRequest()
     asked.CopyFrom(request)
     asked.action = action
-    asked.job = job or request.job
+    asked.job = job
     return connection.change_weights(asked)
 
 

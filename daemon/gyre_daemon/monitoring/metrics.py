@@ -50,7 +50,7 @@ class CacheCounts:
         num_bytes_fetched: bytes of those blocks.
         num_evicted: blocks that were dropped to make room.
         num_corrupt: blocks on disk that were damaged, and were fetched again.
-        memory_bytes: size of the blocks in memory now.
+        memory_bytes: what the blocks in memory take now, in whole pages.
         disk_bytes: size of the blocks on disk now.
     """
 

@@ -43,9 +43,9 @@ STEP = "cache"
 # No order has blocks of this size, so it can stand for the blocks of the cache.
 RECORD_BLOCKS = 1
 # Records of different sizes that begin within so many bytes are one block. Each block takes whole
-# pages and a mapping of its own, of which a process may have 65,530, so single documents
-# are too small. With larger blocks, first batches wait for records of later ones. Blocks grow
-# with the dataset, because the cache keeps some arrays of all of them.
+# pages and has entries of its own in the cache, so single documents are too small. With larger
+# blocks, first batches wait for records of later ones. Blocks grow with the dataset, because the
+# cache keeps some arrays of all of them.
 _BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
 _AT_ONCE = 1 << 16  # samples whose sizes are looked up together
 

@@ -24,7 +24,16 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 
-from tests.contract.places import HttpPlace, Place, Targets, first_of, noise, openers, run
+from tests.contract.places import (
+    HttpPlace,
+    LocalPlace,
+    Place,
+    Targets,
+    first_of,
+    noise,
+    openers,
+    run,
+)
 from tests.contract.storage.objects import ObjectServer
 from tests.contract.storage.storage_contract import StorageContract
 
@@ -322,3 +331,42 @@ class TestCachedAtOddTimes(CachedContract):
             assert metrics.cache.num_corrupt == 0
 
         run(read())
+
+
+def test_large_blocks_in_place_of_scattered_small_ones_need_few_mappings(tmp_path: Path) -> None:
+    """A process may have 65,530 mappings, and a cache more blocks than that."""
+    num_blocks, large, metrics = 1500, 64 * BLOCK, Metrics()
+    place, generator = LocalPlace(tmp_path), np.random.default_rng(0)
+    data = noise(0, num_blocks * BLOCK), noise(1, num_blocks * BLOCK // 2)
+    place.put("small/0.bin", data[0])
+    place.put("large/0.bin", data[1])
+
+    def whole(num_bytes: int, size: int) -> Targets:
+        every = Targets()
+        for start in range(0, num_bytes, size):
+            every.add(0, start, min(size, num_bytes - start))
+        return every
+
+    def num_mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    async def read(executor: ThreadPoolExecutor) -> None:
+        workers = FairExecutor(executor, 2)
+        node = NodeCache(num_blocks * BLOCK, None, workers, metrics.cache)
+        opener = StorageOpener(workers, EndpointOptions(16, 10.0), metrics)
+
+        async def opened(name: str, size: int) -> CachedStorage:
+            storage = await opener.open(parse_location(f"{place.root}/{name}"), {}, "*.bin")
+            return CachedStorage(storage, name, node, lambda _: blocks_of(storage, size))
+
+        job, small, other = Job(generator), whole(len(data[0]), BLOCK), whole(len(data[1]), large)
+        await (await opened("small", BLOCK)).read(replace(small.reads(), next_use=job.next_use))
+        assert metrics.cache.memory_bytes == num_blocks * BLOCK
+        before = num_mappings()
+        await (await opened("large", large)).read(replace(other.reads(), block_bytes=large))
+        assert metrics.cache.num_evicted >= num_blocks // 2
+        assert num_mappings() < before + 50
+        other.check([data[1]])
+
+    with ThreadPoolExecutor(2) as executor:
+        run(read(executor))

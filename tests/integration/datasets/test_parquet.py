@@ -21,7 +21,7 @@ COUNTS, GROUP = (250, 1, 130), 20
 NUM_CHUNKS = sum(-(-count // GROUP) for count in COUNTS)
 
 
-def store(folder: Path) -> list[dict[str, Any]]:
+def store(folder: Path, image_scale: int = 1) -> list[dict[str, Any]]:
     """Three files, and their rows by pyarrow's own reader."""
     folder.mkdir()
     generator = np.random.default_rng(0)
@@ -34,7 +34,10 @@ def store(folder: Path) -> list[dict[str, Any]]:
                     [None if row % 3 == 0 else row / 2 for row in range(count)], pa.float64()
                 ),
                 "image": pa.array(
-                    [{"bytes": generator.bytes(row % 9), "path": None} for row in range(count)],
+                    [
+                        {"bytes": generator.bytes(row % 9 * image_scale), "path": None}
+                        for row in range(count)
+                    ],
                     pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
                 ),
             }
@@ -98,7 +101,7 @@ def test_the_order_block_decodes_each_chunk_once_while_the_cache_holds_a_window(
     gyred: StartDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As `gyre plan --cost` says, with what `full` costs in its place."""
-    rows = store(tmp_path / "set")
+    rows = store(tmp_path / "set", image_scale=1000)  # a block takes whole pages
     data = sum(16 + len(row["text"].encode()) + len(row["image"]["bytes"]) for row in rows)
     daemon = gyred(
         {"datasets": {"set": {"uri": str(tmp_path / "set")}}, "cache_memory": data * 3 // 4}

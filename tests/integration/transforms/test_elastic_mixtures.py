@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
@@ -160,6 +162,63 @@ def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
     stages = [Stage(4, 6, kill_before=3), Stage(1, 7)]
     last, _ = in_stages(daemon, job("elastic"), stages, all_rows, state=state)
     assert found + more + last == whole
+
+
+# Parts of texts that begin where chance wants it, in each epoch elsewhere.
+CROPPED = [{"name": "crop_or_pad", "field": "text", "length": 5, "start": "random"}]
+
+
+def write_letters(folder: Path) -> dict[str, dict[str, Any]]:
+    """Two datasets of 30 and 18 alphabets, each of which begins with another letter."""
+    tables = {}
+    for name, ids in (("many", range(30)), ("few", range(100, 118))):
+        (folder / name).mkdir(parents=True)
+        values = [letters_of(each) for each in ids]
+        pq.write_table(pa.table({"id": [*ids], "text": values}), folder / name / "0.parquet")
+        tables[name] = {"uri": str(folder / name), "format": "parquet"}
+    return tables
+
+
+def letters_of(value: int) -> str:
+    return "".join(chr(ord("a") + (value + each) % 26) for each in range(20 + value % 7))
+
+
+def test_random_transforms_draw_the_same_on_any_number_of_ranks(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """Several epochs of each source; the daemon is killed, ranks come and go."""
+    mixture = {"weights": {"many": 0.5, "few": 0.5}, "block": 20, "transforms": CROPPED}
+    daemon = gyred({"datasets": write_letters(tmp_path), "mixtures": {"all": mixture}})
+
+    def open_rank(rank: int, num_ranks: int) -> Loader:
+        return Loader(
+            "all",
+            batch_size=G,
+            seed=9,
+            rank=rank,
+            world_size=num_ranks,
+            job=f"{num_ranks} ranks",
+            address=daemon.address,
+            prefetch_batches=2,
+        )
+
+    def all_crops(parts: list[Batch]) -> list[tuple[int, bytes]]:
+        assert {len(batch["text"]) for batch in parts} == {G // len(parts)}
+        return [
+            (its, bytes(text))
+            for batch in parts
+            for its, text in zip(batch["id"].tolist(), batch["text"].tolist(), strict=True)
+        ]
+
+    whole, _ = in_stages(daemon, open_rank, [Stage(1, 24)], all_crops)
+    crops: dict[int, set[bytes]] = {}
+    for its, crop in (row for step in whole for row in step):
+        assert crop.decode() in letters_of(its)
+        crops.setdefault(its, set()).add(crop)
+    assert sum(len(each) > 1 for each in crops.values()) > len(crops) // 2
+    stages = [Stage(2, 6, kill_before=3), Stage(8, 6), Stage(1, 5, kill_before=1), Stage(4, 7)]
+    found, _ = in_stages(daemon, open_rank, stages, all_crops)
+    assert found == whole
 
 
 def packed_flags(pack: dict[str, Any] | None) -> list[str]:

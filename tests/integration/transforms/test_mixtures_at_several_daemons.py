@@ -23,7 +23,7 @@ GIVEN = f"--weights=code=1 --from-step={CHANGE}".split()
 class Rank:
     """A rank of a job of two, and the daemon at which it reads."""
 
-    def __init__(self, daemon: Daemon, number: int) -> None:
+    def __init__(self, daemon: Daemon, number: int, job: str = "train") -> None:
         self.daemon = daemon
         self.loader = Loader(
             "all",
@@ -31,7 +31,7 @@ class Rank:
             seed=5,
             rank=number,
             world_size=2,
-            job="train",
+            job=job,
             address=daemon.address,
             prefetch_batches=2,
         )
@@ -55,9 +55,10 @@ def ranks(gyred: StartDaemon, tmp_path: Path) -> Iterator[list[Rank]]:
         each.loader.close()
 
 
-def mix(ranks: list[Rank]) -> int:
+def mix(ranks: list[Rank], *jobs: str) -> int:
     """The exit status of `gyre mix` at the daemons of these ranks."""
-    return main(["mix", "all", *GIVEN, *(f"--address={each.daemon.address}" for each in ranks)])
+    where = [f"--address={each.daemon.address}" for each in ranks]
+    return main(["mix", "all", *GIVEN, *where, *(f"--job={each}" for each in jobs)])
 
 
 def read(ranks: list[Rank], steps: range) -> list[list[str]]:
@@ -89,6 +90,30 @@ def test_all_daemons_of_a_job_change_the_weights(
     assert all("web" in sources for sources in found[: CHANGE - 3])
     assert not any("web" in sources for sources in found[CHANGE - 3 :])
     assert main(["status", *(f"--address={each.daemon.address}" for each in ranks)]) == 2
+
+
+def test_a_job_may_have_another_name_at_each_daemon(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["run-of-a", "run-of-b"]
+    others = [Rank(each.daemon, number, names[number]) for number, each in enumerate(ranks)]
+    read(ranks, range(3))
+    read(others, range(3))
+    assert mix(others) == 2
+    assert "name one" in capsys.readouterr().err
+    assert mix(others, names[0]) == 2
+    assert "no job of yours named 'run-of-a' reads" in capsys.readouterr().err
+    assert mix(others, *names, "train") == 2
+    assert "--job was given 3 times and --address 2 times" in capsys.readouterr().err
+    assert mix(others, *names) == 0
+    told = capsys.readouterr().out
+    for each, name in zip(ranks, names, strict=True):
+        assert f"{each.daemon.address}: 1 rank of the job {name} read all with" in told
+    found = read(others, range(3, CHANGE + 4))
+    assert not any("web" in sources for sources in found[CHANGE - 3 :])
+    assert all("web" in sources for sources in read(ranks, range(3, CHANGE)))
+    for each in others:
+        each.loader.close()
 
 
 def test_a_daemon_that_dies_in_between_leaves_all_with_the_old_weights(

@@ -25,6 +25,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
+from gyre_daemon.storage.cache.cells import BlockMemory
 from gyre_daemon.storage.cache.disk import DiskCache
 from gyre_daemon.storage.cache.placement import Key, Need, Placement
 from gyre_daemon.storage.cache.volume import Tier, Volume
@@ -68,6 +69,7 @@ class NodeCache:
         self._counts = counts
         self._clock = clock
         self._placement = Placement(memory_bytes, disk.free_bytes if disk else 0, counts)
+        self._memory = BlockMemory(memory_bytes)
         self._max_fetching_bytes = min(_MAX_FETCHING_BYTES, memory_bytes)
         self._fetching: dict[Key, _Fetch] = {}
         self._fetching_bytes = 0
@@ -91,7 +93,7 @@ class NodeCache:
             except OSError as error:
                 self._pause_disk(error)
             self._placement.on_disk.limit_bytes = self._disk.free_bytes
-        volume = Volume(storage, blocks, block_bytes, mirror)
+        volume = Volume(storage, blocks, block_bytes, mirror, self._memory)
         if mirror:
             surplus = self._placement.adopt(volume, mirror.blocks())
             self._in_background(self._change_disk([(volume, block) for block in surplus], None))
@@ -205,7 +207,7 @@ class NodeCache:
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for a block, if it is admitted and not too much is being fetched."""
-        num_bytes = int(volume.sizes[block])
+        num_bytes = int(volume.memory_sizes[block])
         if self._fetching_bytes and self._fetching_bytes + num_bytes > self._max_fetching_bytes:
             return False
         if not self._placement.take_memory(volume, block, need):
@@ -231,7 +233,7 @@ class NodeCache:
                 await volume.storage.read(whole)
                 is_whole = True
             finally:
-                self._fetching_bytes -= int(volume.sizes[block])
+                self._fetching_bytes -= int(volume.memory_sizes[block])
                 self._placement.fetched(volume, block, is_whole=is_whole)
                 self._freed.set()
         finally:

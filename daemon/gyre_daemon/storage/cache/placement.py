@@ -55,7 +55,8 @@ class Placement:
 
     def take_memory(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for an absent block, evicting others; False if it is not admitted."""
-        victims = self._make_room(self.in_memory, (volume, block), int(volume.sizes[block]), need)
+        num_bytes = int(volume.memory_sizes[block])
+        victims = self._make_room(self.in_memory, (volume, block), num_bytes, need)
         if victims is None:
             return False
         for of, victim in victims:

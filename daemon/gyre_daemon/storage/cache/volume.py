@@ -1,6 +1,5 @@
 """What the cache knows about the blocks of one dataset and one size. State only."""
 
-import mmap
 from enum import IntEnum
 from weakref import WeakMethod
 
@@ -9,9 +8,9 @@ import numpy.typing as npt
 
 from gyre_daemon.storage.base import NextUse, Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
+from gyre_daemon.storage.cache.cells import BlockMemory, Cell, whole_pages
 from gyre_daemon.storage.cache.eviction import NEVER
 from gyre_daemon.storage.cache.mirror import Mirror
-from gyre_daemon.storage.local.gather import address_of
 
 
 class Tier(IntEnum):
@@ -31,32 +30,41 @@ class Volume:
         map: where they lie there.
         block_bytes: about how large they are.
         sizes: int64 [M], in bytes.
+        memory_sizes: int64 [M], the bytes that each takes in memory.
         disk_sizes: int64 [M], the bytes that each takes on disk.
         mirror: the blocks on disk; None without a disk cache.
         tier: uint8 [M], the best tier that has each block; changed by `move`.
         num_present: how many are in memory or on disk.
-        absent_bytes: of all blocks that are neither present nor being fetched.
+        absent_bytes: what all blocks that are neither present nor being fetched would take in
+            memory.
         on_disk: bool [M], whether the mirror has each block.
         num_pins: int32 [M], how many readers each block has now.
         used_bytes: int64 [M], the bytes copied out of each block since it was last looked at.
     """
 
     def __init__(
-        self, storage: Storage, blocks: BlockMap, block_bytes: int, mirror: Mirror | None
+        self,
+        storage: Storage,
+        blocks: BlockMap,
+        block_bytes: int,
+        mirror: Mirror | None,
+        memory: BlockMemory,
     ) -> None:
         self.storage = storage
         self.map = blocks
         self.block_bytes = block_bytes
         self.sizes = blocks.sizes()
+        self.memory_sizes = whole_pages(self.sizes)
         self.disk_sizes = np.diff(blocks.offsets())
         self.mirror = mirror
         self.tier = np.full(blocks.num_blocks, Tier.ABSENT, np.uint8)
         self.num_present = 0
-        self.absent_bytes = int(self.sizes.sum())
+        self.absent_bytes = int(self.memory_sizes.sum())
         self.on_disk = np.zeros(blocks.num_blocks, np.bool_)
         self.num_pins = np.zeros(blocks.num_blocks, np.int32)
         self.used_bytes = np.zeros(blocks.num_blocks, np.int64)
-        self._memory: dict[int, mmap.mmap] = {}
+        self._memory = memory
+        self._cells: dict[int, Cell] = {}
         self._addresses = np.zeros(blocks.num_blocks, np.uint64)
         self._jobs: list[WeakMethod[NextUse]] = []
 
@@ -94,32 +102,26 @@ class Volume:
         before = self.tier[block]
         self.num_present += int(tier >= Tier.MEMORY) - int(before >= Tier.MEMORY)
         became_absent = int(tier == Tier.ABSENT) - int(before == Tier.ABSENT)
-        self.absent_bytes += int(self.sizes[block]) * became_absent
+        self.absent_bytes += int(self.memory_sizes[block]) * became_absent
         self.tier[block] = tier
 
     def allocate(self, block: int) -> npt.NDArray[np.uint8]:
-        """Memory for a block, of its size, until `free`.
-
-        A mapping of its own, so that the system gets all of it back.
-        """
-        memory = self._memory[block] = mmap.mmap(
-            -1, int(self.sizes[block]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        array = np.frombuffer(memory, np.uint8)
-        self._addresses[block] = address_of(array)[0]
-        return array
+        """Memory for a block, of its size, until `free`; see `BlockMemory.take`."""
+        cell = self._cells[block] = self._memory.take(int(self.sizes[block]))
+        self._addresses[block] = cell.address
+        return cell.array()
 
     def data(self, block: int) -> npt.NDArray[np.uint8]:
         """A block in memory."""
-        return np.frombuffer(self._memory[block], np.uint8)
+        return self._cells[block].array()
 
     def owner(self, block: int) -> object:
         """The owner of a block's memory, which keeps it even after `free`."""
-        return self._memory[block]
+        return self._cells[block]
 
     def free(self, block: int) -> None:
         """Give up a block's memory."""
-        self._memory.pop(block, None)
+        self._cells.pop(block, None)
 
     def sources(self, blocks: Integers, reads: Reads) -> npt.NDArray[np.uint64]:
         """uint64 [n], the addresses of reads from blocks in memory."""

@@ -1,0 +1,135 @@
+"""Memory of cached blocks: few mappings, whole pages, and nothing kept of what was evicted."""
+
+import ctypes
+import gc
+import logging
+import mmap
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gyre_daemon.storage.cache.cells import BlockMemory, Cell, whole_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PAGE = mmap.PAGESIZE
+
+
+def mappings() -> list[tuple[int, int]]:
+    """The ranges of addresses that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [
+        (int(begin, 16), int(end, 16)) for begin, end in (x.split()[0].split("-") for x in lines)
+    ]
+
+
+def resident_bytes(cells: list[Cell]) -> int:
+    """Of all mappings in which the cells lie, to the page."""
+    addresses = sorted({cell.address for cell in cells})
+    num_pages = 0
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        for begin, end in mappings():
+            here = np.searchsorted(addresses, [begin, end])
+            if here[0] < here[1]:
+                pages.seek(begin // PAGE * 8)
+                entries = np.frombuffer(pages.read((end - begin) // PAGE * 8), np.uint64)
+                num_pages += int((entries >> np.uint64(63)).sum())  # the bit says "present"
+    return num_pages * PAGE
+
+
+def filled(memory: BlockMemory, num_bytes: int, value: int = 1) -> Cell:
+    cell = memory.take(num_bytes)
+    cell.array()[:] = value
+    return cell
+
+
+def test_scattered_evictions_need_few_mappings_and_give_all_pages_back() -> None:
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(1, 5 * PAGE, 12_000)
+    pages = whole_pages(sizes)
+    before = len(mappings())
+    memory = BlockMemory(int(pages.sum()))
+    cells = dict(enumerate(filled(memory, size) for size in sizes.tolist()))
+    assert resident_bytes([*cells.values()]) == pages.sum()
+    for share in (2, 16):
+        for block in list(cells):
+            if block % share:
+                del cells[block]
+        held = list(cells)
+        assert resident_bytes([*cells.values()]) == pages[held].sum()
+        assert len(mappings()) < before + 100
+    # what is free is taken first, whatever the order
+    for block in generator.permutation(12_000).tolist():
+        cells[block] = filled(memory, int(sizes[block]))
+    assert resident_bytes([*cells.values()]) == pages.sum()
+    assert len(mappings()) < before + 100
+
+
+def test_a_huge_page_is_no_memory_of_a_block() -> None:
+    cell = filled(BlockMemory(1 << 30), 1)
+    flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if end:
+            is_its = int(begin, 16) <= cell.address < int(end, 16)
+        elif line.startswith("VmFlags:") and is_its:
+            flags = line
+    assert "nh" in flags.split()
+
+
+def test_memory_that_somebody_refers_to_is_no_other_blocks() -> None:
+    memory = BlockMemory(1 << 20)
+    cell = filled(memory, 5000, 7)
+    array, address = cell.array()[10:20], cell.address
+    del cell
+    gc.collect()
+    other = filled(memory, 5000, 9)
+    assert other.address != address
+    assert set(array.tolist()) == {7}
+    del array
+    assert memory.take(5000).address == address
+
+
+def test_memory_that_cannot_be_given_back_is_reported_once_and_used_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = BlockMemory(1 << 20)
+    held = [filled(memory, PAGE) for _ in range(3)]
+    locked = held[1].address
+    assert not libc.mlock(ctypes.c_void_p(locked), ctypes.c_size_t(PAGE))  # madvise refuses it
+    with caplog.at_level(logging.WARNING, "gyre_daemon"):
+        held.clear()
+        again = memory.take(PAGE)
+        assert again.address == locked
+        del again
+    (record,) = caplog.records
+    assert record.getMessage() == "memory of evicted blocks is not given back"
+    assert record.__dict__["facts"] == {"reason": "Invalid argument", "cell_bytes": PAGE}
+    libc.munlock(ctypes.c_void_p(locked), ctypes.c_size_t(PAGE))
+    again = memory.take(PAGE)
+    del again
+    kept = memory.take(PAGE)
+    assert resident_bytes([kept]) == 0
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from([1, 100, PAGE, PAGE + 1, 70_000, 5 << 20]))
+)
+
+
+@given(steps=steps)
+@settings(max_examples=50, deadline=None)
+def test_blocks_never_share_memory(steps: list[tuple[int, int]]) -> None:
+    """Ten blocks are replaced at random by others; each keeps its bytes, from first to last."""
+    memory = BlockMemory(1 << 20)
+    blocks: dict[int, tuple[int, npt.NDArray[np.uint8]]] = {}
+    for number, (place, num_bytes) in enumerate(steps):
+        blocks.pop(place, None)
+        array = memory.take(num_bytes).array()
+        assert array.nbytes == num_bytes
+        array[[0, -1]] = number % 251
+        blocks[place] = number % 251, array
+        for value, its in blocks.values():
+            assert its[0] == its[-1] == value
