@@ -1,0 +1,34 @@
+"""A head that computes for the targets that count alone has the same loss and gradients."""
+
+import pytest
+import torch
+from gyre_trainer.training.models.counted_targets import places_of_counted, weighted_cross_entropy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NUM_ROWS, LENGTH, WIDTH, NUM_CLASSES = 3, 11, 5, 7
+
+
+def outcome(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize("num_counted", [1, 2, 5, 30, 33])
+def test_targets_without_a_weight_are_left_out(num_counted: int) -> None:
+    torch.manual_seed(num_counted)
+    head = nn.Linear(WIDTH, NUM_CLASSES).double()
+    x = torch.randn(NUM_ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(NUM_CLASSES, (NUM_ROWS, LENGTH))
+    weights = torch.zeros(NUM_ROWS * LENGTH, dtype=torch.float64)
+    weights[torch.randperm(len(weights))[:num_counted]] = 0.5 + torch.rand(num_counted).double()
+    weights = weights.view(NUM_ROWS, LENGTH)
+    losses = F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum() / weights.sum()
+    expected = outcome(loss, x, head.weight, head.bias)
+    found = outcome(weighted_cross_entropy(head, x, targets, weights), x, head.weight, head.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+    places = places_of_counted(weights.flatten())
+    assert len(places) == min(33, -(-num_counted // 3) * 3), "sixteenths of 33 have 3 targets"
+    assert len(set(places.tolist())) == len(places)
+    assert weights.flatten()[places].count_nonzero() == num_counted
