@@ -114,13 +114,14 @@ def test_infilled_rows_have_a_mask_for_a_span_and_all_their_tokens_as_targets() 
 
 
 def test_rows_are_infilled_where_there_is_a_mask_and_no_sentinel() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "mask": {"mask_id": 4},
+        "both": {"mask_id": 4, "sentinel_id": 299},
+        "both, infilled": {"mask_id": 4, "sentinel_id": 299, "corruption": "mask"},
+    }
     targets = {
         name: collator_of(config(BART, **objective)).collate(windows(1), 0).targets[0].tolist()
-        for name, objective in {
-            "mask": {"mask_id": 4},
-            "both": {"mask_id": 4, "sentinel_id": 299},
-            "both, infilled": {"mask_id": 4, "sentinel_id": 299, "corruption": "mask"},
-        }.items()
+        for name, objective in given.items()
     }
     row = windows(1)["tokens"][0].tolist()
     assert targets["mask"] == targets["both, infilled"] == [*row, 2]
