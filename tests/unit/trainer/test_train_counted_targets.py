@@ -39,7 +39,7 @@ def test_targets_without_a_weight_are_left_out(num_counted: int) -> None:
     assert weights.flatten()[places].count_nonzero() == num_counted
 
 
-MODELS = {
+MODELS: dict[str, GPTConfig | LibraryConfig] = {
     "gpt": GPTConfig(
         vocab_size=50,
         num_layers=1,
