@@ -61,9 +61,14 @@ Build = Callable[[str], Any]
 Figures = tuple[list[tuple[float, float]], int, int]
 
 
+def sizes_of(family: str) -> dict[str, int]:
+    """The keys of a family's configuration that say how large it is here."""
+    return _SIZES.get(family, _COMMON)
+
+
 def _built(family: str, device: str = "cpu") -> Any:
     name = "Llama" if family == LORA else family
-    model = made(name, **_SIZES.get(name, _COMMON)).float()
+    model = made(name, **sizes_of(name)).float()
     if family == LORA:
         from peft import LoraConfig, get_peft_model  # noqa: PLC0415
 

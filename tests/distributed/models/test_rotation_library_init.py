@@ -20,13 +20,17 @@ from tests.distributed.training import default_dtype, whole_parameters
 SEED = 5
 _ENCODER = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_token_id": 1}
 _VIT = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "image_size": 8}
-# Families whose embeddings keep no configuration, one that replaces the data of parameters, and one
-# that ties three embeddings in its constructor.
+# Families whose embeddings keep no configuration, one that keeps tensors that are no buffers, one
+# that replaces the data of parameters, and one that ties three embeddings in its constructor.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Roberta": ("ForMaskedLM", FAMILIES["Bert"][1] | {"pad_token_id": 1}),
     "DistilBert": (
         "ForMaskedLM",
         _ENCODER | {"dim": 16, "hidden_dim": 20, "n_layers": 1, "n_heads": 4},
+    ),
+    "CodeGen": (
+        "ForCausalLM",
+        {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4},
     ),
     "ViT": ("ForImageClassification", _VIT | {"patch_size": 4, "num_attention_heads": 4}),
     "Bart": (

@@ -175,6 +175,43 @@ def test_a_run_begins_with_a_folder_of_transformers_and_samples(
             assert told[0][0] == tokenizer.decode(until_end, skip_special_tokens=False)
 
 
+@pytest.mark.models
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_a_run_are_loaded_by_peft(
+    family: str, tmp_path: Path, tiny_jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+    import transformers
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # peft asks for a tokenizer otherwise
+    keys, objective, library = FAMILIES[family]
+    config, out = tmp_path / "train.toml", tmp_path / "adapters"
+    auto: Any = transformers.AutoConfig
+    settings = dict(keys)
+    described = auto.for_model(settings.pop("model_type"), **settings)
+    getattr(transformers, library).from_config(described).save_pretrained(tmp_path / "base")
+    config.write_text(
+        tiny_run(
+            tmp_path,
+            data=DATA,
+            model={"pretrained": str(tmp_path / "base"), "lora": {"rank": 2}},
+            objective=objective,
+            optimizer=OPTIMIZER,
+        )
+    )
+    status, errors = tiny_jobs.ran("run", str(config), "--nproc=2")
+    assert status == 0, errors
+    status, errors = tiny_jobs.ran("export", str(tmp_path / "run"), str(out), "--nproc=2")
+    assert status == 0, errors
+    loads = peft.AutoPeftModelForSeq2SeqLM if family == "t5" else peft.AutoPeftModel
+    loaded: Any = loads.from_pretrained(str(out))
+    found = loaded.get_base_model().state_dict()
+    expected = whole(tmp_path / "run/checkpoints/step-00000002", tmp_path / "whole.pt")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert all(each.any() for name, each in found.items() if "lora_B" in name)
+
+
 def test_sources_and_targets_of_a_shard_are_learned(tmp_path: Path, tiny_jobs: Jobs) -> None:
     import webdataset
 

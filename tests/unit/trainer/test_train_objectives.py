@@ -113,6 +113,23 @@ def test_infilled_rows_have_a_mask_for_a_span_and_all_their_tokens_as_targets() 
     assert len(inputs) == 40 - 12 + 4 + 1
 
 
+def test_rows_are_infilled_where_there_is_a_mask_and_no_sentinel() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "mask": {"mask_id": 4},
+        "both": {"mask_id": 4, "sentinel_id": 299},
+        "both, infilled": {"mask_id": 4, "sentinel_id": 299, "corruption": "mask"},
+    }
+    targets = {
+        name: collator_of(config(BART, **objective)).collate(windows(1), 0).targets[0].tolist()
+        for name, objective in given.items()
+    }
+    row = windows(1)["tokens"][0].tolist()
+    assert targets["mask"] == targets["both, infilled"] == [*row, 2]
+    assert 299 in targets["both"]
+    with pytest.raises(ConfigError, match="there are no sentinels"):
+        collator_of(config(BART, mask_id=4, corruption="sentinel"))
+
+
 def test_the_places_of_spans_are_drawn() -> None:
     row = np.arange(20) + 10  # one span
     generators = [np.random.default_rng(seed) for seed in range(300)]
@@ -125,7 +142,7 @@ def test_the_places_of_spans_are_drawn() -> None:
     [
         config(BERT, mask_id=4, seed=3),
         config(T5, sentinel_id=299, seed=3),
-        config(BART, mask_id=4, corruption="mask", seed=3),
+        config(BART, mask_id=4, seed=3),
     ],
     ids=["masked", "sentinels", "infilled"],
 )
@@ -146,6 +163,8 @@ def test_a_row_is_hidden_alike_on_any_rank_and_otherwise_in_the_next_step(
     assert not torch.equal(collator.collate(windows(5, 6, 7, 8, 9, 10), 4).inputs, whole.inputs)
     shapes = stand_in(settings, 6)
     assert (shapes.inputs.shape, shapes.targets.shape) == (whole.inputs.shape, whole.targets.shape)
+    assert whole.counts is not None
+    assert shapes.num_targets() == pytest.approx(whole.num_targets(), rel=0.3)
 
 
 def test_padding_is_neither_seen_nor_hidden_nor_found() -> None:
@@ -224,6 +243,8 @@ def test_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     [
         (BERT, {}, "there is no mask token: set `objective.mask_id`"),
         (T5, {}, "there are no sentinels: set `objective.sentinel_id`"),
+        (BART, {}, "such as BART that fills in a mask token, `objective.mask_id`"),
+        (BART, {"corruption": "mask"}, "there is no mask token: set `objective.mask_id`"),
         (T5, {"sentinel_id": 0, "mean_span": 1}, "has 4 spans, but there are 1 ids"),
         (BERT, {"mask_id": 300}, "the mask token is 300, but `model` has 300 ids"),
         (BERT, {"tokenizer": "/nowhere.json"}, "/nowhere.json cannot be read"),

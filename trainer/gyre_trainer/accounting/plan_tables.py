@@ -99,11 +99,11 @@ def text(
         side_by_side(
             [
                 *jobs.run(list(Strategy), num_ranks),
-                *(partial(module_counts, each, num_ranks) for each in jobs.configs),
+                *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
             ]
         )
     )
-    counted = {strategy: jobs.figures(results) for strategy in Strategy}
+    counted = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
@@ -114,7 +114,7 @@ def text(
     return "\n\n".join(
         [
             f"{num_ranks} ranks; {per_step}; all figures in MiB",
-            modules_table(*results, num_more_layers=jobs.num_more_layers),
+            modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
             *_assumption(counted),

@@ -12,7 +12,7 @@ from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import add_adapters, encode_frozen, has_adapters, rotated
 from gyre_trainer.training.checkpoints import manifest, run_checkpoints
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.library import LibraryConfig, objective_of
 from gyre_trainer.training.models.lora import save_adapters
 from gyre_trainer.training.rank_context import join_job
 
@@ -82,5 +82,6 @@ def export(config: TrainConfig, given: Export) -> None:
         if not has_adapters(config.model):
             pretrained.save_pretrained(model, given.out, dtype=given.dtype)
         elif context.rank == 0:
-            assert isinstance(config.model, LibraryConfig)
-            save_adapters(model, config.model.lora, config.model.pretrained, given.out)
+            made = config.model
+            assert isinstance(made, LibraryConfig)
+            save_adapters(model, made.lora, objective_of(made), made.pretrained, given.out)

@@ -1,5 +1,7 @@
 """Buffers of models that were built on `meta`, such as the frequencies of rotary positions.
 
+Some modules keep such tensors without registering them (CodeGen); they are made likewise.
+
 Their values are in no checkpoint; a module's constructor computes them. So the constructor runs
 again, for those modules alone.
 """
@@ -19,10 +21,11 @@ from gyre_trainer.errors import RotationError
 def make_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that are on `meta`, as the constructors of their modules do.
 
+    So are other tensors that modules keep, but for parameters.
+
     That takes a module whose constructor requires a `config` alone, as transformers' do: the one
     with the buffer, or the nearest one around it. The configuration is the one that it keeps, or
-    else that of the nearest module around it. Tensors that a module keeps beside its buffers are
-    computed with them.
+    else that of the nearest module around it.
 
     Raises:
         RotationError: a module is made in another way, or with another configuration; the message
@@ -30,7 +33,8 @@ def make_buffers(model: nn.Module, device: torch.device) -> None:
     """
     constructed: dict[str, nn.Module | Exception] = {}
     for path, module in list(model.named_modules()):
-        names = [name for name, buffer in module._buffers.items() if _is_on_meta(buffer)]
+        kept = {**module._buffers, **vars(module)}
+        names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
         if names:
             name = f"{path}.{names[0]}".removeprefix(".")
             _take_tensors(module, _made_again(model, path, name, constructed), device)

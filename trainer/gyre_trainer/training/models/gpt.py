@@ -18,6 +18,7 @@ from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initial.sharded_init import Constant, Init, Normal
 from gyre_trainer.training.configuration.ranges import AtLeast1, NumLayers, RotaryBase
+from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
 
 _INIT_STD = 0.02
 # Far more than any model has; torch cannot count the bytes of much larger ones.
@@ -152,9 +153,7 @@ class GPT(nn.Module):
         x_BTD = self._features(tokens_BT)
         if weights_BT is None:
             return linear_cross_entropy(self.head, x_BTD, targets_BT)
-        losses_BT = linear_cross_entropy(self.head, x_BTD, targets_BT, reduction="none")
-        weights_BT = weights_BT.to(losses_BT.dtype)
-        return (losses_BT * weights_BT).sum() / weights_BT.sum()
+        return weighted_cross_entropy(self.head, x_BTD, targets_BT, weights_BT)
 
     def inits(self) -> Mapping[str, Init]:
         """GPT-2's: std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""

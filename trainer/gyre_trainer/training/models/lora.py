@@ -1,6 +1,7 @@
-"""Low-rank adapters (LoRA) in a causal language model, by peft; all else is frozen."""
+"""Low-rank adapters (LoRA) in a language model, by peft; all else is frozen."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +11,20 @@ from msgspec import Meta
 from torch import nn
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
+from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.configuration.ranges import AtLeast0
+from gyre_trainer.training.objectives.settings import Objective
 
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of names in the file
+# What peft calls the models of an objective. It has no word for masked models: of these, and of all
+# that have none, it notes the class, which `AutoPeftModel` then makes.
+_TASKS: Mapping[Objective, str | None] = {
+    "causal": "CAUSAL_LM",
+    "masked": None,
+    **dict.fromkeys(("denoising", "seq2seq"), "SEQ_2_SEQ_LM"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +76,16 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
             raise ConfigError(f"`model.lora`: {str(error).splitlines()[0]}") from error
 
 
-def save_adapters(model: nn.Module, lora: Lora, base: str, folder: Path) -> None:
+def save_adapters(
+    model: nn.Module, lora: Lora, objective: Objective, base: str, folder: Path
+) -> None:
     """Write the adapters as peft does; called by one rank.
 
     Args:
         model: with adapters.
         lora: what they are.
-        base: the folder of the model's own weights, which is noted.
+        objective: of the model, which says which of peft's classes loads them.
+        base: the folder of the model's own weights, which is noted; "" for none.
         folder: where `adapter_model.safetensors` and `adapter_config.json` go; it may exist.
 
     Raises:
@@ -83,7 +96,11 @@ def save_adapters(model: nn.Module, lora: Lora, base: str, folder: Path) -> None
 
     values = _peft().get_peft_model_state_dict(model, adapter_name=_ADAPTER)
     settings = _settings(lora)
-    settings.base_model_name_or_path, settings.inference_mode = base, True
+    settings.base_model_name_or_path, settings.inference_mode = base or None, True
+    settings.task_type, made = _TASKS[objective], own_class(model)
+    if settings.task_type is None:
+        mapping = {"base_model_class": made.__name__, "parent_library": made.__module__}
+        settings.auto_mapping = mapping
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # peft loads into a model of its own, which holds the model under this name
@@ -137,7 +154,6 @@ def _settings(lora: Lora) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or None,
-        task_type="CAUSAL_LM",
     )
 
 

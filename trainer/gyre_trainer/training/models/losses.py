@@ -19,6 +19,7 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.head.deferred_logits import asked_to_defer
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
 from gyre_trainer.training.models.gpt import GPT
 
 _log = logging.getLogger(__name__)
@@ -75,8 +76,7 @@ class LossHead(nn.Module):
         if self.weights_BT is None:
             self.loss = linear_cross_entropy(self.head, x_BTD, self.targets_BT)
         else:
-            losses_BT = linear_cross_entropy(self.head, x_BTD, self.targets_BT, reduction="none")
-            self.loss = _mean(losses_BT, self.weights_BT)
+            self.loss = weighted_cross_entropy(self.head, x_BTD, self.targets_BT, self.weights_BT)
         return self.loss
 
 

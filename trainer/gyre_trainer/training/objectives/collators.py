@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.collate import Collator, Examples, require_known_tokens, window
-from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config import DataConfig, TrainConfig
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.objectives.masking import masked
-from gyre_trainer.training.objectives.settings import Objective, Tokens
+from gyre_trainer.training.objectives.settings import Objective, ObjectiveConfig, Tokens
 from gyre_trainer.training.objectives.spans import Lengths, corrupted
 from gyre_trainer.training.objectives.special_tokens import tokens_of
 from gyre_trainer.training.objectives.token_rows import (
@@ -77,9 +77,10 @@ class HidingCollator:
 
     def __init__(self, config: TrainConfig, objective: Objective) -> None:
         assert isinstance(config.model, LibraryConfig)
-        self._data, self._settings, self._objective = config.data, config.objective, objective
+        self._data, self._objective = config.data, objective
         self._tokens = tokens_of(config.model, config.objective)
-        _require_possible(config, objective, self._tokens)
+        self._settings = self._tokens.settled(config.objective)
+        _require_possible(config.data, self._settings, objective, self._tokens)
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
         """The examples of a batch, on the CPU."""
@@ -180,7 +181,9 @@ class HidingCollator:
 
 
 def stand_in(config: TrainConfig, num_rows: int, seed: int | None = None) -> Examples:
-    """Examples with the shapes that those of a run have, all of whose targets count.
+    """Examples with the shapes that those of a run have.
+
+    All targets count; of `masked` as many first ones of each row as are chosen on average.
 
     Args:
         config: of the run.
@@ -190,7 +193,9 @@ def stand_in(config: TrainConfig, num_rows: int, seed: int | None = None) -> Exa
     objective, length = objective_of(config.model), config.data.sequence_length
     num_inputs, num_targets = length, length
     if objective == "denoising":
-        lengths = Lengths.of(length, config.objective)
+        assert isinstance(config.model, LibraryConfig)
+        tokens = tokens_of(config.model, config.objective)
+        lengths = Lengths.of(length, tokens.settled(config.objective))
         num_inputs, num_targets = lengths.inputs, lengths.targets
     if objective == "seq2seq":
         num_targets = config.objective.target_length or length
@@ -204,7 +209,9 @@ def stand_in(config: TrainConfig, num_rows: int, seed: int | None = None) -> Exa
     inputs, targets = row(num_inputs), row(num_targets)
     if objective == "causal":
         return Examples(inputs, inputs, None)
-    counts = torch.ones(num_rows, num_targets, dtype=torch.bool)
+    share = config.objective.rate if objective == "masked" else 1
+    counts = torch.arange(num_targets) < max(1, round(share * num_targets))
+    counts = counts.expand(num_rows, -1).contiguous()
     is_token = torch.ones(num_rows, num_inputs, dtype=torch.bool)
     return Examples(
         inputs, targets, counts, None, is_token, None if objective == "masked" else targets
@@ -218,13 +225,14 @@ def _seen(rows: TokenRows) -> Tensor:
     return torch.from_numpy(seen_RT)
 
 
-def _require_possible(config: TrainConfig, objective: Objective, tokens: Tokens) -> None:
+def _require_possible(
+    data: DataConfig, settings: ObjectiveConfig, objective: Objective, tokens: Tokens
+) -> None:
     """Ask for the tokens that the objective needs, before the first batch."""
-    settings = config.objective
     if objective == "masked" or (objective == "denoising" and settings.corruption == "mask"):
         tokens.the_mask()
     elif objective == "denoising":
-        tokens.sentinels(Lengths.of(config.data.sequence_length, settings).spans)
+        tokens.sentinels(Lengths.of(data.sequence_length, settings).spans)
     elif not settings.target_field:
         raise ConfigError(
             '`model.objective` is "seq2seq", but `objective.target_field`, the field of a '

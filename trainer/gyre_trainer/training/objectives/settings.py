@@ -1,6 +1,6 @@
 """The section `[objective]` of the configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -21,7 +21,8 @@ class ObjectiveConfig:
         mean_span: tokens of a span that is taken out, on average.
         corruption: what stands for a span: a `sentinel` of its own, and the targets are all
             sentinels with their spans (T5); or the `mask` token, and the targets are the whole row
-            (as BART's text infilling, without its spans of no tokens).
+            (as BART's text infilling, without its spans of no tokens). `auto` is `mask` where
+            there is a mask token and no sentinel, as `Tokens.settled` says.
         tokenizer: a `tokenizer.json` that says which ids are special; "" takes that of
             `model.pretrained`.
         mask_id: the mask token; None takes that of the tokenizer.
@@ -34,7 +35,7 @@ class ObjectiveConfig:
 
     rate: Annotated[float, Meta(gt=0, lt=1)] = 0.15
     mean_span: Annotated[float, Meta(ge=1, le=1e6)] = 3.0
-    corruption: Literal["sentinel", "mask"] = "sentinel"
+    corruption: Literal["auto", "sentinel", "mask"] = "auto"
     tokenizer: str = ""
     mask_id: TokenId | None = None
     sentinel_id: TokenId | None = None
@@ -65,6 +66,13 @@ class Tokens:
     sentinel: int | None
     special: frozenset[int]
 
+    def settled(self, objective: ObjectiveConfig) -> ObjectiveConfig:
+        """The same with a corruption: `auto` takes what there are tokens for, sentinels first."""
+        if objective.corruption != "auto":
+            return objective
+        infills = self.sentinel is None and self.mask is not None
+        return replace(objective, corruption="mask" if infills else "sentinel")
+
     def the_mask(self) -> int:
         """The mask token.
 
@@ -87,8 +95,8 @@ class Tokens:
         if self.sentinel is None:
             raise ConfigError(
                 "there are no sentinels: set `objective.sentinel_id`, or `objective.tokenizer`, "
-                "the path of a tokenizer.json with <extra_id_0>; or "
-                '`objective.corruption = "mask"`'
+                "the path of a tokenizer.json with <extra_id_0>; or, for a model such as BART "
+                "that fills in a mask token, `objective.mask_id`"
             )
         if num > self.sentinel + 1:
             raise ConfigError(

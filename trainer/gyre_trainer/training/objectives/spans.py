@@ -42,7 +42,7 @@ class Lengths:
             noise = 0
         spans = min(max(round(noise / objective.mean_span), 1), noise, num_tokens - noise)
         kept = num_tokens - noise + spans
-        targets = noise + spans if objective.corruption == "sentinel" else num_tokens
+        targets = num_tokens if objective.corruption == "mask" else noise + spans
         return cls(noise, spans, kept + 1, targets + 1)
 
 
@@ -64,7 +64,7 @@ def corrupted(
     bounds = np.cumsum(np.stack([kept_S, gone_S], axis=1).ravel())
     *pieces, rest = np.split(row_T, bounds)
     stays, spans = pieces[::2], pieces[1::2]
-    by_sentinel = objective.corruption == "sentinel"
+    by_sentinel = objective.corruption != "mask"
     marks = _marks(lengths.spans, tokens, by_sentinel=by_sentinel)
     end = np.array([] if tokens.end is None else [tokens.end], np.int64)
     inputs = [each for pair in zip(stays, marks, strict=True) for each in pair]

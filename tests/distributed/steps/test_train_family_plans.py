@@ -1,0 +1,90 @@
+"""Plans of the families that `benchmarks.rtp.models` measures, beside a step of two real ranks.
+
+Modules travel in bundles as they do by default, and FSDP2 wraps what the plan says it wraps.
+"""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.accounting.baselines import Strategy, distribute
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.step_cost import measure_step
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.training.build import add_adapters
+from gyre_trainer.training.config import TrainConfig, build
+from gyre_trainer.training.objectives.collators import collator_of
+
+from benchmarks.rtp.models import LORA, sizes_of
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import FAMILIES
+
+NUM_RANKS, NUM_ROWS, LENGTH = 2, 2, 64  # rows of each rank
+SHARDING = (Strategy.GYRE, Strategy.FSDP2_SUB_BLOCK, Strategy.FSDP2_LAYER)
+IN_EVERY_RUN = ("GPT2", "Bert", LORA)
+ROUTED = ("Mixtral", "Qwen3Moe", "GptOss")
+Figures = dict[Strategy, tuple[int, int]]
+
+
+def config(family: str) -> TrainConfig:
+    import transformers
+
+    name = "Llama" if family == LORA else family
+    kind = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config").model_type
+    keys = FAMILIES[name][1] | sizes_of(name) | {"model_type": kind}
+    lora = {"rank": 8, "targets": [f"{each}_proj" for each in "qkvo"]} if family == LORA else {}
+    hidden = FAMILIES[name][0] in ("ForMaskedLM", "ForConditionalGeneration")
+    sections = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {
+            "dataset": "none",
+            "batch_size": NUM_RANKS * NUM_ROWS,
+            "sequence_length": LENGTH,
+        },
+        "model": {"config": keys, "lora": lora},
+        "memory": {"bundle_numel": 294_912},  # the default, which ranks of tests do not have
+        "objective": {"mask_id": 4, "sentinel_id": 2047} if hidden else {},
+    }
+    return build(TrainConfig, sections)
+
+
+def measured(settings: TrainConfig) -> Figures:
+    """By strategy: live bytes of this rank at the peak of a step, and the bytes that it sends."""
+    found = {}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    length = LENGTH if settings.objective.mask_id else LENGTH + 1
+    batch = {
+        "tokens": torch.randint(5, 2000, (NUM_ROWS, length), generator=generator),
+        "sample_id": torch.arange(NUM_ROWS) + NUM_ROWS * dist.get_rank(),
+    }
+    for strategy in SHARDING:
+        gc.collect()  # models before, of other tests too, keep a ring that may have larger buffers
+        torch.manual_seed(0)
+        model = distribute(settings, strategy, make_mesh("cpu"), torch.device("cpu"))
+        if strategy is Strategy.GYRE:
+            materialize(model, seed=0)
+            add_adapters(model, settings)
+        cost = measure_step(model, settings, collator_of(settings).collate(batch, 0))
+        found[strategy] = cost.timeline.peak_bytes, cost.sent_bytes
+        del model, cost
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=[] if each in IN_EVERY_RUN else pytest.mark.models)
+        for each in (*FAMILIES, LORA)
+    ],
+)
+def test_a_plan_has_the_bytes_of_a_step(family: str, ranks: StartRanks) -> None:
+    settings = config(family)
+    real = ranks(NUM_RANKS).run(measured, settings)[0]
+    # what experts are chosen depends on values; elsewhere only the loader's rows are larger
+    apart = 0.05 if family in ROUTED else 1e-3
+    for strategy in SHARDING:
+        plan, (peak, sent) = dry_run(settings, strategy, NUM_RANKS), real[strategy]
+        assert plan.timeline.peak_bytes == pytest.approx(peak, rel=apart), strategy
+        assert plan.sent_bytes == sent, strategy

@@ -1,0 +1,173 @@
+"""Whole runs of each family: two steps on two ranks, an export, and what plain code has then."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.models.library import LibraryConfig, library_config, objective_of
+from gyre_trainer.training.objectives.collators import collator_of
+from gyre_trainer.training.records.history import Evaluation, committed, notes
+from gyre_trainer.training.schedule import learning_rate
+from gyre_trainer.training.step import build_optimizer
+from torch import Tensor
+
+from tests.preloaded.interpreter import Interpreter
+from tests.train_jobs import DEADLINE_S, IMPORTS, Jobs, tiny_run
+from tests.unit.trainer.test_trainer_found_table import FOUND, HEADS, NO_DROPOUT, OTHERS, SIZES
+
+NUM_ROWS, LENGTH = 12, 12
+# What the table of blocks lacks.
+MORE: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 4},
+    "Roberta": {"max_position_embeddings": 32},
+    "DistilBert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "ModernBert": {"mlp_dropout": 0.0, "embedding_dropout": 0.0},
+    "Bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "activation_dropout": 0.0}
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "T5": {"sentinel_id": 31},
+    **{name: {"mask_id": 4} for name in ("Bart", "Bert", "Roberta", "DistilBert", "ModernBert")},
+}
+AUTO = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "denoising": "AutoModelForSeq2SeqLM",
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Starts jobs from one interpreter."""
+    interpreter = Interpreter([*IMPORTS, "gyre_trainer.training.export", "transformers"])
+    jobs = Jobs(interpreter, tmp_path_factory.mktemp("jobs"))
+    yield jobs
+    jobs.end(DEADLINE_S)
+    interpreter.close()
+
+
+def keys(family: str) -> dict[str, Any]:
+    """The keys of the configuration of a tiny model."""
+    import transformers
+
+    config = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+    own = OTHERS.get(family, {}) | MORE.get(family, {})
+    special: dict[str, Any] = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 0,
+    }
+    special |= {"model_type": config.model_type, "num_experts_per_tok": 2}
+    given = SIZES | HEADS | NO_DROPOUT | own | special
+    known = config(**given).to_dict().keys() | config.attribute_map.keys()
+    return {name: each for name, each in given.items() if name in known}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model in one process without Gyre, and the whole batch of each of its steps."""
+
+    model: Any
+    config: TrainConfig
+    rows: Tensor
+
+    def loss(self, step: int) -> Tensor:
+        """The mean loss of all targets."""
+        batch = {"tokens": self.rows, "sample_id": torch.arange(NUM_ROWS)}
+        examples = collator_of(self.config).collate(batch, step)
+        targets = examples.targets
+        if examples.counts is not None:
+            targets = targets.masked_fill(~examples.counts, -100)
+        logits = self.model(**inputs(examples)).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def train(self) -> list[float]:
+        """Take the run's steps, and return the loss of each."""
+        losses, settings = [], self.config.optimizer
+        optimizer = build_optimizer(self.model, self.config)
+        for step in range(self.config.run.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self.config.run.steps, settings)
+            loss = self.loss(step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def inputs(examples: Examples) -> Mapping[str, Tensor]:
+    """What a model of the library is called with."""
+    given = {"input_ids": examples.inputs}
+    if examples.is_token is not None:
+        given["attention_mask"] = examples.is_token.long()
+    if examples.decoder_inputs is not None:
+        given["decoder_input_ids"] = examples.decoder_inputs
+    return given
+
+
+# The library's ModernBERT compiles a method when it is imported, and the inductor's imports warn.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.models
+@pytest.mark.parametrize("family", [*FOUND, *MORE])
+def test_a_family_is_trained_and_exported(family: str, tmp_path: Path, jobs: Jobs) -> None:
+    import transformers
+
+    rng = np.random.default_rng(1)
+    objective = OBJECTIVES.get(family, {})
+    width = LENGTH if objective else LENGTH + 1
+    tokens = rng.integers(5, 28, (NUM_ROWS, width)).astype(np.uint16)
+    tokens.tofile(tmp_path / "tokens.bin")
+    path, base, out = (tmp_path / name for name in ("train.toml", "base", "exported"))
+    path.write_text(
+        tiny_run(
+            tmp_path,
+            run={"log_every": 1},
+            data={
+                "options": {"dtype": "uint16", "sequence_length": width},
+                "sequence_length": LENGTH,
+                "batch_size": NUM_ROWS,
+            },
+            model={"config": keys(family)},
+            objective=objective,
+            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 2, "batches": 1},
+        )
+    )
+    config = load(path)
+    auto = getattr(transformers, AUTO[objective_of(config.model)])
+    torch.manual_seed(0)
+    alone = Plain(
+        auto.from_config(auto_config(config)), config, torch.from_numpy(tokens.astype(np.int64))
+    )
+    alone.model.save_pretrained(base)
+
+    status, errors = jobs.ran("run", str(path), "--nproc=2", "--init-from", str(base))
+    assert status == 0, errors
+    status, errors = jobs.ran("export", str(tmp_path / "run"), str(out), "--nproc=2")
+    assert status == 0, errors
+    losses = [each.loss for each in committed(tmp_path / "run/history.jsonl")]
+    assert losses == pytest.approx(alone.train(), rel=1e-4)
+    (evaluated,) = notes(tmp_path / "run/history.jsonl", Evaluation)
+    exported, told = auto.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        after = float(Plain(exported, config, alone.rows).loss(0))
+        assert after == pytest.approx(evaluated.eval_loss, rel=1e-5)
+        assert after == pytest.approx(float(alone.loss(0)), rel=1e-4)
+    assert after < losses[0]
+
+
+def auto_config(config: TrainConfig) -> Any:
+    """The library's configuration of the configured model."""
+    assert isinstance(config.model, LibraryConfig)
+    return library_config(config.model)

@@ -1,0 +1,69 @@
+"""A head that computes for the targets that count alone has the same loss and gradients."""
+
+import pytest
+import torch
+from gyre_trainer.accounting.operations import Operations
+from gyre_trainer.training.build import plain
+from gyre_trainer.training.models.counted_targets import places_of_counted, weighted_cross_entropy
+from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.losses import loss_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NUM_ROWS, LENGTH, WIDTH, NUM_CLASSES = 3, 11, 5, 7
+
+
+def outcome(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize("num_counted", [1, 2, 5, 30, 33])
+def test_targets_without_a_weight_are_left_out(num_counted: int) -> None:
+    torch.manual_seed(num_counted)
+    head = nn.Linear(WIDTH, NUM_CLASSES).double()
+    x = torch.randn(NUM_ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(NUM_CLASSES, (NUM_ROWS, LENGTH))
+    weights = torch.zeros(NUM_ROWS * LENGTH, dtype=torch.float64)
+    weights[torch.randperm(len(weights))[:num_counted]] = 0.5 + torch.rand(num_counted).double()
+    weights = weights.view(NUM_ROWS, LENGTH)
+    losses = F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum() / weights.sum()
+    expected = outcome(loss, x, head.weight, head.bias)
+    found = outcome(weighted_cross_entropy(head, x, targets, weights), x, head.weight, head.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+    places = places_of_counted(weights.flatten())
+    assert len(places) == min(33, -(-num_counted // 3) * 3), "sixteenths of 33 have 3 targets"
+    assert len(set(places.tolist())) == len(places)
+    assert weights.flatten()[places].count_nonzero() == num_counted
+
+
+MODELS: dict[str, GPTConfig | LibraryConfig] = {
+    "gpt": GPTConfig(
+        vocab_size=50,
+        num_layers=1,
+        dim=8,
+        num_heads=1,
+        num_kv_heads=1,
+        hidden_dim=8,
+        max_seq_len=16,
+    ),
+    "bert": LibraryConfig(
+        config={"model_type": "bert", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8}
+        | {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_head_computes_for_the_targets_that_count(name: str) -> None:
+    loss = loss_of(plain(MODELS[name]))
+    tokens = torch.randint(50, (2, 16))
+    counts = torch.zeros(2, 16, dtype=torch.bool)
+    counts[1, 3:6] = True
+    with Operations() as of_few:
+        loss(tokens, tokens, counts)
+    with Operations() as of_all:
+        loss(tokens, tokens, torch.ones_like(counts))
+    assert of_all.total - of_few.total == 2 * 8 * 50 * (32 - 4), "three, and one to make it even"
