@@ -1,23 +1,25 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
-        [--bundle-numel 0] [--recompute] [--device cuda]
+        [--bundle-numel 0] [--recompute [blocks | layers]] [--device cuda] [--widths real]
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
-wraps each attention, MLP or other part of a layer that has matrices, and embedding and head where
-they are not tied. Rotation finds blocks. The last row is Llama with LoRA on all linear layers. With
-`--bundle-numel`, modules of up to so many parameters travel in bundles, 0 for none. With
-`--recompute` rotation recomputes, and torch's checkpoint is around what FSDP2 wraps, and around the
-same parts of DDP. With `--device cuda` each rank has a GPU of its own, with NCCL: a step ends when
-its kernels have, and the peak is that of CUDA's allocator.
+wraps each layer, or each attention, MLP or other part of a layer that has matrices, whichever has
+the smaller peak, and embedding and head where they are not tied. Rotation finds blocks. The last
+row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
+parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
+layers, and torch's checkpoint is around what FSDP2 wraps, and around the parts of DDP. With
+`--device cuda` each rank has a GPU of its own, with NCCL: a step ends when its kernels have, and
+the peak is that of CUDA's allocator. `--rounds 0` counts bytes alone. For `--widths real`, see
+`benchmarks.rtp.real_widths`.
 """
 
 import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rtp.ranks import run_on_ranks
+from benchmarks.rtp.real_widths import MODELS, print_table
 from tests.distributed.models.families import FAMILIES, made
 
 LORA = "Llama, LoRA"
@@ -56,6 +59,7 @@ _SIZES: dict[str, dict[str, int]] = {
     | {"vocab_size": _VOCABULARY},
 }
 _NUM_WARM_UP_STEPS = 2
+_PER_LAYER = "FSDP2, per layer"
 Build = Callable[[str], Any]
 # CPU and passed seconds of each round, peak bytes, bytes sent
 Figures = tuple[list[tuple[float, float]], int, int]
@@ -71,22 +75,22 @@ def _built(family: str, device: str = "cpu") -> Any:
     return model.to(device)
 
 
-def _rotated(
-    family: str, bundle_numel: int | None, *, recomputes: bool = False, device: str = "cpu"
-) -> Any:
+def _rotated(family: str, policy: RotationPolicy, *, device: str = "cpu") -> Any:
     model = _built(family, device)
-    policy = RotationPolicy(bundle_numel=bundle_numel, recompute=recomputes)
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(model, mesh=make_mesh(device), policy=policy, find_blocks=family != LORA)
     return model
 
 
-def _fully_sharded(family: str, *, recomputes: bool = False, device: str = "cpu") -> Any:
+def _fully_sharded(
+    family: str, *, per_layer: bool, recomputes: bool = False, device: str = "cpu"
+) -> Any:
     model = _built(family, device)
     _call_every_expert(model)
+    wrapped = list(_layers(model)) if per_layer else _parts_with_matrices(model)
     if recomputes:
-        _recompute_parts(model)
-    for part in _parts_with_matrices(model):
+        _recompute(wrapped)
+    for part in wrapped:
         fully_shard(part)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[0].weight is not ends[1].weight:
@@ -115,8 +119,8 @@ def _with_every_expert(module: Any, args: Any, output: Any) -> Any:
     return hidden + nothing, *rest
 
 
-def _recompute_parts(model: nn.Module) -> None:
-    for part in _parts_with_matrices(model):
+def _recompute(parts: Iterable[nn.Module]) -> None:
+    for part in parts:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
@@ -142,7 +146,7 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
 def _with_ddp(family: str, *, recomputes: bool, device: str) -> Any:
     model = _built(family, device)
     if recomputes:
-        _recompute_parts(model)
+        _recompute(_parts_with_matrices(model))
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
@@ -151,7 +155,7 @@ def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
     model = _built(family, device)
     _call_every_expert(model)
     if recomputes:
-        _recompute_parts(model)
+        _recompute(_parts_with_matrices(model))
     data_parallel(
         nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh(device)
     )
@@ -161,8 +165,9 @@ def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
 def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) -> dict[str, Build]:
     alike: dict[str, Any] = {"recomputes": policy.recompute, "device": device}
     return {
-        "rotation": partial(_rotated, bundle_numel=policy.bundle_numel, **alike),
-        "FSDP2": partial(_fully_sharded, **alike),
+        "rotation": partial(_rotated, policy=policy, device=device),
+        "FSDP2": partial(_fully_sharded, per_layer=False, **alike),
+        _PER_LAYER: partial(_fully_sharded, per_layer=True, **alike),
         "DDP": partial(ddp, **alike),
     }
 
@@ -207,16 +212,24 @@ def _measured(
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
     rows = rows.to(device)
-    contenders = _contenders(policy, _with_ddp, device)
-    trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
-    seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
-    for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
-        for label, training in trainings.items():
-            seconds[label].append(training.step())
-    del trainings
     counted = _contenders(policy, _with_counted_ddp, device)
     costs = {label: _counted(build, family, rows) for label, build in counted.items()}
+    contenders = _contenders(policy, _with_ddp, device)
+    for weaker in _weaker_wrap(costs):
+        del contenders[weaker], costs[weaker]
+    trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
+    seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
+    for _ in range(_NUM_WARM_UP_STEPS + num_rounds if num_rounds else 0):
+        for label, training in trainings.items():
+            seconds[label].append(training.step())
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
+
+
+def _weaker_wrap(costs: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The wrap of FSDP2 with the larger peak on rank 0, on every rank alike."""
+    peaks: list[Any] = [{label: costs[label][0] for label in ("FSDP2", _PER_LAYER)}]
+    dist.broadcast_object_list(peaks)
+    return [max(peaks[0], key=peaks[0].__getitem__)]
 
 
 def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
@@ -262,6 +275,8 @@ def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
 def _to_others(seconds: list[list[float]]) -> list[str]:
     """The median of the first one's rounds in ms, and its ratios to those of the others."""
     own, *others = seconds
+    if not own:
+        return ["-"] * len(seconds)
     ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
     return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
@@ -274,15 +289,25 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bundle-numel", type=int)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", nargs="?", const="blocks", choices=("blocks", "layers"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
+    parser.add_argument("--widths", choices=("toy", "real"), default="toy")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     options = parser.parse_args()
+    if options.widths == "real":
+        print_table(options.models, options.tokens, options.ranks)
+        return
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
     times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
     print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---" + "|---:" * 10 + "|", flush=True)
-    policy = RotationPolicy(bundle_numel=options.bundle_numel, recompute=options.recompute)
+    policy = RotationPolicy(
+        bundle_numel=options.bundle_numel,
+        recompute=options.recompute is not None,
+        recompute_layers=options.recompute == "layers",
+    )
     arguments = options.families, options.rounds, policy, options.device
     run_on_ranks(options.ranks, print_rows, *arguments, device=options.device)
 

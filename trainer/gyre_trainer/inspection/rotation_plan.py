@@ -51,7 +51,7 @@ class RotationPlan:
 
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
-        recomputed: path and class of each module that backward computes again between its layers.
+        recomputed: path and class of each module that backward computes again around what rotates.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -79,7 +79,7 @@ class RotationPlan:
             paths.setdefault(module_class, []).append(path)
         for module_class, (first, *others) in paths.items():
             more = f" and {len(others)} more" if others else ""
-            yield f"{module_class}: computed again in backward between its layers: {first}{more}"
+            yield f"{module_class}: computed again in backward around what rotates: {first}{more}"
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
@@ -100,7 +100,7 @@ def plan_of(model: nn.Module) -> RotationPlan:
         tuple(
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
-            if RecomputedPart in behaviours_of(module)
+            if any(issubclass(each, RecomputedPart) for each in behaviours_of(module))
         ),
     )
 
