@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,15 +76,22 @@ def _built(family: str, device: str = "cpu") -> Any:
     return model.to(device)
 
 
-def _rotated(family: str, policy: RotationPolicy, *, device: str = "cpu") -> Any:
+def _rotated(
+    family: str, bundle_numel: int | None, *, recomputes: str | None = None, device: str = "cpu"
+) -> Any:
     model = _built(family, device)
+    policy = RotationPolicy(
+        bundle_numel=bundle_numel,
+        recompute=recomputes is not None,
+        recompute_layers=recomputes == "layers",
+    )
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(model, mesh=make_mesh(device), policy=policy, find_blocks=family != LORA)
     return model
 
 
 def _fully_sharded(
-    family: str, *, per_layer: bool, recomputes: bool = False, device: str = "cpu"
+    family: str, *, per_layer: bool = False, recomputes: str | None = None, device: str = "cpu"
 ) -> Any:
     model = _built(family, device)
     _call_every_expert(model)
@@ -143,14 +151,14 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else [child]
 
 
-def _with_ddp(family: str, *, recomputes: bool, device: str) -> Any:
+def _with_ddp(family: str, *, recomputes: str | None, device: str) -> Any:
     model = _built(family, device)
     if recomputes:
         _recompute(_parts_with_matrices(model))
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
-def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
+def _with_counted_ddp(family: str, *, recomputes: str | None, device: str) -> Any:
     """DDP whose buckets are seen: those of torch's C++ are not."""
     model = _built(family, device)
     _call_every_expert(model)
@@ -162,10 +170,19 @@ def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
     return model
 
 
-def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) -> dict[str, Build]:
-    alike: dict[str, Any] = {"recomputes": policy.recompute, "device": device}
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What all contenders of a run have in common; as the options say."""
+
+    bundle_numel: int | None
+    recomputes: str | None
+    device: str
+
+
+def _contenders(way: _Way, ddp: Callable[..., Any]) -> dict[str, Build]:
+    alike: dict[str, Any] = {"recomputes": way.recomputes, "device": way.device}
     return {
-        "rotation": partial(_rotated, policy=policy, device=device),
+        "rotation": partial(_rotated, bundle_numel=way.bundle_numel, **alike),
         "FSDP2": partial(_fully_sharded, per_layer=False, **alike),
         _PER_LAYER: partial(_fully_sharded, per_layer=True, **alike),
         "DDP": partial(ddp, **alike),
@@ -196,25 +213,23 @@ class _Training:
             torch.cuda.synchronize()
 
 
-def print_rows(families: list[str], num_rounds: int, policy: RotationPolicy, device: str) -> None:
+def print_rows(families: list[str], num_rounds: int, way: _Way) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
     # The ring's buffers stay as large as the largest family's, which comes last.
     for family in sorted(families, key="GptOss".__eq__):
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _measured(family, num_rounds, policy, device))
+        dist.all_gather_object(found, _measured(family, num_rounds, way))
         if dist.get_rank() == 0:
             print(_row(family, found), flush=True)
 
 
-def _measured(
-    family: str, num_rounds: int, policy: RotationPolicy, device: str
-) -> dict[str, Figures]:
+def _measured(family: str, num_rounds: int, way: _Way) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
-    rows = rows.to(device)
-    counted = _contenders(policy, _with_counted_ddp, device)
+    rows = rows.to(way.device)
+    counted = _contenders(way, _with_counted_ddp)
     costs = {label: _counted(build, family, rows) for label, build in counted.items()}
-    contenders = _contenders(policy, _with_ddp, device)
+    contenders = _contenders(way, _with_ddp)
     for weaker in _weaker_wrap(costs):
         del contenders[weaker], costs[weaker]
     trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
@@ -303,13 +318,10 @@ def main() -> None:
     times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
     print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---" + "|---:" * 10 + "|", flush=True)
-    policy = RotationPolicy(
-        bundle_numel=options.bundle_numel,
-        recompute=options.recompute is not None,
-        recompute_layers=options.recompute == "layers",
+    way = _Way(options.bundle_numel, options.recompute, options.device)
+    run_on_ranks(
+        options.ranks, print_rows, options.families, options.rounds, way, device=options.device
     )
-    arguments = options.families, options.rounds, policy, options.device
-    run_on_ranks(options.ranks, print_rows, *arguments, device=options.device)
 
 
 if __name__ == "__main__":

@@ -317,7 +317,8 @@ class _Statistics(torch.autograd.Function):
         )
         chain, ahead = asked.chain, asked.ahead
         for chunk in _chunks(len(x_TD), len(weight_VD) * (1 + bool(ahead) * chain.num_outputs)):
-            logits_TV, outputs = _logits(x_TD[chunk], weight_VD, bias_V), []
+            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
+            outputs: list[Tensor | None] = []
             if ahead:
                 logits_TV, outputs = chain.record_(logits_TV)
             else:
