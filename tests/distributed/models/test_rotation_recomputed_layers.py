@@ -103,6 +103,15 @@ def test_a_layer_keeps_its_input_alone(ranks: StartRanks) -> None:
         assert num_bytes <= more < 1.2 * num_bytes  # tables of rows and the like come on top
 
 
+def recomputed(family: str) -> int:
+    return len(plan_of(rotated(family, LAYERS)).recomputed)
+
+
+def test_layers_with_lists_of_experts_are_left_as_they_are(ranks: StartRanks) -> None:
+    assert ranks(2).run(recomputed, "Mixtral") == [0, 0]
+    assert ranks(2).run(recomputed, "GptOss") == [NUM_LAYERS, NUM_LAYERS]
+
+
 def test_layers_alone_are_refused() -> None:
     with pytest.raises(RotationError, match="needs recompute=True"):
         RotationPolicy(recompute_layers=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from gyre_trainer.layers.experts.lists import CallsEveryExpert
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 
@@ -34,7 +35,11 @@ def recompute_layers(model: nn.Module) -> None:
 
 
 def layers_of(modules: dict[str, nn.Module]) -> list[str]:
-    """The paths of the layers among all modules of a model: the items of its outermost lists."""
+    """The paths of the layers among all modules of a model: the items of its outermost lists.
+
+    Layers with a list of experts are none. Ranks whose tokens miss an expert keep fewer tensors, so
+    torch's checkpoint would stop after another expert there than on other ranks.
+    """
     rotating = {
         outer
         for path, module in modules.items()
@@ -46,7 +51,8 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         owner = modules[path.rpartition(".")[0]]
         is_item = bool(path) and isinstance(owner, _LISTS) and not isinstance(module, _LISTS)
         is_inside = any(outer in found for outer in _around(path))
-        if is_item and not is_inside and path in rotating and _repeats(path, modules):
+        is_alike = not any(isinstance(each, CallsEveryExpert) for each in module.modules())
+        if is_item and not is_inside and path in rotating and is_alike and _repeats(path, modules):
             found.add(path)
     return [path for path in modules if path in found]
 
