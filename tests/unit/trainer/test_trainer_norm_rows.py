@@ -59,7 +59,7 @@ def outcome(norm: nn.Module) -> tuple[list[Tensor], int]:
         loss = (norm(x) * torch.arange(x.numel()).view(x.shape)).sum()
         live.mark("backward")
         before = live.total
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         peak = live.timeline().since("backward").peak_bytes
     grads = [x.grad, *(parameter.grad for parameter in norm.parameters())]
     return [grad for grad in grads if grad is not None], peak - before
