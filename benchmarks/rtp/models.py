@@ -1,23 +1,26 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
-        [--bundle-numel 0] [--recompute] [--device cuda]
+        [--bundle-numel 0] [--recompute [blocks | layers]] [--device cuda] [--widths real]
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
-wraps each attention, MLP or other part of a layer that has matrices, and embedding and head where
-they are not tied. Rotation finds blocks. The last row is Llama with LoRA on all linear layers. With
-`--bundle-numel`, modules of up to so many parameters travel in bundles, 0 for none. With
-`--recompute` rotation recomputes, and torch's checkpoint is around what FSDP2 wraps, and around the
-same parts of DDP. With `--device cuda` each rank has a GPU of its own, with NCCL: a step ends when
-its kernels have, and the peak is that of CUDA's allocator.
+wraps each layer, or each attention, MLP or other part of a layer that has matrices, whichever has
+the smaller peak, and embedding and head where they are not tied. Rotation finds blocks. The last
+row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
+parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
+layers, and torch's checkpoint is around what FSDP2 wraps, and around the parts of DDP. With
+`--device cuda` each rank has a GPU of its own, with NCCL: a step ends when its kernels have, and
+the peak is that of CUDA's allocator. `--rounds 0` counts bytes alone. For `--widths real`, see
+`benchmarks.rtp.real_widths`.
 """
 
 import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rtp.ranks import run_on_ranks
+from benchmarks.rtp.real_widths import MODELS, print_table
 from tests.distributed.models.families import FAMILIES, made
 
 LORA = "Llama, LoRA"
@@ -56,6 +60,7 @@ _SIZES: dict[str, dict[str, int]] = {
     | {"vocab_size": _VOCABULARY},
 }
 _NUM_WARM_UP_STEPS = 2
+_PER_LAYER = "FSDP2, per layer"
 Build = Callable[[str], Any]
 # CPU and passed seconds of each round, peak bytes, bytes sent
 Figures = tuple[list[tuple[float, float]], int, int]
@@ -77,21 +82,28 @@ def _built(family: str, device: str = "cpu") -> Any:
 
 
 def _rotated(
-    family: str, bundle_numel: int | None, *, recomputes: bool = False, device: str = "cpu"
+    family: str, bundle_numel: int | None, *, recomputes: str | None = None, device: str = "cpu"
 ) -> Any:
     model = _built(family, device)
-    policy = RotationPolicy(bundle_numel=bundle_numel, recompute=recomputes)
+    policy = RotationPolicy(
+        bundle_numel=bundle_numel,
+        recompute=recomputes is not None,
+        recompute_layers=recomputes == "layers",
+    )
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(model, mesh=make_mesh(device), policy=policy, find_blocks=family != LORA)
     return model
 
 
-def _fully_sharded(family: str, *, recomputes: bool = False, device: str = "cpu") -> Any:
+def _fully_sharded(
+    family: str, *, per_layer: bool = False, recomputes: str | None = None, device: str = "cpu"
+) -> Any:
     model = _built(family, device)
     _call_every_expert(model)
+    wrapped = list(_layers(model)) if per_layer else _parts_with_matrices(model)
     if recomputes:
-        _recompute_parts(model)
-    for part in _parts_with_matrices(model):
+        _recompute(wrapped)
+    for part in wrapped:
         fully_shard(part)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[0].weight is not ends[1].weight:
@@ -120,8 +132,8 @@ def _with_every_expert(module: Any, args: Any, output: Any) -> Any:
     return hidden + nothing, *rest
 
 
-def _recompute_parts(model: nn.Module) -> None:
-    for part in _parts_with_matrices(model):
+def _recompute(parts: Iterable[nn.Module]) -> None:
+    for part in parts:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
@@ -144,30 +156,40 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else [child]
 
 
-def _with_ddp(family: str, *, recomputes: bool, device: str) -> Any:
+def _with_ddp(family: str, *, recomputes: str | None, device: str) -> Any:
     model = _built(family, device)
     if recomputes:
-        _recompute_parts(model)
+        _recompute(_parts_with_matrices(model))
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
-def _with_counted_ddp(family: str, *, recomputes: bool, device: str) -> Any:
+def _with_counted_ddp(family: str, *, recomputes: str | None, device: str) -> Any:
     """DDP whose buckets are seen: those of torch's C++ are not."""
     model = _built(family, device)
     _call_every_expert(model)
     if recomputes:
-        _recompute_parts(model)
+        _recompute(_parts_with_matrices(model))
     data_parallel(
         nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh(device)
     )
     return model
 
 
-def _contenders(policy: RotationPolicy, ddp: Callable[..., Any], device: str) -> dict[str, Build]:
-    alike: dict[str, Any] = {"recomputes": policy.recompute, "device": device}
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What all contenders of a run have in common; as the options say."""
+
+    bundle_numel: int | None
+    recomputes: str | None
+    device: str
+
+
+def _contenders(way: _Way, ddp: Callable[..., Any]) -> dict[str, Build]:
+    alike: dict[str, Any] = {"recomputes": way.recomputes, "device": way.device}
     return {
-        "rotation": partial(_rotated, bundle_numel=policy.bundle_numel, **alike),
-        "FSDP2": partial(_fully_sharded, **alike),
+        "rotation": partial(_rotated, bundle_numel=way.bundle_numel, **alike),
+        "FSDP2": partial(_fully_sharded, per_layer=False, **alike),
+        _PER_LAYER: partial(_fully_sharded, per_layer=True, **alike),
         "DDP": partial(ddp, **alike),
     }
 
@@ -196,42 +218,48 @@ class _Training:
             torch.cuda.synchronize()
 
 
-def print_rows(families: list[str], num_rounds: int, policy: RotationPolicy, device: str) -> None:
+def print_rows(families: list[str], num_rounds: int, way: _Way) -> None:
     """Measure on this rank; the first one prints each family's row as soon as it is known."""
     # The ring's buffers stay as large as the largest family's, which comes last.
     for family in sorted(families, key="GptOss".__eq__):
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _measured(family, num_rounds, policy, device))
+        dist.all_gather_object(found, _measured(family, num_rounds, way))
         if dist.get_rank() == 0:
             print(_row(family, found), flush=True)
 
 
-def _measured(
-    family: str, num_rounds: int, policy: RotationPolicy, device: str
-) -> dict[str, Figures]:
+def _measured(family: str, num_rounds: int, way: _Way) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
-    rows = rows.to(device)
-    contenders = _contenders(policy, _with_ddp, device)
+    rows = rows.to(way.device)
+    counted = _contenders(way, _with_counted_ddp)
+    costs = {label: _counted(build, family, rows) for label, build in counted.items()}
+    contenders = _contenders(way, _with_ddp)
+    for weaker in _weaker_wrap(costs):
+        del contenders[weaker], costs[weaker]
     trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
     seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
-    for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
+    for _ in range(_NUM_WARM_UP_STEPS + num_rounds if num_rounds else 0):
         for label, training in trainings.items():
             seconds[label].append(training.step())
-    del trainings
-    visible = _contenders(policy, _with_counted_ddp, device)
-    costs = {label: _counted(partial(build, family), rows) for label, build in visible.items()}
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
 
 
-def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
+def _weaker_wrap(costs: Mapping[str, tuple[int, int]]) -> list[str]:
+    """The wrap of FSDP2 with the larger peak on rank 0, on every rank alike."""
+    peaks: list[Any] = [{label: costs[label][0] for label in ("FSDP2", _PER_LAYER)}]
+    dist.broadcast_object_list(peaks)
+    return [max(peaks[0], key=peaks[0].__getitem__)]
+
+
+def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
     """Bytes alive at the peak of a second step, and bytes sent in it.
 
     On CUDA they are those that the allocator has given out, the ring's buffers included.
     """
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
-        training = _Training(build(), rows)
+        training = _Training(build(family), rows)
         training.step()
         live.mark("step")
         before = sent.total
@@ -267,6 +295,8 @@ def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
 def _to_others(seconds: list[list[float]]) -> list[str]:
     """The median of the first one's rounds in ms, and its ratios to those of the others."""
     own, *others = seconds
+    if not own:
+        return ["-"] * len(seconds)
     ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
     return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
@@ -279,17 +309,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bundle-numel", type=int)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", nargs="?", const="blocks", choices=("blocks", "layers"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
+    parser.add_argument("--widths", choices=("toy", "real"), default="toy")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     options = parser.parse_args(arguments)
+    if options.widths == "real":
+        print_table(options.models, options.tokens, options.ranks)
+        return
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
     times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
     print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
     print("|---" + "|---:" * 10 + "|", flush=True)
-    policy = RotationPolicy(bundle_numel=options.bundle_numel, recompute=options.recompute)
-    what = options.families, options.rounds, policy, options.device
-    run_on_ranks(options.ranks, print_rows, *what, device=options.device)
+    way = _Way(options.bundle_numel, options.recompute, options.device)
+    run_on_ranks(
+        options.ranks, print_rows, options.families, options.rounds, way, device=options.device
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
-from gyre_trainer.layers.found.parts import recompute_parts
+from gyre_trainer.layers.found.parts import recompute_layers, recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
@@ -363,6 +363,8 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     fix_vocabulary(module)
     if target.policy.recompute:
         recompute_norms(module)
+        if target.policy.recompute_layers:
+            recompute_layers(module)
         if target.policy.recompute_parts:
             recompute_parts(module)
     if target.policy.dropout == "equal":

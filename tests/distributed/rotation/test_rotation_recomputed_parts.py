@@ -250,7 +250,7 @@ def test_the_plan_says_what_is_computed_again(ranks: StartRanks) -> None:
     for plan, normalised in ranks(2).run(plans):
         assert plan.recomputed == (("parts.0", "Part"), ("parts.1", "Part"))
         assert str(plan).endswith(
-            "Part: computed again in backward between its layers: parts.0 and 1 more"
+            "Part: computed again in backward around what rotates: parts.0 and 1 more"
         )
         assert normalised.recomputed == ()
 

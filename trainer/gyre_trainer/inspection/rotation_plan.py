@@ -51,7 +51,7 @@ class RotationPlan:
 
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.
-        recomputed: path and class of each module that backward computes again between its layers.
+        recomputed: path and class of each module that backward computes again around what rotates.
         unverified: path and class of each module with a rule that was given or found, and that is
             too large to be verified by default.
     """
@@ -74,7 +74,7 @@ class RotationPlan:
             sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
             rule = each.rule or _WITHOUT_RULE[each.how]
             rows.append((each.path or "(model)", each.module_class, rule, *sizes))
-        again = "computed again in backward between its layers"
+        again = "computed again in backward around what rotates"
         large = "too large to be verified at its first calls, which verify=True does"
         return "\n".join(
             [
@@ -113,7 +113,7 @@ def plan_of(model: nn.Module) -> RotationPlan:
         tuple(
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
-            if RecomputedPart in behaviours_of(module)
+            if any(issubclass(each, RecomputedPart) for each in behaviours_of(module))
         ),
         tuple(
             (path, own_class(module).__name__)

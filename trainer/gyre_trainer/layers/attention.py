@@ -30,7 +30,12 @@ from gyre_trainer.layers.projections import (
     require_counts,
 )
 from gyre_trainer.layers.shared_heads import SharedHeads
-from gyre_trainer.rotation.output_reduction import EqualParts, OutputReduction, SumOfOutputs
+from gyre_trainer.rotation.output_reduction import (
+    ConcatenatedOutputs,
+    EqualParts,
+    OutputReduction,
+    SumOfOutputs,
+)
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
@@ -148,11 +153,11 @@ class AttentionRule(Rule):
     """For a module that projects to queries, keys and values, attends, and projects back.
 
     A slice holds some key/value heads, and the query heads that they serve, of all four layers.
-    Where the ranks cannot share the key/value heads evenly, but can share the query heads, a slice
-    holds some of these, and the key/value heads that serve them, which other slices hold, too. The
-    forward must read the numbers of heads from the weights (`view(..., -1, head_dim)`), or from
-    ``counts``, ``kv_counts`` and ``groups``, and be linear in the last layer's weights. A second
-    output has the query heads in dim 1, as attention weights do.
+    Where the ranks cannot share the key/value heads evenly, a slice holds some query heads, and the
+    key/value heads that serve them, which other slices may hold, too; the first slices may hold a
+    query head more than the others. The forward must read the numbers of heads from the weights
+    (`view(..., -1, head_dim)`), or from ``counts``, ``kv_counts`` and ``groups``, and be linear in
+    the last layer's weights. A second output has the query heads in dim 1, as attention weights do.
 
     Numbers that the forward reads are named as attributes of the module, such as "num_heads", or of
     its config, such as "config.num_attention_heads".
@@ -163,7 +168,7 @@ class AttentionRule(Rule):
             keys and values, if the rows of each key/value head are together, or if it is packed.
         output: name of the linear layer from the heads to the output.
         packed: whether one layer makes all queries, then all keys, then all values.
-        counts: numbers that the forward reads and of which a slice has 1/N, such as query heads.
+        counts: numbers that the forward reads and of which a slice has as much as of query heads.
         kv_counts: numbers that it reads and of which a slice has as much as of key/value heads.
         groups: numbers that it reads and that say how many query heads a key/value head serves.
     """
@@ -194,15 +199,15 @@ class AttentionRule(Rule):
             require_counts(module, (*self.counts, *self.kv_counts), num_slices)
             return cuts
         heads = self.shared_heads(cuts, num_slices)
-        if heads is None or heads.num_heads % num_slices:
+        if heads is None or not heads.is_cut:
             queries = "" if heads is None else f" and {heads.num_heads} query heads"
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads{queries}, "
-                f"which {num_slices} ranks cannot share evenly; use a number that divides them, "
+                f"which {num_slices} ranks cannot share; use a number that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
-        require_counts(module, self.counts, num_slices)
+        require_counts(module, self.counts, heads.num_heads)
         require_counts(module, self.kv_counts, self.num_kv_heads)
         for name in self.groups:
             if count_of(module, name) != heads.group:
@@ -226,10 +231,10 @@ class AttentionRule(Rule):
         return queries, keys, keys
 
     def shared_heads(self, cuts: Sequence[Cut], num_slices: int) -> SharedHeads | None:
-        """The heads of each slice where slices share key/value heads.
+        """The heads of each slice where slices have no equal parts of the key/value heads.
 
-        None where each has key/value heads of its own, and where the widths of the layers do not
-        say how many heads there are.
+        None where they have, and where the widths of the layers do not say how many heads there
+        are.
         """
         if self.num_kv_heads % num_slices == 0:
             return None
@@ -243,11 +248,14 @@ class AttentionRule(Rule):
         return SharedHeads(self.num_kv_heads, queries // keys, num_slices, keys)
 
     def _by_heads(self, cut: Cut, heads: SharedHeads) -> Cut:
-        """A cut where slices share key/value heads."""
+        """A cut where slices have no equal parts of all heads."""
         layer, width = cut.name.rpartition(".")[0], cut.shape[cut.dim]
         if layer == self.output or width == heads.kv_width * heads.group:  # that of the queries
-            return cut
-        return replace(cut, sections=(), of_slices=heads.ranges(packed=self.packed))
+            return (
+                cut if cut.padded or heads.is_even else replace(cut, of_slices=heads.of_queries())
+            )
+        ranges = heads.of_all() if self.packed else heads.of_keys()
+        return replace(cut, sections=(), of_slices=ranges)
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
@@ -263,11 +271,12 @@ class AttentionRule(Rule):
         heads = self.shared_heads(current.cuts, num_slices)
         if heads is None:
             return {name: value // num_slices for name, value in named.items()}
-        kv_heads = heads.num_kv_heads_of_slice
+        index = heads.slice_at(current.bounds[f"{self.output}.weight"][0])
+        own, kv_heads = len(range(*heads.heads(index))), heads.num_kv_heads_of(index)
         return (
-            {name: named[name] // num_slices for name in self.counts}
+            {name: named[name] * own // heads.num_heads for name in self.counts}
             | {name: named[name] * kv_heads // self.num_kv_heads for name in self.kv_counts}
-            | dict.fromkeys(self.groups, heads.group_of_slice)
+            | dict.fromkeys(self.groups, heads.group_of(index))
         )
 
     def cached_heads(self, layout: Layout) -> Sequence[Sequence[int]]:
@@ -283,7 +292,11 @@ class AttentionRule(Rule):
         """The first output adds up; heads lie side by side."""
         if position == 0:
             return SumOfOutputs(dtype)
-        return EqualParts(1, layout.num_slices, dtype)
+        heads = self.shared_heads(layout.cuts, layout.num_slices)
+        if heads is None or heads.is_even:
+            return EqualParts(1, layout.num_slices, dtype)
+        bounds = [heads.heads(index) for index in range(layout.num_slices)]
+        return ConcatenatedOutputs(1, bounds, self.output, dtype)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.read_parameters import FIRST_READ
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
-from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.graph_sites import NOTHING, Sites
 from gyre_trainer.rotation.pass_operator import order_operators, traced_pass
@@ -33,6 +33,7 @@ _IN_GRAPHS = {
     ReplicatedModule,
     RecomputedNorm,
     RecomputedPart,
+    RecomputedLayer,
     SliceDropout,
 }
 _FIRST_CALL = "_checks_a_first_call"  # marks hooks

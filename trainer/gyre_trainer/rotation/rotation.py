@@ -39,6 +39,9 @@ class RotationPolicy:
             the layers of a module that does not rotate as a whole, such as an attention with
             adapters. What these layers return is kept, so it sends no more bytes. False for modules
             that write to their arguments or buffers.
+        recompute_layers: whether backward, with ``recompute``, computes whole layers again, the
+            items of the model's outermost lists, so that only their inputs are kept, and not also
+            what lies between attention and MLP. The attention's slices travel a fourth time.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
             `gyre_trainer.rotation.backward.dropout_masks`.
@@ -60,6 +63,7 @@ class RotationPolicy:
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
     recompute_parts: bool = True
+    recompute_layers: bool = False
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
@@ -72,6 +76,8 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
+        if self.recompute_layers and not self.recompute:
+            raise RotationError("RotationPolicy(recompute_layers=True) needs recompute=True")
         if self.bundle_numel is not None and self.bundle_numel < 0:
             raise RotationError(
                 f"RotationPolicy(bundle_numel={self.bundle_numel}): it must not be negative"

@@ -31,8 +31,8 @@ class Cut:
         sections: sizes, along the cut dim, of the sections of a packed parameter; a slice has its
             part of each. Empty for a parameter that is cut as one. See [Note: Packed parameters] in
             `gyre_trainer.shards.regrouping`.
-        of_slices: for each slice, half-open ranges of the cut dim, of which several slices may have
-            the same; their gradients add up. Empty where a slice has its equal part.
+        of_slices: for each slice, half-open ranges of the cut dim, which cover it; several slices
+            may have the same, whose gradients add up. Empty where a slice has its equal part.
     """
 
     name: str
@@ -81,7 +81,11 @@ class Layout:
     @cached_property
     def has_shared_rows(self) -> bool:
         """Whether several slices have the same rows of a parameter."""
-        return any(cut.of_slices for cut in self.cuts)
+        return any(
+            sum(stop - start for ranges in cut.of_slices for start, stop in ranges)
+            > cut.shape[cut.dim]
+            for cut in self.cuts
+        )
 
     def in_rounds(self, num_rounds: int) -> "Layout":
         """The same slices in ``num_rounds`` pieces each.

@@ -63,6 +63,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
         compute_dtype=getattr(torch, dtypes.compute_dtype),
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
+        recompute_layers=config.memory.recompute_layers,
         bundle_numel=config.memory.bundle_numel,
     )
     verify = None if rules is None else False

@@ -129,12 +129,21 @@ class MemoryConfig:
         recompute: whether backward computes each norm, and the attention or MLP after it, again
             from the input of the norm, which is then all that forward keeps; where layers rotate
             one by one, forward keeps what they return, too.
+        recompute_layers: whether, with ``recompute``, whole layers are computed again from their
+            inputs; slices of what comes before a layer's last module travel once more.
         bundle_numel: modules with at most so many parameters travel together and are computed
             whole; None for 294,912 (1.1 MiB in float32), 0 for none.
     """
 
     recompute: bool = False
+    recompute_layers: bool = False
     bundle_numel: AtLeast0 | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute_layers and not self.recompute:
+            raise ConfigError(
+                "`memory.recompute_layers` is true, but `memory.recompute` is not; set both"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,10 +148,14 @@ def _counted(module: nn.Module, rule: AttentionRule, twin: Twin) -> Iterator[Att
     one head, may be as large by chance, so all subsets are possible.
     """
     heads = rule.shared_heads(twin.layout.cuts, twin.layout.num_slices)
+    divisor = twin.layout.num_slices
     if heads is None:
         sizes = [size for features in _features(module).values() for size in features]
         kinds = {"counts": {*sizes, *_head_counts(module)}}
+    elif heads.group == 1:  # a query head and its key/value head are counted as one
+        kinds, divisor = {"counts": {heads.num_heads, heads.kv_width}}, heads.num_heads
     else:
+        divisor = heads.num_heads
         kinds = {
             "groups": {heads.group},
             "kv_counts": {heads.num_kv_heads, heads.kv_width},
@@ -161,7 +165,7 @@ def _counted(module: nn.Module, rule: AttentionRule, twin: Twin) -> Iterator[Att
         (kind, name)
         for name, value in twin.numbers_read().items()
         for kind, values in kinds.items()
-        if value in values and (kind != "counts" or value % twin.layout.num_slices == 0)
+        if value in values and (kind != "counts" or value % divisor == 0)
     ]
     subsets = chain.from_iterable(
         combinations(changes, size) for size in range(1, len(changes) + 1)

@@ -1,7 +1,8 @@
 """Finds the parts of a model that are computed again in backward: modules with rotating layers.
 
 Such a part is the smallest module around two or more layers that rotate by themselves, such as an
-attention with adapters, or a state-space mixer. A model has many of its kind, in a list.
+attention with adapters, or a state-space mixer. A model has many of its kind, in a list. A whole
+layer of the model is what the outermost list has, with all its blocks.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
+from gyre_trainer.layers.experts.lists import CallsEveryExpert
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -24,6 +26,37 @@ def recompute_parts(model: nn.Module) -> None:
             mix_in(modules[path], RecomputedPart, "Recomputed")
 
 
+def recompute_layers(model: nn.Module) -> None:
+    """Let backward compute whole layers of a rotated model again, each from its input."""
+    modules = dict(model.named_modules())
+    for path in layers_of(modules):
+        if not isinstance(modules[path], RecomputedPart):
+            mix_in(modules[path], RecomputedLayer, "Recomputed")
+
+
+def layers_of(modules: dict[str, nn.Module]) -> list[str]:
+    """The paths of the layers among all modules of a model: the items of its outermost lists.
+
+    Layers with a list of experts are none. Ranks whose tokens miss an expert keep fewer tensors, so
+    torch's checkpoint would stop after another expert there than on other ranks.
+    """
+    rotating = {
+        outer
+        for path, module in modules.items()
+        if isinstance(module, RotatedModule) and module.rotation.rule.recompute_pays
+        for outer in _around(path)
+    }
+    found: set[str] = set()
+    for path, module in modules.items():
+        owner = modules[path.rpartition(".")[0]]
+        is_item = bool(path) and isinstance(owner, _LISTS) and not isinstance(module, _LISTS)
+        is_inside = any(outer in found for outer in _around(path))
+        is_alike = not any(isinstance(each, CallsEveryExpert) for each in module.modules())
+        if is_item and not is_inside and path in rotating and is_alike and _repeats(path, modules):
+            found.add(path)
+    return [path for path in modules if path in found]
+
+
 def parts_of(modules: dict[str, nn.Module]) -> list[str]:
     """The paths of the parts among all modules of a model."""
     owners: dict[str, int] = {}
@@ -34,7 +67,13 @@ def parts_of(modules: dict[str, nn.Module]) -> list[str]:
     several = {path for path, number in owners.items() if number > 1}
     called = {path for path in several if _is_called(modules[path])}
     around = {each for path in called for each in _around(path)}
-    return [path for path in modules if path in called - around and _repeats(path, modules)]
+    return [
+        path
+        for path in modules
+        if path in called - around
+        and _repeats(path, modules)
+        and not any(isinstance(modules[outer], RecomputedPart) for outer in _around(path))
+    ]
 
 
 def _is_layer(module: nn.Module) -> bool:

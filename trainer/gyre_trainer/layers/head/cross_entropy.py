@@ -4,13 +4,15 @@
 The logits of all tokens and classes never exist. Cross-entropy needs three numbers of each token's
 logits: the log of the sum of their exponentials, the target's logit, and (for label smoothing)
 their sum. Each slice gives those of its own classes; they are reduced exactly, and the loss is
-computed from them. In backward a slice computes its logits again. Within a slice, tokens are taken
-in chunks, which bounds even the slice's logits.
+computed from them. In backward a slice computes its logits again, unless the head is frozen
+(`gradient_ahead`). Within a slice, tokens are taken in chunks, which bounds even the slice's
+logits.
 
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.head.gradient_ahead import (
+    ClassesOfSlice,
+    GradientAhead,
+    shares_of_targets,
+)
 from gyre_trainer.layers.head.logit_functions import LogitChain, LogitFunction
 from gyre_trainer.layers.linear import rows
 from gyre_trainer.layers.quantized_linear import is_quantized
@@ -81,14 +88,23 @@ def linear_cross_entropy(
         loss = linear_cross_entropy(model.head, x, targets)  # instead of model.head(x)
         loss.backward()
     """
+    if is_quantized(linear):
+        raise RotationError(
+            "the head has quantized weights, which a loss by slices of the vocabulary cannot read; "
+            "name it in the `keep` of quantize_frozen"
+        )
     flat = targets.flatten()
     counted = flat != ignore_index
     rule = StatisticsRule(linear.out_features, with_sum=label_smoothing > 0)
     inputs = x.flatten(0, -2), flat, counted
-    statistics = _statistics(linear, rule, inputs, LogitChain(tuple(functions)))
-    losses = _losses(statistics, linear.out_features, label_smoothing, z_loss).masked_fill(
-        ~counted, 0
-    )
+    chain = LogitChain(tuple(functions))
+    ahead = None if label_smoothing else _gradient_ahead(linear, inputs[0])
+    with torch.no_grad() if ahead else nullcontext():
+        statistics = _statistics(linear, rule, inputs, _Asked(rule.with_sum, chain, ahead))
+        losses = _losses(statistics, linear.out_features, label_smoothing, z_loss)
+    if ahead:
+        losses = ahead.attach(inputs[0], losses, 1 + 2 * z_loss * statistics[0] if z_loss else 1)
+    losses = losses.masked_fill(~counted, 0)
     if reduction == "none":
         return losses.view(targets.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
@@ -105,21 +121,29 @@ def _losses(
     return losses + z_loss * log_sum_exp.square() if z_loss else losses
 
 
+def _gradient_ahead(linear: nn.Linear, x_TD: Tensor) -> GradientAhead | None:
+    """Where the gradient of a frozen head's input is collected, if backward will ask for it.
+
+    See [Note: One pass for a frozen head] in `gradient_ahead`.
+    """
+    if not isinstance(linear, RotatedModule) or not torch.is_grad_enabled():
+        return None
+    own = (parameter_at(linear.rotation.module, name) for name in ("weight", "bias"))
+    if not x_TD.requires_grad or any(each is not None and each.requires_grad for each in own):
+        return None
+    return GradientAhead.of(x_TD.detach(), _wide(x_TD.dtype))
+
+
 def _statistics(
     linear: nn.Linear,
     rule: "StatisticsRule",
     inputs: tuple[Tensor, Tensor, Tensor],
-    chain: LogitChain,
+    asked: "_Asked",
 ) -> Tensor:
-    if is_quantized(linear):
-        raise RotationError(
-            "the head has quantized weights, which a loss by slices of the vocabulary cannot read; "
-            "name it in the `keep` of quantize_frozen"
-        )
     if isinstance(linear, RotatedModule):
         linear.leave_bundle()  # its weights would be gathered for nothing
         # not a field of the rule: a number that differs in each step would make another rule of it
-        arguments = (*inputs, *_whole_bias(linear)), {"chain": chain}
+        arguments = (*inputs, *_whole_bias(linear)), {"asked": asked}
         statistics: Tensor = run(linear.rotation_by(rule), *arguments)
         return statistics
     x_TD, targets_T, counted_T = inputs
@@ -128,7 +152,7 @@ def _statistics(
     bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
     classes = _Classes(0, linear.out_features, linear.out_features)
     inputs = x_TD, targets_T, counted_T
-    return _of_slice(inputs, weight_VD, bias, classes, _Asked(rule.with_sum, chain))
+    return _of_slice(inputs, weight_VD, bias, classes, asked)
 
 
 def _whole_bias(linear: RotatedModule) -> list[Tensor]:
@@ -158,15 +182,14 @@ class StatisticsRule(Rule):
         return rows(module)
 
     def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Statistics [S, T] of the slice's own classes; ``chain`` is what is done to its logits."""
+        """Statistics [S, T] of the slice's own classes; ``asked`` says which."""
         x_TD, targets_T, counted_T, *whole_bias = args
         classes = _Classes(*current.bounds["weight"], self.num_classes)
         weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
         if whole_bias:
             bias_V = whole_bias[0][classes.start : classes.stop]
-        asked = _Asked(self.with_sum, kwargs["chain"])
         inputs = x_TD, targets_T, counted_T
-        return _of_slice(inputs, weight_VD, bias_V, classes, asked, current.deferred)
+        return _of_slice(inputs, weight_VD, bias_V, classes, kwargs["asked"], current.deferred)
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
@@ -217,10 +240,17 @@ class _Classes:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Whether the statistics contain the sum of the logits, and what is done to these before."""
+    """What is asked of each slice.
+
+    Attributes:
+        with_sum: whether the statistics contain the sum of the logits.
+        chain: what is done to the logits before.
+        ahead: takes the slice's share of the input's gradient; None where backward computes that.
+    """
 
     with_sum: bool
     chain: LogitChain
+    ahead: GradientAhead | None = None
 
 
 def _of_slice(
@@ -285,13 +315,26 @@ class _Statistics(torch.autograd.Function):
         statistics = torch.empty(
             2 + asked.with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device
         )
-        for chunk in _chunks(len(x_TD), len(weight_VD)):
-            logits_TV = asked.chain.apply_(_logits(x_TD[chunk], weight_VD, bias_V))
+        chain, ahead = asked.chain, asked.ahead
+        for chunk in _chunks(len(x_TD), len(weight_VD) * (1 + bool(ahead) * chain.num_outputs)):
+            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
+            outputs: list[Tensor | None] = []
+            if ahead:
+                logits_TV, outputs = chain.record_(logits_TV)
+            else:
+                logits_TV = chain.apply_(logits_TV)
             statistics[1, chunk] = logits_TV.gather(1, places_T[chunk, None]).squeeze(1)
             if asked.with_sum:
                 statistics[2, chunk] = logits_TV.sum(1)
             statistics[0, chunk] = torch.logsumexp(logits_TV, 1)
-            del logits_TV  # the next ones must not exist beside them
+            if ahead:
+                shares_T1 = shares_of_targets(logits_TV, outputs, chain, places_T[chunk])
+                own_T = statistics[0, chunk]
+                ahead.add_mean(chunk, own_T, logits_TV, outputs, chain, weight_VD)
+            del logits_TV, outputs  # the next ones must not exist beside them
+            if ahead:
+                here = ClassesOfSlice(weight_VD, places_T[chunk], elsewhere_T[chunk])
+                ahead.add_targets(chunk, shares_T1, here)
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
         ctx.chain = asked.chain

@@ -11,7 +11,8 @@ need not wait for others. Dropped is everything else, such as the states of a sc
 positions, activation functions and adapters save, and the masks of dropout.
 
 An output is not kept where somebody else may write to it: where the part itself wrote to it, or
-returned it. If backward needs it, its layer goes round the ring again, on every rank alike.
+returned it. If backward needs it, its layer goes round the ring again, on every rank alike. Of
+whole layers (`RotationPolicy.recompute_layers`) no output is kept.
 """
 
 from collections import deque
@@ -66,8 +67,9 @@ class KeptOutputs:
         others: the tensors that were given to `keep` beside the outputs, while it does.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """``device`` is that of the part's parameters."""
+    def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
+        """``device`` is that of the part's parameters; ``keeps`` is false for whole layers."""
+        self._keeps = keeps
         self._generators = generators_of(device)
         self._calls: deque[_Kept] = deque()
         self._node: Any = None
@@ -116,6 +118,9 @@ class KeptOutputs:
         """
         if self.is_replaying:
             return self._replayed(owner, call, compute, inputs)
+        if not self._keeps:
+            self._calls.append(_Kept(owner, None, [], [], None, is_kept=False))
+            return compute()
         before = states_of(self._generators)
         outputs = compute()
         after = states_of(self._generators)
@@ -135,7 +140,7 @@ class KeptOutputs:
         storages = {tensor.untyped_storage()._cdata for tensor in returned}
         saved = [*others]
         for each in self._calls:
-            each.is_kept = all(
+            each.is_kept = self._keeps and all(
                 output._version == version and output.untyped_storage()._cdata not in storages
                 for output, version in zip(each.outputs, each.versions, strict=True)
             )

@@ -1,4 +1,4 @@
-"""A module whose layers rotate one by one, and that backward computes again between them.
+"""Modules that backward computes again around their layers: parts of a layer, and whole layers.
 
 See [Note: Parts that are computed again] in `kept_outputs`.
 """
@@ -6,7 +6,7 @@ See [Note: Parts that are computed again] in `kept_outputs`.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,13 @@ class RecomputedPart:
 
     A call with an object that computing again would change, such as a cache of keys and values,
     keeps its activations.
+
+    Attributes:
+        keeps_outputs: whether what its rotated modules return is kept, so that their slices need
+            not travel once more.
     """
+
+    keeps_outputs: ClassVar[bool] = True
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +52,32 @@ class RecomputedPart:
             _warn_of(self, changing)
             return forward(*args, **kwargs)
         return _Call(self, forward, arguments).run()
+
+
+class RecomputedLayer(RecomputedPart):
+    """Mixed in before the class of a layer of which nothing but its input is kept.
+
+    An attention's slices travel forward once more, because the MLP's backward comes first and needs
+    what lies between the two. The last module of a layer is not computed again.
+    """
+
+    keeps_outputs = False
+
+
+class _Entered(torch.autograd.Function):
+    """The same tensor, which no node before it can compute again.
+
+    Else a module inside of a layer would ask the layer before for the input of its last norm, and
+    that would compute it too early.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _warn_of(module: nn.Module, argument: object) -> None:
@@ -70,11 +102,18 @@ class _Call:
         # Inputs are here until the first computation begins.
         self._tensors = arguments.take_tensors()
         self._recomputations = [recomputation_of(tensor) for tensor in self._tensors]
+        keeps_outputs: bool = module.keeps_outputs  # type: ignore[assignment]
+        if not keeps_outputs:
+            self._tensors = [
+                tensor if again is None else _Entered.apply(tensor)  # type: ignore[no-untyped-call]
+                for tensor, again in zip(self._tensors, self._recomputations, strict=True)
+            ]
+            self._recomputations = [None] * len(self._tensors)
         self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
         # Plain tensors may stand in the place of parameters while the model runs.
         self._parameters = list(_parameters_of(module))
         self._device = _device_of(self._tensors, module)
-        self._kept = KeptOutputs(self._device)
+        self._kept = KeptOutputs(self._device, keeps=keeps_outputs)
 
     def run(self) -> Any:
         """The module's output."""
@@ -91,7 +130,7 @@ class _Call:
             raise RotationError(
                 f"{path_of(self._module)} ({own_class(self._module).__name__}) writes to an "
                 "argument or to a buffer of its own, so backward cannot compute it again; take "
-                "RotationPolicy(recompute_parts=False)"
+                "RotationPolicy(recompute_parts=False), without recompute_layers"
             )
         others = [
             tensor

@@ -1,0 +1,119 @@
+"""Layers that backward computes again from their inputs: exactly, with less memory, more bytes."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
+from gyre_trainer.training.config import MemoryConfig
+from torch import Tensor
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.training import whole
+
+BLOCKS = RotationPolicy(recompute=True, bundle_numel=0)
+LAYERS = RotationPolicy(recompute=True, recompute_layers=True, bundle_numel=0)
+NUM_LAYERS = 3
+# Pre-norm; a packed attention; layers that rotate one by one, with a norm at each end; an argument
+# with a gradient that all layers share; norms around the blocks.
+DEPTH = {"GPT2": "n_layer", "T5": "num_layers"}
+CLASSES = {
+    "Llama": "LlamaDecoderLayer",
+    "GPT2": "GPT2Block",
+    "Bert": "BertLayer",
+    "T5": "T5Block",
+    "Gemma2": "Gemma2DecoderLayer",
+}
+
+
+def rotated(family: str, policy: RotationPolicy) -> Any:
+    model = made(family, **{DEPTH.get(family, "num_hidden_layers"): NUM_LAYERS})
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    return model
+
+
+def step(family: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, int, int]:
+    """Loss and gradients of a second step; bytes that forward keeps, and backward; bytes sent."""
+    model = rotated(family, policy)
+    rows = torch.randint(
+        1, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+    model(input_ids=rows, labels=rows).loss.backward()
+    model.zero_grad()
+    ring = ring_of(make_mesh("cpu"))
+    before = ring.bytes_sent
+    with LiveBytes() as live:
+        loss = model(input_ids=rows, labels=rows).loss
+        after_forward = live.total
+        loss.backward()
+        gc.collect()
+        after_backward = live.total
+    found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    found["loss"] = loss.detach()
+    return found, after_forward, after_backward, ring.bytes_sent - before
+
+
+def compared(family: str) -> tuple[float, int, int, int, str]:
+    """How far values are off; what is kept and sent more; the last line of the plan."""
+    (blocks, kept, left, sent), (layers, *others) = step(family, BLOCKS), step(family, LAYERS)
+    assert blocks.keys() == layers.keys()
+    off = max(apart(layers[name], blocks[name]) for name in blocks)
+    more = [one - other for one, other in zip(others, (kept, left, sent), strict=True)]
+    plan = str(plan_of(rotated(family, LAYERS)))
+    return off, more[0], more[1], more[2], plan.splitlines()[-1]
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_gradients_are_the_same_and_less_is_kept(ranks: StartRanks, family: str) -> None:
+    for off, kept, left, sent, last in ranks(2).run(compared, family):
+        assert off <= 1e-12
+        assert kept < 0
+        assert left <= 0
+        assert sent > 0
+        assert last.startswith(f"{CLASSES[family]}: computed again in backward")
+
+
+def shape_of_kept() -> tuple[int, int]:
+    """Bytes that a layer more keeps, and those of its input."""
+    kept = []
+    for depth in (2, 3):
+        model = made("Llama", num_hidden_layers=depth, hidden_size=32)
+        rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS)
+        rows = torch.ones(4, 8, dtype=torch.long)
+        model(input_ids=rows, labels=rows).loss.backward()
+        with LiveBytes() as live:
+            live.label(Category.PARAMETERS, model.parameters())
+            before = live.total
+            loss = model(input_ids=rows, labels=rows).loss
+            kept.append(live.total - before)
+        loss.backward()
+    return kept[1] - kept[0], 4 * 8 * 32 * 8
+
+
+def test_a_layer_keeps_its_input_alone(ranks: StartRanks) -> None:
+    for more, num_bytes in ranks(2).run(shape_of_kept):
+        assert num_bytes <= more < 1.2 * num_bytes  # tables of rows and the like come on top
+
+
+def recomputed(family: str) -> int:
+    return len(plan_of(rotated(family, LAYERS)).recomputed)
+
+
+def test_layers_with_lists_of_experts_are_left_as_they_are(ranks: StartRanks) -> None:
+    assert ranks(2).run(recomputed, "Mixtral") == [0, 0]
+    assert ranks(2).run(recomputed, "GptOss") == [NUM_LAYERS, NUM_LAYERS]
+
+
+def test_layers_alone_are_refused() -> None:
+    with pytest.raises(RotationError, match="needs recompute=True"):
+        RotationPolicy(recompute_layers=True)
+    with pytest.raises(ConfigError, match=r"memory\.recompute"):
+        MemoryConfig(recompute_layers=True)

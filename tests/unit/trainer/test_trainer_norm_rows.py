@@ -1,0 +1,90 @@
+"""The backward of a norm takes some rows at a time, where each row is its own."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.layers.norm import RecomputedNorm
+from gyre_trainer.rotation.backward import recomputation
+from gyre_trainer.rotation.rotated_module import mix_in
+from torch import Tensor, nn
+
+BATCH, TIME, DIM = 3, 64, 8
+
+
+class Scaled(nn.Module):
+    """A norm as libraries write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, DIM, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class OverTime(Scaled):
+    """A row of the output depends on other rows of its sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Positions(Scaled):
+    """Needs all rows of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.linspace(-1, 1, TIME, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions[:, None])
+
+
+def layer_norm() -> nn.Module:
+    return nn.LayerNorm(DIM, dtype=torch.float64)
+
+
+def over_two_dims() -> nn.Module:
+    return nn.LayerNorm((TIME, DIM), dtype=torch.float64)
+
+
+def outcome(norm: nn.Module) -> tuple[list[Tensor], int]:
+    """The gradients, and the bytes that backward had alive beside what was there before."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, TIME, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    with LiveBytes() as live:
+        loss = (norm(x) * torch.arange(x.numel()).view(x.shape)).sum()
+        live.mark("backward")
+        before = live.total
+        loss.backward()
+        peak = live.timeline().since("backward").peak_bytes
+    grads = [x.grad, *(parameter.grad for parameter in norm.parameters())]
+    return [grad for grad in grads if grad is not None], peak - before
+
+
+@pytest.mark.parametrize("make", [Scaled, layer_norm, OverTime, Positions, over_two_dims])
+def test_gradients_are_those_of_all_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
+    plain = make()
+    norm = deepcopy(plain)
+    mix_in(norm, RecomputedNorm, "Recomputed")
+    expected, _ = outcome(plain)
+    monkeypatch.setattr(recomputation, "_MAX_NUMEL", 10 * DIM)
+    found, _ = outcome(norm)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_fewer_rows_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = Scaled()
+    mix_in(norm, RecomputedNorm, "Recomputed")
+    _, at_once = outcome(norm)
+    norm.zero_grad()
+    monkeypatch.setattr(recomputation, "_MAX_NUMEL", 10 * DIM)
+    _, by_rows = outcome(norm)
+    assert by_rows < at_once / 2
