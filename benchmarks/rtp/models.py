@@ -233,7 +233,7 @@ def _measured(family: str, num_rounds: int, way: _Way) -> dict[str, Figures]:
     rows = torch.randint(1, _VOCABULARY, (_NUM_SEQUENCES, _NUM_TOKENS), generator=generator)
     rows = rows.to(way.device)
     counted = _contenders(way, _with_counted_ddp)
-    costs = {label: _counted(build, family, rows) for label, build in counted.items()}
+    costs = {label: _counted(partial(build, family), rows) for label, build in counted.items()}
     contenders = _contenders(way, _with_ddp)
     for weaker in _weaker_wrap(costs):
         del contenders[weaker], costs[weaker]
@@ -252,14 +252,14 @@ def _weaker_wrap(costs: Mapping[str, tuple[int, int]]) -> list[str]:
     return [max(peaks[0], key=peaks[0].__getitem__)]
 
 
-def _counted(build: Build, family: str, rows: torch.Tensor) -> tuple[int, int]:
+def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
     """Bytes alive at the peak of a second step, and bytes sent in it.
 
     On CUDA they are those that the allocator has given out, the ring's buffers included.
     """
     sent = SentBytes(dist.get_world_size())
     with sent, LiveBytes() as live:
-        training = _Training(build(family), rows)
+        training = _Training(build(), rows)
         training.step()
         live.mark("step")
         before = sent.total

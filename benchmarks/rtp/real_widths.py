@@ -116,7 +116,7 @@ def counted(model: RealModel, num_tokens: int, num_ranks: int) -> list[StepFigur
     costs = iter(
         side_by_side([run for each, strategy in jobs for run in each.run([strategy], num_ranks)])
     )
-    return [each.figures(costs) for each, _ in jobs]
+    return [each.figures(strategy, costs) for each, strategy in jobs]
 
 
 def shards_of(model: RealModel, num_ranks: int) -> int:
