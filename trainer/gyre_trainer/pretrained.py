@@ -12,13 +12,14 @@ must see the same folder.
 """
 
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from gyre_trainer.shards.stored_weights import (
     Files,
     Target,
     agreed,
+    is_first_rank,
     read_targets,
     stored_dtype,
     targets_of,
@@ -40,19 +42,33 @@ from gyre_trainer.shards.stored_weights import (
 )
 from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header
 
+_log = logging.getLogger(__name__)
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # As transformers has it. Smaller files load in parallel from object storage; each is one more open.
 _MAX_FILE_BYTES = 5_000_000_000
 
 
+class IncompatibleKeys(NamedTuple):
+    """What model and files do not share, as `torch.nn.Module.load_state_dict` returns it.
+
+    Attributes:
+        missing_keys: parameters and buffers of the model that the files lack.
+        unexpected_keys: tensors of the files, as the model would name them, that it lacks.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 def load(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
+    strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
-) -> None:
+) -> IncompatibleKeys:
     """Copy the weights of a folder, or of one safetensors file, into a model, rotated or not.
 
     Afterwards every parameter and persistent buffer has the values of the files, cast to its dtype.
@@ -62,25 +78,44 @@ def load(
     Args:
         model: rotated or not.
         path: a folder with `model.safetensors`, or with its index and several files; or a file.
+        strict: whether model and files must have the same tensors. If not, a warning names what
+            differs: the model keeps its values of what the files lack, such as a new head's, and
+            tensors that it lacks are left out.
         key_mapping: regular expressions of names in the files, and what replaces them; of those
             that fit a name, the first one does. None for the model's
             `_checkpoint_conversion_mapping`, if it has one.
         device: where parameters on `meta` that are not rotated go.
 
+    Returns:
+        What differs, if not ``strict``; empty lists otherwise.
+
     Raises:
-        CheckpointRejected: on every rank: a file is damaged, a parameter is missing or of another
-            shape, or a file has tensors that the model has not; the message names them.
+        CheckpointRejected: on every rank: a file is damaged, a tensor has another shape, or, if
+            ``strict``, is missing or unexpected; the message names it. If not, a missing one has no
+            value yet, because it is on `meta` (call `materialize` before), or nothing is shared.
     """
     if is_adapted(model) and has_adapters(Path(path)):
         load_adapters(model, Path(path))
-        return
+        return IncompatibleKeys([], [])
+    has_no_value = {name for name, each in model.state_dict(keep_vars=True).items() if each.is_meta}
     allocate(model, torch.device(device))
     with agreed("loading weights"):
         stored = _renamed(model, _stored_tensors(Path(path)), key_mapping)
         targets = _targets(model)
-        _require_all_used(model, targets, stored, path)
+        unexpected = _unexpected(model, targets, stored)
+        missing: list[str] = []
+        if strict:
+            _require_none(unexpected, path, model)
+        else:
+            missing = [each.names[0] for each in targets if not _is_in(stored, each)]
+            _require_values(missing, has_no_value, path)
+            targets = [each for each in targets if _is_in(stored, each)]
+            if not targets:
+                raise CheckpointRejected(f"{path} has no tensor of {own_class(model).__name__}")
         read_targets(targets, stored, path)
         note_rewritten(model.parameters())
+    _warn(model, path, IncompatibleKeys(missing, unexpected))
+    return IncompatibleKeys(missing, unexpected)
 
 
 def save_pretrained(
@@ -179,21 +214,51 @@ def _with_prefix(key: str, prefix: str, known: Mapping[str, object]) -> str:
     return other if other in known else key
 
 
-def _require_all_used(
-    model: nn.Module, targets: list[Target], stored: Mapping[str, object], path: object
-) -> None:
+def _unexpected(model: nn.Module, targets: list[Target], stored: Mapping[str, object]) -> list[str]:
+    """Names of stored tensors that the model lacks, but for those that it lets be ignored."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     known = {name for target in targets for name in target.names}
     known |= {name for name, _ in model.named_buffers()}  # computed ones, of older versions
-    unknown = sorted(
+    return sorted(
         key for key in stored if key not in known and not any(re.search(p, key) for p in ignored)
     )
-    if unknown:
-        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+
+
+def _is_in(stored: Mapping[str, object], target: Target) -> bool:
+    return any(name in stored for name in target.names)
+
+
+def _require_none(unexpected: Sequence[str], path: object, model: nn.Module) -> None:
+    if unexpected:
         raise CheckpointRejected(
-            f"{path} has {unknown[0]}{more}, which {own_class(model).__name__} does not have; "
-            "use the model that it was saved from, or key_mapping for other names"
+            f"{path} has {_first_of(unexpected)}, which {own_class(model).__name__} does not have; "
+            "use the model that it was saved from, key_mapping for other names, or strict=False to "
+            "leave them out"
         )
+
+
+def _require_values(missing: Sequence[str], has_no_value: set[str], path: object) -> None:
+    without = [name for name in missing if name in has_no_value]
+    if without:
+        raise CheckpointRejected(
+            f"{path} has no {_first_of(without)}, and the model has no value of it yet; to begin "
+            "with new values there, call materialize(model, seed=...) before"
+        )
+
+
+def _warn(model: nn.Module, path: object, keys: IncompatibleKeys) -> None:
+    """Say on the first rank what differs."""
+    if keys.missing_keys and is_first_rank():
+        _log.warning("%s has no %s: values are kept", path, _first_of(keys.missing_keys))
+    if keys.unexpected_keys and is_first_rank():
+        others = _first_of(keys.unexpected_keys)
+        name = own_class(model).__name__
+        _log.warning("%s has %s, which %s does not have: left out", path, others, name)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return f"{names[0]}, and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _files(

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.rotate import materialize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,6 +21,14 @@ class Small(nn.Module):
         self.register_buffer("count", torch.tensor(4))
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 12,
+}
 WHOLE = {"layer.weight": torch.randn(2, 3), "layer.bias": torch.randn(2), "count": torch.tensor(7)}
 
 
@@ -44,6 +54,45 @@ def test_the_first_name_that_fits_is_replaced_alone(tmp_path: Path) -> None:
     pretrained.load(model, tmp_path, key_mapping={"^one": "two", "^two": "one"})
     found = model.state_dict()
     assert (float(found["one.weight"]), float(found["two.weight"])) == (0.0, 1.0)
+
+
+def test_heads_may_differ_where_it_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of BERT's pretraining: a masked model has less, a classifier something else."""
+    described = transformers.BertConfig(**SIZES)
+    whole = transformers.BertForPreTraining(described)
+    whole.save_pretrained(tmp_path)
+    library: Any = transformers.BertForMaskedLM
+    expected = library.from_pretrained(tmp_path).state_dict()
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(described)
+    with pytest.raises(CheckpointRejected, match="strict=False"):
+        pretrained.load(model, tmp_path)
+    found = pretrained.load(model, tmp_path, strict=False)
+    assert found.missing_keys == []
+    assert "cls.seq_relationship.weight" in found.unexpected_keys
+    assert "has bert.pooler.dense.bias, and 3 more, which BertForMaskedLM" in caplog.text
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+
+    with torch.device("meta"):
+        classifier = transformers.BertForSequenceClassification(described)
+    with pytest.raises(CheckpointRejected, match=r"no classifier.weight, and 1 more.*materialize"):
+        pretrained.load(classifier, tmp_path, strict=False)
+    materialize(classifier, seed=1)
+    before = {name: each.clone() for name, each in classifier.state_dict().items()}
+    found = pretrained.load(classifier, tmp_path, strict=False)
+    assert found.missing_keys == ["classifier.weight", "classifier.bias"]
+    assert "has no classifier.weight, and 1 more: values are kept" in caplog.text
+    of_whole = whole.state_dict()
+    for name, each in classifier.state_dict().items():
+        assert torch.equal(each, before[name] if "classifier" in name else of_whole[name])
+
+
+def test_files_that_share_nothing_with_the_model_are_refused_all_the_same(tmp_path: Path) -> None:
+    save_file({"x.y": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointRejected, match="has no tensor of Small"):
+        pretrained.load(Small(), tmp_path, strict=False)
 
 
 BAD: dict[str, tuple[dict[str, Tensor], str]] = {

@@ -100,7 +100,9 @@ def build_model(
     of_model, of_adapters = _sources(config.model, weights)
     model = rotated(config, context.mesh)
     if of_model:
-        pretrained.load(model, of_model, device=context.device)
+        # A folder may have more than the model, such as the second head of BERT's pretraining. What
+        # it lacks is on meta still, so it is refused.
+        pretrained.load(model, of_model, strict=False, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)
     encode_frozen(model, config, context.mesh)
