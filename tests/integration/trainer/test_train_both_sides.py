@@ -137,7 +137,8 @@ def test_a_run_begins_with_a_folder_of_transformers_and_samples(
     before = getattr(transformers, library).from_config(described)
     wider: Any = before
     if family == "bert":  # with a second head, as BERT was pretrained
-        wider = transformers.BertForPreTraining(described)
+        pretraining: Any = transformers.BertForPreTraining
+        wider = pretraining(described)
         wider.load_state_dict(before.state_dict(), strict=False)
     wider.save_pretrained(tmp_path / "base")
     fast.save_pretrained(tmp_path / "base")

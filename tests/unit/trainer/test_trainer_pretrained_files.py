@@ -60,13 +60,13 @@ def test_heads_may_differ_where_it_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of BERT's pretraining: a masked model has less, a classifier something else."""
-    described = transformers.BertConfig(**SIZES)
-    whole = transformers.BertForPreTraining(described)
+    library: Any = transformers
+    described = library.BertConfig(**SIZES)
+    whole = library.BertForPreTraining(described)
     whole.save_pretrained(tmp_path)
-    library: Any = transformers.BertForMaskedLM
-    expected = library.from_pretrained(tmp_path).state_dict()
+    expected = library.BertForMaskedLM.from_pretrained(tmp_path).state_dict()
     with torch.device("meta"):
-        model = transformers.BertForMaskedLM(described)
+        model = library.BertForMaskedLM(described)
     with pytest.raises(CheckpointRejected, match="strict=False"):
         pretrained.load(model, tmp_path)
     found = pretrained.load(model, tmp_path, strict=False)
@@ -76,7 +76,7 @@ def test_heads_may_differ_where_it_is_asked_for(
     assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
     with torch.device("meta"):
-        classifier = transformers.BertForSequenceClassification(described)
+        classifier = library.BertForSequenceClassification(described)
     with pytest.raises(CheckpointRejected, match=r"no classifier.weight, and 1 more.*materialize"):
         pretrained.load(classifier, tmp_path, strict=False)
     materialize(classifier, seed=1)
