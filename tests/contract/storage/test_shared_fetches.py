@@ -16,6 +16,7 @@ from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.cells import PAGE_BYTES
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
@@ -58,7 +59,7 @@ def test_a_block_of_the_cache_is_fetched_at_the_first_turn_of_those_that_wait(ro
     async def scene() -> None:
         engine = Engine(max_requests=1)
         with ThreadPoolExecutor(1) as executor:
-            storage = cached(engine, room * BLOCK, FairExecutor(executor, 1))
+            storage = cached(engine, room * PAGE_BYTES, FairExecutor(executor, 1))
             await storage.expect(BLOCK, np.arange(NUM_BLOCKS), LIGHT)
             queue = engine.endpoint.queue if room > 1 else storage._cache._line
             others = NUM_BLOCKS - 1 - (room == 1)  # one has the turn to wait for room

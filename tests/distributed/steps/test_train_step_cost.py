@@ -91,6 +91,7 @@ def measured(settings: TrainConfig) -> dict[Strategy, StepCost]:
     """The cost of a step under each strategy, with real tensors and messages. Runs on each rank."""
     step_costs = {}
     for strategy in Strategy:
+        gc.collect()  # models before, of other tests too, keep a ring that may have larger buffers
         model = distribute(settings, strategy, make_mesh("cpu"), CPU)
         if strategy is Strategy.GYRE:
             materialize(model, seed=0)
@@ -116,7 +117,7 @@ def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int,
     """By family: the live bytes at the peak of a rotated step, and the bytes sent."""
     found = {}
     for family, settings in families.items():
-        gc.collect()  # models before, of other tests too, keep a ring that may have larger buffers
+        gc.collect()
         model = distribute(settings, Strategy.GYRE, make_mesh("cpu"), CPU)
         materialize(model, seed=0)
         encode_frozen(model, settings, make_mesh("cpu"))

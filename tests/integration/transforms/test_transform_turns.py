@@ -58,7 +58,7 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
     opener = StorageOpener(threads, EndpointOptions(16, 10.0, False), metrics)
     sidecars = SidecarStore(str(folder), folder)
     catalog = Catalog({"set": config}, opener, sidecars, None, allow_ad_hoc=False)
-    cache = NodeCache(1 << 20, None, threads, CacheCounts())
+    cache = NodeCache(4 << 20, None, threads, CacheCounts())
     workers = TransformWorkers(1, 300.0, TransformCounts())
     keep = partial(keep_records, cache, threads)
     transforms = Transforms(workers, (), keep, allow_modules=True)
