@@ -103,6 +103,7 @@ class StubDaemon:
         make_memory: Makes the memory file of the first arena.
         side_message: What comes with the descriptor; None for what belongs there.
         shares: Whether there is a side channel.
+        max_queued_batches: How many batches a client takes ahead.
         opened: The requests for sessions.
         said: What clients said on control streams.
     """
@@ -125,6 +126,7 @@ class StubDaemon:
         self.make_memory: Callable[[], int | None] = memory_file
         self.side_message: bytes | None = None
         self.shares = True
+        self.max_queued_batches = 2
         self.opened: list[pb.OpenSessionRequest] = []
         self.said: list[pb.StreamRequest] = []
         self.stopping = threading.Event()
@@ -140,7 +142,7 @@ class StubDaemon:
             fingerprint="f",
             cursor=b"%d" % step,
             lease_s=LEASE_S,
-            max_queued_batches=2,
+            max_queued_batches=self.max_queued_batches,
             max_kept_batches=4,
             fields=FIELDS,
             arena_bytes=1 << 16 if self.shares else 0,

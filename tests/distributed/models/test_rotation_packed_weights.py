@@ -53,12 +53,19 @@ def trained(
 
 
 @pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    "readers",
+    [
+        [(3, "rotated"), (1, "plain"), (2, "fsdp")],
+        pytest.param([(4, "rotated")], marks=pytest.mark.models),
+    ],
+    ids=["three, plain and FSDP2", "four"],
+)
 def test_checkpoints_of_packed_blocks_are_read_by_other_ranks_and_by_fsdp(
-    ranks: StartRanks, tmp_path: Path, family: str
+    ranks: StartRanks, tmp_path: Path, family: str, readers: list[tuple[int, str]]
 ) -> None:
     expected = ranks(2).run(trained, family, None, tmp_path / "checkpoint")[0]
     assert any("exp_avg" in name for name in expected)
-    readers = [(3, "rotated"), (1, "plain"), (2, "fsdp")]
     for num_ranks, how in readers:
         for found in ranks(num_ranks).run(trained, family, tmp_path / "checkpoint", None, how):
             assert found.keys() == expected.keys()

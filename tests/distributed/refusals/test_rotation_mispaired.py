@@ -133,7 +133,7 @@ def test_an_identity_fits_into_a_message(number: int) -> None:
     assert len(seen) == 9
 
 
-def sparse(family: str) -> nn.Module:
+def sparse(family: str, num_layers: int = 2) -> nn.Module:
     """A tiny model of mixed experts, in float64, of which a token takes two of eight."""
     from transformers import (  # seconds, for these tests alone
         MixtralConfig,
@@ -146,7 +146,7 @@ def sparse(family: str) -> nn.Module:
     common: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 16,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 32,
@@ -170,10 +170,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits.square().mean()
 
 
-def trained_sparse(family: str) -> dict[str, Any]:
+def trained_sparse(family: str, num_layers: int) -> dict[str, Any]:
     """Logits in evaluation, and two steps of training on three tokens of this rank."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("rotate",))  # type: ignore[arg-type]
-    model = sparse(family)
+    model = sparse(family, num_layers)
     rotate_all(model, mesh=mesh)
     tokens = rows(dist.get_world_size())[dist.get_rank() :][:1]
     with torch.no_grad():
@@ -192,10 +192,11 @@ def trained_sparse(family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.models)])
 def test_experts_that_a_rank_does_not_use_take_part(
-    ranks_both_ways: StartEither, family: str, num_ranks: int
+    ranks_both_ways: StartEither, family: str, num_ranks: int, num_layers: int
 ) -> None:
-    model, tokens = sparse(family), rows(num_ranks)
+    model, tokens = sparse(family, num_layers), rows(num_ranks)
     with torch.no_grad():
         expected = [model.eval()(input_ids=tokens[[rank]]).logits for rank in range(num_ranks)]
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
@@ -207,7 +208,9 @@ def test_experts_that_a_rank_does_not_use_take_part(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    for rank, found in enumerate(ranks_both_ways(num_ranks).run(trained_sparse, family)):
+    for rank, found in enumerate(
+        ranks_both_ways(num_ranks).run(trained_sparse, family, num_layers)
+    ):
         torch.testing.assert_close(found["logits"], expected[rank], rtol=1e-6, atol=1e-6)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(

@@ -44,9 +44,12 @@ ACCUMULATED = Variant(GATED_GROUPED, num_parts=2, frozen=("blocks.0.mlp",))
 
 
 @pytest.mark.parametrize("variant", [CLIPPED, ACCUMULATED])
-def test_two_rings_train_as_one_process(ranks: StartRanks, variant: Variant) -> None:
-    alone = train_alone(variant, num_steps=10)
-    for found in ranks(4).run(train_rotated, variant, 10, 2):
+@pytest.mark.parametrize("num_steps", [10, pytest.param(20, marks=pytest.mark.models)])
+def test_two_rings_train_as_one_process(
+    ranks: StartRanks, variant: Variant, num_steps: int
+) -> None:
+    alone = train_alone(variant, num_steps=num_steps)
+    for found in ranks(4).run(train_rotated, variant, num_steps, 2):
         assert found.losses == pytest.approx(alone.losses, rel=1e-12)
         assert distance(found.parameters, alone.parameters) <= 1e-12
 

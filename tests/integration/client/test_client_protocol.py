@@ -48,9 +48,13 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
     closing: list[Callable[[], object]] = []
 
     def start(
-        script: Script, frames: list[bytes | None], reattach_timeout_s: float = 5.0
+        script: Script,
+        frames: list[bytes | None],
+        reattach_timeout_s: float = 5.0,
+        max_queued_batches: int = 2,
     ) -> tuple[BatchStream, StubDaemon]:
         stub = StubDaemon(tmp_path)
+        stub.max_queued_batches = max_queued_batches
         stub.shares, stub.responses, stub.frames = False, script, frames
         stub.__enter__()
         closing.append(stub.__exit__)
@@ -78,15 +82,17 @@ def test_chunks_are_put_together_and_the_end_is_not_an_error(connect: Connect) -
     def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         yield pb.StreamResponse(heartbeat=pb.Heartbeat())
         yield batch(0)
-        yield batch(1)  # no more: the client has room for two
+        yield batch(1)
+        yield batch(2)
         yield END
 
     first, second = numbered(1), numbered(2)
     stream, stub = connect(
         script,
-        [frame(first[:3]), frame(b""), frame(first[3:]), frame(second)],
+        [frame(first[:3]), frame(b""), frame(first[3:]), frame(second), frame(numbered(3))],
+        max_queued_batches=3,  # all of them, as this script waits for no credit
     )
-    assert [first_token(stream) for _ in range(2)] == [1, 2]
+    assert [first_token(stream) for _ in range(3)] == [1, 2, 3]
     assert stream.take() is None
     assert stream.take() is None
     stream.close()
