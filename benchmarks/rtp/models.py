@@ -9,7 +9,7 @@ wraps each layer, or each attention, MLP or other part of a layer that has matri
 the smaller peak, and embedding and head where they are not tied. Rotation finds blocks. The last
 row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
 parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
-layers, and torch's checkpoint is around what FSDP2 wraps, and around the parts of DDP. With
+layers, and torch's checkpoint is around what FSDP2 wraps, and around as much of DDP. With
 `--device cuda` each rank has a GPU of its own, with NCCL: a step ends when its kernels have, and
 the peak is that of CUDA's allocator. `--rounds 0` counts bytes alone. For `--widths real`, see
 `benchmarks.rtp.real_widths`.
@@ -159,7 +159,7 @@ def _parts(layer: nn.Module) -> Iterator[nn.Module]:
 def _with_ddp(family: str, *, recomputes: str | None, device: str) -> Any:
     model = _built(family, device)
     if recomputes:
-        _recompute(_parts_with_matrices(model))
+        _recompute(list(_layers(model)) if recomputes == "layers" else _parts_with_matrices(model))
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
@@ -168,7 +168,7 @@ def _with_counted_ddp(family: str, *, recomputes: str | None, device: str) -> An
     model = _built(family, device)
     _call_every_expert(model)
     if recomputes:
-        _recompute(_parts_with_matrices(model))
+        _recompute(list(_layers(model)) if recomputes == "layers" else _parts_with_matrices(model))
     data_parallel(
         nn.ParameterList(p for p in model.parameters() if p.requires_grad), make_mesh(device)
     )

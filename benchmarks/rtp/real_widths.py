@@ -93,6 +93,8 @@ def config_of(
 ) -> TrainConfig:
     """A step in which each rank has so many tokens."""
     length = min(num_tokens, model.max_tokens)
+    if num_tokens % length:
+        raise ValueError(f"{num_tokens} tokens are no whole sequences of {length}")
     table: dict[str, Any] = {
         "run": {"out": "run", "steps": 1},
         "data": {

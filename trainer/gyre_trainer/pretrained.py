@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gyre_trainer.adapter_files import has_adapters, is_adapted, load_adapters, save_adapters
 from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.stored_weights import (
     Files,
@@ -97,7 +98,8 @@ def load(
     if is_adapted(model) and has_adapters(Path(path)):
         load_adapters(model, Path(path))
         return IncompatibleKeys([], [])
-    has_no_value = {name for name, each in model.state_dict(keep_vars=True).items() if each.is_meta}
+    state = model.state_dict(keep_vars=True)
+    has_no_value = {name for name, each in state.items() if _has_no_value(each)}
     allocate(model, torch.device(device))
     with agreed("loading weights"):
         stored = _renamed(model, _stored_tensors(Path(path)), key_mapping)
@@ -222,6 +224,16 @@ def _unexpected(model: nn.Module, targets: list[Target], stored: Mapping[str, ob
     return sorted(
         key for key in stored if key not in known and not any(re.search(p, key) for p in ignored)
     )
+
+
+def _has_no_value(tensor: object) -> bool:
+    """Whether it is on `meta`, or was when it was rotated: then its shard is all NaN."""
+    if not isinstance(tensor, Tensor):
+        return False
+    local = local_of(tensor).detach()
+    if local.is_meta or not local.is_floating_point() or not local.numel():
+        return local.is_meta
+    return bool(local.isnan().all())
 
 
 def _is_in(stored: Mapping[str, object], target: Target) -> bool:

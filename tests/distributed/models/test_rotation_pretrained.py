@@ -18,7 +18,7 @@ from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import build_model
@@ -355,3 +355,37 @@ def test_the_first_names_of_norms_are_known(tmp_path: Path) -> None:
     pretrained.load(model, tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name] + 0.5)
+
+
+def without_a_head(source: Path) -> tuple[str, list[str], bool]:
+    """What is said where a rotated model on `meta` has no value of a head; then after values."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    make: Any = BertForSequenceClassification
+    with torch.device("meta"):
+        model = make(BertConfig.from_pretrained(source))
+    rotate_all(model, mesh=make_mesh("cpu"))
+    try:
+        pretrained.load(model, source, strict=False)
+        said = ""
+    except CheckpointRejected as error:
+        said = str(error)
+    materialize(model, seed=1)
+    missing, _ = pretrained.load(model, source, strict=False)
+    is_finite = all(local_of(each).isfinite().all() for each in model.parameters())
+    return said, missing, is_finite
+
+
+def test_a_rotated_model_takes_no_new_head_without_values(
+    ranks: StartRanks, tmp_path: Path
+) -> None:
+    from transformers import BertConfig, BertModel
+
+    make: Any = BertModel
+    sizes = {"hidden_size": 12, "intermediate_size": 24, "num_attention_heads": 2}
+    described = BertConfig(**sizes, num_hidden_layers=1, vocab_size=40)  # type: ignore[arg-type]
+    make(described).save_pretrained(tmp_path)
+    for said, missing, is_finite in ranks(2).run(without_a_head, tmp_path):
+        assert "has no classifier.weight, and 1 more, and the model has no value of it yet" in said
+        assert missing == ["classifier.weight", "classifier.bias"]
+        assert is_finite

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.gloo_ranks import HOP_TIMEOUT_S
 from tests.distributed.training import whole
 
 BUNDLED = RotationPolicy(bundle_numel=9 * 2**15)  # the default
@@ -112,7 +113,9 @@ def told_of_two_bundles(reach: str, when: str) -> str:
                 patch.object(transport, "connect_neighbours", lambda group, timeout: {})
             )
         mesh = DeviceMesh.from_group(
-            dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
+            dist.new_group(timeout=timedelta(seconds=HOP_TIMEOUT_S)),
+            "cpu",
+            mesh_dim_names=("rotate",),
         )
         model, rank = rotated(WIDE, mesh), dist.get_rank()
         x, text = mine(WIDE, rank), ""

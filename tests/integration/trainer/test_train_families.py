@@ -19,7 +19,7 @@ from gyre_trainer.training.step import build_optimizer
 from torch import Tensor
 
 from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import DEADLINE_S, IMPORTS, Jobs, tiny_run
+from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 from tests.unit.trainer.test_trainer_found_table import FOUND, HEADS, NO_DROPOUT, OTHERS, SIZES
 
 NUM_ROWS, LENGTH = 12, 12
@@ -45,13 +45,13 @@ AUTO = {
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """Starts jobs from one interpreter."""
-    interpreter = Interpreter([*IMPORTS, "gyre_trainer.training.export", "transformers"])
-    jobs = Jobs(interpreter, tmp_path_factory.mktemp("jobs"))
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, trainer_interpreter: Interpreter
+) -> Iterator[Jobs]:
+    """Starts jobs for all families."""
+    jobs = Jobs(trainer_interpreter, tmp_path_factory.mktemp("jobs"))
     yield jobs
     jobs.end(DEADLINE_S)
-    interpreter.close()
 
 
 def keys(family: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tests.daemons import gyred_command, status
 from tests.probe_transforms import install
 from tests.waiting import until
 
-NUM_SAMPLES, LENGTH, KEPT = 101, 8, 3
+NUM_SAMPLES, LENGTH, KEPT, NUM_WORKERS = 101, 8, 3, 2
 CROP = {"name": "crop_or_pad", "field": "tokens", "length": KEPT, "start": "random"}
 CHAIN: Sequence[Mapping[str, Any]] = [{"name": "draw"}, CROP]
 Batches = list[dict[str, np.ndarray[Any, Any]]]
@@ -53,7 +53,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         "index_dir": str(folder / "index"),
         "drain_timeout_s": 3.0,
         "transform_deadline_s": 3.0,
-        "num_transform_workers": 2,
+        "num_transform_workers": NUM_WORKERS,
         "installed_transforms": ["draw", "trouble", "growing", "no_transform", "absent"],
         "datasets": {"set": table, "cropped": table},
     }
@@ -227,7 +227,6 @@ def test_a_sample_that_hangs_is_named_and_costs_other_jobs_nothing(
 ) -> None:
     """Its process is killed twice: with the group of the sample, and with the sample alone."""
     before = status(daemon).num_transform_workers_replaced
-    num_workers = len(workers_of(daemon))
     poison = int(reference[2]["sample_id"][7])
     hangs = {"name": "trouble", "hangs": [poison * LENGTH]}
     one = {"prefetch_batches": 1}  # of one epoch: in the next one the sample hangs once more
@@ -241,7 +240,7 @@ def test_a_sample_that_hangs_is_named_and_costs_other_jobs_nothing(
         assert caught.value.facts["sample_id"] == str(poison)
         assert caught.value.facts["reason"] == "it took longer than 3 s (transform_deadline_s)"
         assert status(daemon).num_transform_workers_replaced == before + 2
-        until(lambda: len(workers_of(daemon)) <= num_workers)  # none is left that hangs
+        until(lambda: len(workers_of(daemon)) <= NUM_WORKERS)  # none is left that hangs
         for left, right in zip(take(other, 6), reference[6:], strict=False):
             assert_array_equal(left["sample_id"], right["sample_id"])
     with loader(daemon) as source:

@@ -133,3 +133,19 @@ def test_blocks_never_share_memory(steps: list[tuple[int, int]]) -> None:
         blocks[place] = number % 251, array
         for value, its in blocks.values():
             assert its[0] == its[-1] == value
+
+
+def test_a_smaller_block_gives_back_what_the_one_before_it_could_not() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = BlockMemory(1 << 20)
+    first = filled(memory, 4 * PAGE)
+    address = first.address
+    assert not libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(PAGE))
+    del first
+    libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(PAGE))
+    second = filled(memory, 2 * PAGE + 1)
+    assert second.address == address
+    del second
+    cell = memory.take(2 * PAGE + 1)
+    assert cell.address == address
+    assert resident_bytes([cell]) == 0

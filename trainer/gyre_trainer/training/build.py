@@ -101,7 +101,7 @@ def build_model(
     model = rotated(config, context.mesh)
     if of_model:
         # A folder may have more than the model, such as the second head of BERT's pretraining. What
-        # it lacks is on meta still, so it is refused.
+        # it lacks has no value yet, so it is refused.
         pretrained.load(model, of_model, strict=False, device=context.device)
     else:
         materialize(model, seed=config.run.seed, device=context.device)

@@ -19,6 +19,7 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
+from gyre_daemon.storage.cache.cells import whole_pages
 
 
 def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
@@ -73,14 +74,16 @@ def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
     full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
     full_quality = expected_quality(planner_for(full_order, index))
     block_quality = expected_quality(planner_for(order, index))
-    of_full, in_window = num_batches * touched(num_chunks), held(window * decoded)
-    in_cache = held(data_bytes)
+    taken = whole_pages(index.chunk_bytes)  # in the cache
+    window_bytes, cached_bytes = window * float(taken.mean()), float(taken.sum())
+    of_full, in_window = num_batches * touched(num_chunks), held(window_bytes)
+    in_cache = held(cached_bytes)
     of_block = in_window * epochs * num_chunks + (1 - in_window) * num_batches * touched(window)
     of_cached = in_cache * num_chunks + (1 - in_cache) * of_full
     estimates = [
         estimate("full", of_full, 0, full_quality),
-        estimate("block", of_block, window * decoded, block_quality),
-        estimate("full with the cache", of_cached, in_cache * data_bytes, full_quality),
+        estimate("block", of_block, window_bytes, block_quality),
+        estimate("full with the cache", of_cached, in_cache * cached_bytes, full_quality),
     ]
     advice = _recommend(index, query, estimates, in_window, in_cache)
     return CostReport(estimates, advice, round(epochs * data_bytes))

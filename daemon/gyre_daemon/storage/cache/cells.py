@@ -84,7 +84,8 @@ class Cell:
         """Give the memory back, and let another block have the cell."""
         try:
             begin = self._number * self._slab.cell_bytes
-            self._slab.memory.madvise(mmap.MADV_DONTNEED, begin, self._num_bytes)
+            # All of it: the block before may have left memory that could not be given back then.
+            self._slab.memory.madvise(mmap.MADV_DONTNEED, begin, self._slab.cell_bytes)
         except OSError as error:
             self._free.kept.append((self._slab, self._number))
             self._free.tell(error)
