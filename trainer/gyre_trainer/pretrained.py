@@ -30,7 +30,6 @@ from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.stored_weights import (
     Files,
     Target,
@@ -115,7 +114,6 @@ def load(
             if not targets:
                 raise CheckpointRejected(f"{path} has no tensor of {own_class(model).__name__}")
         read_targets(targets, stored, path)
-        note_rewritten(model.parameters())
     _warn(model, path, IncompatibleKeys(missing, unexpected))
     return IncompatibleKeys(missing, unexpected)
 

@@ -379,12 +379,12 @@ def without_a_head(source: Path) -> tuple[str, list[str], bool]:
 def test_a_rotated_model_takes_no_new_head_without_values(
     ranks: StartRanks, tmp_path: Path
 ) -> None:
-    from transformers import BertConfig, BertModel
+    import transformers
 
-    make: Any = BertModel
+    library: Any = transformers
     sizes = {"hidden_size": 12, "intermediate_size": 24, "num_attention_heads": 2}
-    described = BertConfig(**sizes, num_hidden_layers=1, vocab_size=40)  # type: ignore[arg-type]
-    make(described).save_pretrained(tmp_path)
+    described = library.BertConfig(**sizes, num_hidden_layers=1, vocab_size=40)
+    library.BertModel(described).save_pretrained(tmp_path)
     for said, missing, is_finite in ranks(2).run(without_a_head, tmp_path):
         assert "has no classifier.weight, and 1 more, and the model has no value of it yet" in said
         assert missing == ["classifier.weight", "classifier.bias"]

@@ -32,6 +32,19 @@ class OverTime(Scaled):
         return super().forward(x - x.mean(1, keepdim=True))
 
 
+class Shifted(Scaled):
+    """A row of the output depends on the row before it in its sequence, or on the one after it."""
+
+    def __init__(self, dims: tuple[int, int]) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin, end = self.dims
+        padded = nn.functional.pad(x, (0, 0, begin, end))
+        return super().forward(x + padded[:, end : end + x.shape[1]])
+
+
 class Positions(Scaled):
     """Needs all rows of a sequence."""
 
@@ -51,10 +64,18 @@ def over_two_dims() -> nn.Module:
     return nn.LayerNorm((TIME, DIM), dtype=torch.float64)
 
 
-def outcome(norm: nn.Module) -> tuple[list[Tensor], int]:
+def after() -> nn.Module:
+    return Shifted((1, 0))
+
+
+def before() -> nn.Module:
+    return Shifted((0, 1))
+
+
+def outcome(norm: nn.Module, batch: int = BATCH) -> tuple[list[Tensor], int]:
     """The gradients, and the bytes that backward had alive beside what was there before."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, TIME, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(batch, TIME, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
     with LiveBytes() as live:
         loss = (norm(x) * torch.arange(x.numel()).view(x.shape)).sum()
         live.mark("backward")
@@ -65,16 +86,19 @@ def outcome(norm: nn.Module) -> tuple[list[Tensor], int]:
     return [grad for grad in grads if grad is not None], peak - before
 
 
-@pytest.mark.parametrize("make", [Scaled, layer_norm, OverTime, Positions, over_two_dims])
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize(
+    "make", [Scaled, layer_norm, OverTime, after, before, Positions, over_two_dims]
+)
 def test_gradients_are_those_of_all_rows_at_once(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], batch: int
 ) -> None:
     plain = make()
     norm = deepcopy(plain)
     mix_in(norm, RecomputedNorm, "Recomputed")
-    expected, _ = outcome(plain)
+    expected, _ = outcome(plain, batch)
     monkeypatch.setattr(recomputation, "_MAX_NUMEL", 10 * DIM)
-    found, _ = outcome(norm)
+    found, _ = outcome(norm, batch)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -215,7 +215,15 @@ class AttentionRule(Rule):
                     f"{type(module).__name__}.{name} is {count_of(module, name)}, but each of its "
                     f"{self.num_kv_heads} key/value heads serves {heads.group} query heads"
                 )
-        return [self._by_heads(cut, heads) for cut in cuts]
+        found = [self._by_heads(cut, heads) for cut in cuts]
+        sizes = Layout(tuple(found), num_slices)
+        if max(map(sizes.numel, range(num_slices))) > sizes.numel(0):
+            raise RotationError(
+                f"{type(module).__name__} has heads of which slice 0 would not have the most "
+                f"elements on {num_slices} ranks; use a number of ranks that divides its "
+                f"{self.num_kv_heads} key/value heads or {heads.num_heads} query heads"
+            )
+        return found
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         """The features of queries, keys and values in the one layer that makes them."""

@@ -81,14 +81,14 @@ class Arguments(Form):
             for place, spec in enumerate(self._specs)
             if spec is not None and _can_be_written_to(spec)
         ]
-        self._given: dict[int, list[Any]] = {}
+        self._given: dict[int, list[int]] = {}  # identities: the leaves themselves are not kept
 
     def call(
         self, leaves: Iterable[Any], tensors: Iterable[Tensor]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments; see `filled`."""
         values = self.filled(leaves, tensors)
-        self._given = {place: _flat(values[place])[0] for place in self._mutable}
+        self._given = {place: list(map(id, _flat(values[place])[0])) for place in self._mutable}
         named = zip(self._names, values[self._num_args :], strict=True)
         return values[: self._num_args], dict(named)
 
@@ -112,6 +112,4 @@ class Arguments(Form):
         found, spec = _flat(values[place])
         before = self._specs[place]
         assert before is not None
-        return spec != before or any(
-            one is not other for one, other in zip(found, self._given[place], strict=True)
-        )
+        return spec != before or list(map(id, found)) != self._given[place]

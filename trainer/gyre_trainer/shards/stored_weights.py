@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
 from gyre_trainer.shards.local_shards import local_of, place_of
+from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.tensor_files import Part, StoredTensor, read_part, write_part
 
 Files = Mapping[str, tuple[bytes, dict[str, StoredTensor]]]
@@ -103,6 +104,7 @@ def read_targets(targets: list[Target], stored: Mapping[str, StoredTensor], path
                 fds[found.path] = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
                 files.callback(os.close, fds[found.path])
             _read(fds[found.path], found, target)
+    note_rewritten(each.whole for each in targets if isinstance(each.whole, nn.Parameter))
 
 
 def write_targets(

@@ -51,7 +51,10 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         owner = modules[path.rpartition(".")[0]]
         is_item = bool(path) and isinstance(owner, _LISTS) and not isinstance(module, _LISTS)
         is_inside = any(outer in found for outer in _around(path))
-        is_alike = not any(isinstance(each, CallsEveryExpert) for each in module.modules())
+        around = (modules[outer] for outer in _around(path))
+        is_alike = not any(
+            isinstance(each, CallsEveryExpert) for each in (*module.modules(), *around)
+        )
         if is_item and not is_inside and path in rotating and is_alike and _repeats(path, modules):
             found.add(path)
     return [path for path in modules if path in found]
