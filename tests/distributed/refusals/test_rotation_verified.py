@@ -7,6 +7,7 @@ import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
+from gyre_trainer.inspection.verification import _close, _off
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate_all
@@ -115,8 +116,16 @@ def told_of_no_numbers() -> list[str]:
 def test_values_that_are_no_numbers_are_compared_like_others(ranks: StartRanks) -> None:
     for *equal, differs in ranks(2).run(told_of_no_numbers):
         assert equal == [""] * 4
-        assert "Overflows computes something else when it rotates: output 0 is finite" in differs
-        assert "in 3 places" in differs
+        assert "Overflows computes something else when it rotates: output 0 is of" in differs
+        assert "another kind (finite, infinite or no number) in 3 places" in differs
+
+
+def test_infinities_of_two_signs_differ() -> None:
+    """Also where everything that is finite counts as noise."""
+    one, other = (torch.tensor([0.0, sign * torch.inf]) for sign in (1, -1))
+    assert _close(one, one, 1e-2, 1.0)
+    assert not _close(one, other, 1e-2, 1.0)
+    assert _off(one, other) == "of another kind (finite, infinite or no number) in 1 places"
 
 
 @dataclass(frozen=True)

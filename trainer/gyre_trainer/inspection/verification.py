@@ -148,8 +148,8 @@ def _off(found: Tensor, expected: Tensor) -> str:
     """How they differ, for a message."""
     if found.shape != expected.shape:
         return f"of shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    if (places := _only_one_is_finite(found, expected)).any():
-        return f"finite where it must not be, or not where it must be, in {places.sum()} places"
+    if (places := _of_another_kind(found, expected)).any():
+        return f"of another kind (finite, infinite or no number) in {places.sum()} places"
     off, largest = largest_finite(found - expected), largest_finite(expected)
     return f"off by {off:.2g} where its largest value is {largest:.2g}"
 
@@ -256,8 +256,10 @@ def _takes_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _only_one_is_finite(one: Tensor, other: Tensor) -> Tensor:
-    return one.isfinite() != other.isfinite()
+def _of_another_kind(one: Tensor, other: Tensor) -> Tensor:
+    """Where one is infinite or no number, and the other one is not the same."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return ~(one.isfinite() & other.isfinite()) & ~same
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> bool:
@@ -266,7 +268,7 @@ def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> b
     Infinities and values that are not a number must be in the same places: a plain model may have
     them, too.
     """
-    if found.shape != expected.shape or _only_one_is_finite(found, expected).any():
+    if found.shape != expected.shape or _of_another_kind(found, expected).any():
         return False
     largest = largest_finite(expected)
     if max(largest, largest_finite(found)) <= noise:
