@@ -5,8 +5,9 @@
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
-wraps each layer, or each attention, MLP or other part of a layer that has matrices, whichever has
-the smaller peak, and embedding and head where they are not tied. Rotation finds blocks. The last
+wraps each layer, or each attention, MLP or other part of a layer that has matrices, and embedding
+and head where they are not tied. Times are beside the quicker of these two wraps, and bytes beside
+the one with the smaller peak. Rotation finds blocks. The last
 row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
 parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
 layers, and torch's checkpoint is around what FSDP2 wraps, and around as much of DDP. With
@@ -61,6 +62,7 @@ _SIZES: dict[str, dict[str, int]] = {
 }
 _NUM_WARM_UP_STEPS = 2
 _PER_LAYER = "FSDP2, per layer"
+_WRAPS = ("FSDP2", _PER_LAYER)
 Build = Callable[[str], Any]
 # CPU and passed seconds of each round, peak bytes, bytes sent
 Figures = tuple[list[tuple[float, float]], int, int]
@@ -235,21 +237,12 @@ def _measured(family: str, num_rounds: int, way: _Way) -> dict[str, Figures]:
     counted = _contenders(way, _with_counted_ddp)
     costs = {label: _counted(partial(build, family), rows) for label, build in counted.items()}
     contenders = _contenders(way, _with_ddp)
-    for weaker in _weaker_wrap(costs):
-        del contenders[weaker], costs[weaker]
     trainings = {label: _Training(build(family), rows) for label, build in contenders.items()}
     seconds: dict[str, list[tuple[float, float]]] = {label: [] for label in trainings}
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds if num_rounds else 0):
         for label, training in trainings.items():
             seconds[label].append(training.step())
     return {label: (seconds[label][_NUM_WARM_UP_STEPS:], *costs[label]) for label in seconds}
-
-
-def _weaker_wrap(costs: Mapping[str, tuple[int, int]]) -> list[str]:
-    """The wrap of FSDP2 with the larger peak on rank 0, on every rank alike."""
-    peaks: list[Any] = [{label: costs[label][0] for label in ("FSDP2", _PER_LAYER)}]
-    dist.broadcast_object_list(peaks)
-    return [max(peaks[0], key=peaks[0].__getitem__)]
 
 
 def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
@@ -275,12 +268,13 @@ def _counted(build: Callable[[], Any], rows: torch.Tensor) -> tuple[int, int]:
 
 
 def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
-    cpu, passed = [], []
+    cpu, passed = {}, {}
     for label in ranks[0]:
         rounds = list(zip(*(rank[label][0] for rank in ranks), strict=True))
-        cpu.append([statistics.mean(used for used, _ in each) for each in rounds])
-        passed.append([max(took for _, took in each) for each in rounds])
-    _, peaks, sent = zip(*(ranks[0][label] for label in ranks[0]), strict=True)
+        cpu[label] = [statistics.mean(used for used, _ in each) for each in rounds]
+        passed[label] = [max(took for _, took in each) for each in rounds]
+    by_peak = min(_WRAPS, key=lambda wrap: ranks[0][wrap][1])
+    _, peaks, sent = zip(*(ranks[0][label] for label in ("rotation", by_peak, "DDP")), strict=True)
     cells = [
         family,
         *_to_others(cpu),
@@ -292,11 +286,13 @@ def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _to_others(seconds: list[list[float]]) -> list[str]:
-    """The median of the first one's rounds in ms, and its ratios to those of the others."""
-    own, *others = seconds
+def _to_others(seconds: Mapping[str, list[float]]) -> list[str]:
+    """Rotation's median in ms, and its ratios to FSDP2's quicker wrap and to DDP."""
+    own = seconds["rotation"]
     if not own:
-        return ["-"] * len(seconds)
+        return ["-"] * 3
+    quicker = min(_WRAPS, key=lambda wrap: statistics.median(seconds[wrap]))
+    others = seconds[quicker], seconds["DDP"]
     ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
     return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
