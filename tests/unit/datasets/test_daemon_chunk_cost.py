@@ -15,6 +15,7 @@ from gyre_daemon.order.shuffle.block_order import window_of_chunks
 from gyre_daemon.storage.shard import Shard
 
 ROWS, NUM_CHUNKS, CHUNK_BYTES = 100, 60, 400
+PAGE = 4096  # a chunk takes one in the cache
 FIELD = FieldSpec("number", np.dtype(np.int32), (), ragged=False, codec="bytes")
 ORDER = Order("block", "drop", 1, 50, 1 << 20, 9)
 
@@ -42,8 +43,9 @@ def test_full_decodes_the_chunks_that_its_batches_touch() -> None:
     assert full.amplification == pytest.approx(decoded / (3 * NUM_CHUNKS), rel=0.02)
     assert (block.num_chunks_decoded, block.amplification) == (3 * NUM_CHUNKS, 1.0)
     assert (block.num_requests, block.num_bytes) == (3 * NUM_CHUNKS, 3 * 9000)
+    assert block.memory_bytes == (9 + 2) * PAGE
     assert block.money == pytest.approx(0.18)
-    assert (cached.num_chunks_decoded, cached.memory_bytes) == (NUM_CHUNKS, 24_000)
+    assert (cached.num_chunks_decoded, cached.memory_bytes) == (NUM_CHUNKS, NUM_CHUNKS * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +53,8 @@ def test_full_decodes_the_chunks_that_its_batches_touch() -> None:
     [
         (0, 59, "Take `block`: it decodes each piece once per epoch"),
         (1 << 20, 9, "Take `full` with the cache: it holds all"),
-        (1000, 9, "Take `block` with a narrower window than 9 blocks"),
-        (10_000, 3, "Take `block` with a wider window than 3 blocks, or write smaller chunks"),
+        (NUM_CHUNKS * CHUNK_BYTES, 9, "Take `block` with a narrower window than 9 blocks"),
+        (5 * PAGE, 3, "Take `block` with a wider window than 3 blocks, or write smaller chunks"),
     ],
 )
 def test_the_advice_follows_the_figures(cache_bytes: int, window: int, advice: str) -> None:

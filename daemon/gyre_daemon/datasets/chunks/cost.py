@@ -85,7 +85,7 @@ def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
         estimate("block", of_block, window_bytes, block_quality),
         estimate("full with the cache", of_cached, in_cache * cached_bytes, full_quality),
     ]
-    advice = _recommend(index, query, estimates, in_window, in_cache)
+    advice = _recommend(index, query, estimates, in_window, cached_bytes)
     return CostReport(estimates, advice, round(epochs * data_bytes))
 
 
@@ -94,13 +94,13 @@ def _recommend(
     query: CostQuery,
     estimates: list[Estimate],
     in_window: float,
-    in_cache: float,
+    cached_bytes: float,
 ) -> str:
     full, block, _ = estimates
-    needed, window = in_units(index.chunk_bytes.sum()), query.order.window_blocks
+    needed, window = in_units(cached_bytes), query.order.window_blocks
     fewer = f"{full.num_chunks_decoded / max(block.num_chunks_decoded, 1):,.0f}"
     quality = block.quality.worst
-    if query.cache_bytes and in_cache == 1.0:
+    if query.cache_bytes >= cached_bytes:
         return (
             f"Take `full` with the cache: it holds all of the decoded data ({needed}), so each "
             f"{index.noun} is decoded once, and the shuffle is global."
