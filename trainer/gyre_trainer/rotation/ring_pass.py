@@ -24,6 +24,7 @@ remote slice outlives its use.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -41,6 +42,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.randomness import Randomness
 from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
+from gyre_trainer.rotation.backward.weighted_outputs import GradOfWeight, as_weighing, weighing
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
@@ -63,12 +65,24 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
+    ring_pass, tensors = None, list(call.tensors)
+
     def rotate() -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _Rotate.apply(RingPass(rotation, call), *call.tensors)  # type: ignore[no-untyped-call]
+        nonlocal ring_pass
+        ring_pass = RingPass(rotation, call)
+        with as_weighing(None):
+            outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
-    kept = kept_outputs()
-    return rotate() if kept is None else kept.outputs_of(rotation, call, rotate, call.tensors)
+    weighs, kept = weighing(), kept_outputs()
+    is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
+    if kept is None:
+        outputs = rotate()
+    else:
+        outputs = kept.outputs_of(rotation, call, rotate, tensors, is_promised=is_weighed)
+    if weighs is not None and is_weighed:
+        weighs.note(outputs, ring_pass, tensors)
+    return outputs
 
 
 class _Rotate(torch.autograd.Function):
@@ -119,6 +133,15 @@ class RingPass:
         self._reductions: list[OutputReduction] = []
         self._version = rotation.sharded.version
         self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
+        self._of_weight: GradOfWeight | None = None
+
+    def again(self) -> "RingPass":
+        """The same pass with a backward of its own, where slices are computed again."""
+        assert self._randomness is not None
+        other = copy(self)
+        other._call, other._reductions = self._call.again(), list(self._reductions)
+        other._randomness = self._randomness.again()
+        return other
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -133,14 +156,21 @@ class RingPass:
             self._call.release_inputs()
         return outputs
 
-    def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
+    def backward(
+        self, grad_outputs: _Grads, of_weight: GradOfWeight | None = None
+    ) -> list[Tensor | None]:
         """The gradients of `Call.tensors`: averaged for shards, this rank's own for all others.
+
+        Args:
+            grad_outputs: those of the outputs.
+            of_weight: takes the gradient of the weights that the one output was multiplied by.
 
         Raises:
             RotationError: the parameters changed since forward, or this backward ran before.
             RingError: a hop failed.
         """
         self._require_fresh()
+        self._of_weight = of_weight
         sharded, call = self._rotation.sharded, self._call
         if call.recomputed:
             call.restore_inputs()
@@ -160,6 +190,7 @@ class RingPass:
                 gradient_ring.send_on()
         own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())
         self._reductions.clear()
+        self._of_weight = None
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
@@ -277,6 +308,9 @@ class RingPass:
         assert self._randomness is not None
         with torch.enable_grad(), self._randomness.replaying(index):
             outputs, weights = self._call.compute(index, flat)
+        if self._of_weight is not None:
+            grad = self._reductions[0].grad_of_slice(index, self._of_weight.grad)
+            self._of_weight.add(grad, outputs[0].detach())
         return _Graph([_edge(output) for output in outputs], weights, None)
 
 

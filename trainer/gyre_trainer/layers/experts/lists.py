@@ -2,8 +2,9 @@
 
 Every rank must call the same modules in the same order. So a module with such a list calls the
 experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
-next chosen expert, and the last ones after its forward. An empty sum of their outputs is added to
-the module's output, so that they take part in backward as well, in the same order on every rank.
+next chosen expert, and the last ones before another module that rotates, such as shared experts,
+or after its forward. An empty sum of their outputs is added to the module's output, so that they
+take part in backward as well, in the same order on every rank.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.experts.token_rows import WatchExperts
+from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
+from gyre_trainer.rotation.backward.weighted_outputs import Weighing, as_weighing
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
+from gyre_trainer.rotation.rotation import Rotation
 
 _LIST_NAME = "experts"
 
@@ -31,6 +36,12 @@ class _Calls:
         self._no_tokens: Tensor | None = None  # outside of a forward
         self._next = 0
         self._outputs: list[Tensor] = []
+
+    @property
+    def recomputed(self) -> list[Rotation]:
+        """The rotations of the experts, if backward computes all of them again."""
+        experts = [expert() for expert in self._experts]
+        return [each.rotation for each in experts] if all(map(_is_recomputed, experts)) else []  # type: ignore[union-attr]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
         """The calls of the copied experts."""
@@ -53,6 +64,11 @@ class _Calls:
             )
         self._call_up_to(index)
         self._next = index + 1
+
+    def before_others(self) -> None:
+        """Call the experts that are left, if any was called, before a module after them."""
+        if self._no_tokens is not None and self._next:
+            self._call_up_to(len(self._experts))
 
     def end(self) -> Tensor | None:
         """Call the experts that are left; return the empty sum of all that were called so."""
@@ -82,6 +98,18 @@ class CallsEveryExpert:
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
+        recomputed = self._expert_calls.recomputed
+        if not recomputed or not torch.is_grad_enabled():
+            return self._with_every_expert(*args, **kwargs)
+        now = Weighing(recomputed)
+        with as_weighing(now), WatchExperts(now):
+            output = self._with_every_expert(*args, **kwargs)
+        kept = kept_outputs()
+        if kept is not None and not kept.is_replaying:
+            kept.promised_nodes += now.nodes
+        return output
+
+    def _with_every_expert(self, *args: Any, **kwargs: Any) -> Any:
         tokens = next(
             leaf
             for leaf in tree_flatten((args, kwargs))[0]
@@ -112,11 +140,39 @@ def call_every_expert(model: nn.Module) -> None:
             for index, expert in enumerate(experts):
                 # before the hook that compares the expert, a collective, so that all ranks agree
                 expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
+            for other in _others(module, experts):
+                other.register_forward_pre_hook(partial(_before_others, calls), prepend=True)
 
 
 @uncompiled
 def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
     calls.before(index)
+
+
+@uncompiled
+def _before_others(calls: _Calls, _module: nn.Module, _args: Any) -> None:
+    calls.before_others()
+
+
+def _others(module: nn.Module, experts: nn.ModuleList) -> list[nn.Module]:
+    """The modules that rotate beside the experts."""
+    own = set(experts.modules())
+    return [
+        each for each in module.modules() if isinstance(each, RotatedModule) and each not in own
+    ]
+
+
+def recomputes_experts(module: nn.Module) -> bool:
+    """Whether ``module`` calls every expert, and backward computes each again as a whole."""
+    return isinstance(module, CallsEveryExpert) and bool(module._expert_calls.recomputed)
+
+
+def _is_recomputed(expert: nn.Module | None) -> bool:
+    return (
+        isinstance(expert, RotatedModule)
+        and expert.rotation.policy.recompute
+        and expert.rotation.rule.recompute_pays
+    )
 
 
 def _are_rotated(experts: nn.ModuleList) -> bool:

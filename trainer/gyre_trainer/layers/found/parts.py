@@ -6,11 +6,12 @@ layer of the model is what the outermost list has, with all its blocks.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.layers.experts.lists import CallsEveryExpert
+from gyre_trainer.layers.experts.lists import CallsEveryExpert, recomputes_experts
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 
@@ -24,6 +25,7 @@ def recompute_parts(model: nn.Module) -> None:
     for path in parts_of(modules):
         if not isinstance(modules[path], RecomputedPart):
             mix_in(modules[path], RecomputedPart, "Recomputed")
+            _note_experts(modules[path])
 
 
 def recompute_layers(model: nn.Module) -> None:
@@ -32,13 +34,18 @@ def recompute_layers(model: nn.Module) -> None:
     for path in layers_of(modules):
         if not isinstance(modules[path], RecomputedPart):
             mix_in(modules[path], RecomputedLayer, "Recomputed")
+            _note_experts(modules[path])
+
+
+def _note_experts(module: Any) -> None:
+    module.has_experts = any(isinstance(each, CallsEveryExpert) for each in module.modules())
 
 
 def layers_of(modules: dict[str, nn.Module]) -> list[str]:
     """The paths of the layers among all modules of a model: the items of its outermost lists.
 
-    Layers with a list of experts are none. Ranks whose tokens miss an expert keep fewer tensors, so
-    torch's checkpoint would stop after another expert there than on other ranks.
+    Layers with a list of experts are none if these do not rotate as a whole: then backward needs
+    what their layers return.
     """
     rotating = {
         outer
@@ -51,11 +58,13 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         owner = modules[path.rpartition(".")[0]]
         is_item = bool(path) and isinstance(owner, _LISTS) and not isinstance(module, _LISTS)
         is_inside = any(outer in found for outer in _around(path))
-        around = (modules[outer] for outer in _around(path))
-        is_alike = not any(
-            isinstance(each, CallsEveryExpert) for each in (*module.modules(), *around)
+        is_expert = any(isinstance(modules[outer], CallsEveryExpert) for outer in _around(path))
+        is_whole = not is_expert and all(
+            recomputes_experts(each)
+            for each in module.modules()
+            if isinstance(each, CallsEveryExpert)
         )
-        if is_item and not is_inside and path in rotating and is_alike and _repeats(path, modules):
+        if is_item and not is_inside and path in rotating and is_whole and _repeats(path, modules):
             found.add(path)
     return [path for path in modules if path in found]
 

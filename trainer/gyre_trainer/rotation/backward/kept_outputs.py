@@ -13,13 +13,17 @@ positions, activation functions and adapters save, and the masks of dropout.
 An output is not kept where somebody else may write to it: where the part itself wrote to it, or
 returned it. If backward needs it, its layer goes round the ring again, on every rank alike. Of
 whole layers (`RotationPolicy.recompute_layers`) no output is kept.
+
+Experts of a list never go round once more, because they have most of a model's bytes. Backward
+needs no output of theirs, where it is only weighted and added up (`weighted_outputs`,
+`weighted_sums`): then it is not kept, and values that are no numbers stand for it. Else it is kept.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ from gyre_trainer.rotation.backward.randomness import (
     set_states,
     states_of,
 )
+from gyre_trainer.rotation.backward.weighted_outputs import as_weighing
 
 Outputs = tuple[Tensor, ...]
 
@@ -47,6 +52,8 @@ class _Kept:
         versions: of the outputs, when the module returned them.
         states: of the generators of random numbers after the call; None where it drew none.
         is_kept: whether the outputs are kept.
+        is_promised: whether the module never goes round the ring again.
+        likes: shape, dtype and device of the outputs, where it is promised.
     """
 
     owner: object
@@ -55,6 +62,15 @@ class _Kept:
     versions: list[int]
     states: list[Tensor] | None
     is_kept: bool = True
+    is_promised: bool = False
+    likes: list[tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
+
+    def stand_ins(self) -> list[Tensor]:
+        """Values that are no numbers, so that nobody can use them unnoticed."""
+        return [
+            torch.full(shape, torch.nan, dtype=dtype, device=device)
+            for shape, dtype, device in self.likes
+        ]
 
 
 class KeptOutputs:
@@ -65,11 +81,19 @@ class KeptOutputs:
     Attributes:
         is_replaying: whether backward computes the part again.
         others: the tensors that were given to `keep` beside the outputs, while it does.
+        promised_nodes: of the graph, from which outputs come that must not be needed any more.
     """
 
-    def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
-        """``device`` is that of the part's parameters; ``keeps`` is false for whole layers."""
+    def __init__(
+        self, device: torch.device, *, keeps: bool = True, keeps_promised: bool = True
+    ) -> None:
+        """``device`` is that of the part's parameters; ``keeps`` is false for whole layers.
+
+        ``keeps_promised`` is whether outputs that were promised are here until `keep`.
+        """
         self._keeps = keeps
+        self._keeps_promised = keeps_promised
+        self.promised_nodes: list[Any] = []
         self._generators = generators_of(device)
         self._calls: deque[_Kept] = deque()
         self._node: Any = None
@@ -103,7 +127,13 @@ class KeptOutputs:
             self.others = []
 
     def outputs_of(
-        self, owner: object, call: Any, compute: Callable[[], Outputs], inputs: Sequence[Tensor]
+        self,
+        owner: object,
+        call: Any,
+        compute: Callable[[], Outputs],
+        inputs: Sequence[Tensor],
+        *,
+        is_promised: bool = False,
     ) -> Outputs:
         """What a rotated module returns: computed in forward, and the same again in backward.
 
@@ -112,38 +142,58 @@ class KeptOutputs:
             call: the call, of which ``output_form`` is read or set.
             compute: sends the slices round the ring.
             inputs: the tensors that the outputs depend on.
+            is_promised: whether the module is an expert, which does not go round again.
 
         Raises:
             RotationError: the part calls other modules than in forward.
         """
         if self.is_replaying:
             return self._replayed(owner, call, compute, inputs)
-        if not self._keeps:
+        if not self._keeps and not is_promised:
             self._calls.append(_Kept(owner, None, [], [], None, is_kept=False))
             return compute()
         before = states_of(self._generators)
         outputs = compute()
         after = states_of(self._generators)
-        detached = [output.detach() for output in outputs]
-        versions = [output._version for output in outputs]
         states = after if have_drawn(before, after) else None
-        self._calls.append(_Kept(owner, call.output_form, detached, versions, states))
+        each = _Kept(owner, call.output_form, [], [], states, is_promised=is_promised)
+        if is_promised:
+            each.likes = [(output.shape, output.dtype, output.device) for output in outputs]
+        if self._keeps_promised or not is_promised:
+            each.outputs = [output.detach() for output in outputs]
+            each.versions = [output._version for output in outputs]
+        self._calls.append(each)
         return outputs
 
-    def keep(self, returned: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def keep(
+        self, returned: Sequence[Tensor], others: Sequence[Tensor], *, keeps_promised: bool = False
+    ) -> None:
         """Let the graph keep ``others``, and the outputs that nobody can write to any more.
 
         Args:
             returned: what the part returns.
             others: see the attribute.
+            keeps_promised: whether backward needs outputs that were promised.
+
+        Raises:
+            RotationError: it needs one that the part wrote to or returned.
         """
+        self.promised_nodes.clear()
         storages = {tensor.untyped_storage()._cdata for tensor in returned}
         saved = [*others]
         for each in self._calls:
-            each.is_kept = self._keeps and all(
+            is_unchanged = all(
                 output._version == version and output.untyped_storage()._cdata not in storages
                 for output, version in zip(each.outputs, each.versions, strict=True)
             )
+            if each.is_promised and keeps_promised and not is_unchanged:
+                raise RotationError(
+                    "a part of a model writes to what an expert returned, or returns it, so "
+                    "backward cannot compute the part again; take "
+                    "RotationPolicy(recompute_parts=False), without recompute_layers"
+                )
+            keeps = keeps_promised if each.is_promised else self._keeps
+            each.is_kept = keeps and is_unchanged
             saved += each.outputs if each.is_kept else []
             each.outputs = []
         anchor = torch.empty(0, requires_grad=True)
@@ -171,12 +221,13 @@ class KeptOutputs:
                 "a part of a model calls other modules when backward computes it again than in "
                 "forward; take RotationPolicy(recompute_parts=False)"
             )
-        if not kept.is_kept:
+        if not kept.is_kept and not kept.is_promised:
             return compute()
         call.output_form = kept.form
         if kept.states is not None:
             set_states(self._generators, kept.states)
-        outputs: Outputs = _Replay.apply(kept.outputs, *inputs)  # type: ignore[no-untyped-call]
+        given = kept.outputs if kept.is_kept else kept.stand_ins()
+        outputs: Outputs = _Replay.apply(given, *inputs)  # type: ignore[no-untyped-call]
         kept.outputs = []
         return outputs
 
@@ -215,6 +266,8 @@ def kept_outputs() -> KeptOutputs | None:
     return _CURRENT.get()
 
 
-def nothing_kept() -> Any:
+@contextmanager
+def nothing_kept() -> Iterator[None]:
     """A context for calls that are none of the part's own, such as those that check a rule."""
-    return _as_current(None)
+    with _as_current(None), as_weighing(None):
+        yield

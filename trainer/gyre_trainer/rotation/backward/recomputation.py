@@ -22,9 +22,44 @@ _NOTHING = nullcontext()
 # in float32 has six tensors of that size then, 16 MiB each. All rows of 16,384 tokens, 3,072 wide,
 # took 1.1 GiB, at the peak of a step. Fewer elements cost more launches.
 _MAX_NUMEL = 2**22
+_NO_GRADS = None, None, None  # of the arguments of `_Recomputed` before its inputs
 
 
-def recomputed(compute: Compute, *inputs: Tensor, by_rows: bool = False) -> Tensor:
+class SharedInput:
+    """A tensor that several nodes read, such as the tokens of which each expert gets some rows.
+
+    Where a node can compute it again, the readers do not keep it. Backward computes it once for all
+    of them, and holds it until the last one is done.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._again = recomputation_of(tensor)
+        self._num_readers = 0
+        self._value: Tensor | None = None
+
+    def kept(self, tensor: Tensor) -> list[Tensor]:
+        """What a new reader keeps of ``tensor``, which is the one of the constructor."""
+        self._num_readers += 1
+        return [tensor] if self._again is None else []
+
+    def restored(self, saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The inputs of a reader, given the tensors that it saved."""
+        if self._again is None:
+            return tuple(saved)
+        if self._value is None:
+            self._value = self._again.compute_again({})
+        return self._value, *saved
+
+    def done(self) -> None:
+        """One of the readers needs it no longer."""
+        self._num_readers -= 1
+        if not self._num_readers:
+            self._value = None
+
+
+def recomputed(
+    compute: Compute, *inputs: Tensor, by_rows: bool = False, shared: SharedInput | None = None
+) -> Tensor:
     """``compute(*inputs)``, of which the graph keeps the inputs alone. See `recomputation_of`.
 
     Args:
@@ -32,8 +67,9 @@ def recomputed(compute: Compute, *inputs: Tensor, by_rows: bool = False) -> Tens
         inputs: every tensor that the result depends on and that takes a gradient.
         by_rows: whether each row of the first input, along its last dim, gives the same row of the
             result. Then backward takes some rows at a time.
+        shared: the first input, where other nodes read it, too.
     """
-    output: Tensor = _Recomputed.apply(compute, by_rows, *inputs)  # type: ignore[no-untyped-call]
+    output: Tensor = _Recomputed.apply(compute, by_rows, shared, *inputs)  # type: ignore[no-untyped-call]
     if output.grad_fn is not None:
         output.grad_fn.version = output._version  # type: ignore[attr-defined]  # the node is the context of `_Recomputed`
     return output
@@ -41,9 +77,12 @@ def recomputed(compute: Compute, *inputs: Tensor, by_rows: bool = False) -> Tens
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Compute, by_rows: bool, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.compute, ctx.by_rows, ctx.inputs = compute, by_rows, None
+    def forward(
+        ctx: Any, compute: Compute, by_rows: bool, shared: SharedInput | None, *inputs: Tensor
+    ) -> Tensor:
+        kept = inputs if shared is None else (*shared.kept(inputs[0]), *inputs[1:])
+        ctx.save_for_backward(*kept)
+        ctx.compute, ctx.by_rows, ctx.shared, ctx.inputs = compute, by_rows, shared, None
         ctx.autocast = autocast_of_now(inputs[0].device)
         return compute(*inputs)
 
@@ -53,9 +92,12 @@ class _Recomputed(torch.autograd.Function):
         inputs = _inputs(ctx)
         ctx.inputs = None
         chunks = _chunks_of(inputs[0], grad_output) if ctx.by_rows else []
-        if len(chunks) < 2:
-            return None, None, *_grads(ctx, inputs, grad_output)
-        return None, None, *_grads_by_rows(ctx, inputs, grad_output, chunks)
+        if len(chunks) > 1:
+            return *_NO_GRADS, *_grads_by_rows(ctx, inputs, grad_output, chunks)
+        grads = _grads(ctx, inputs, grad_output)
+        if ctx.shared is not None:
+            ctx.shared.done()
+        return *_NO_GRADS, *grads
 
 
 def _grads_by_rows(
@@ -63,7 +105,7 @@ def _grads_by_rows(
 ) -> list[Tensor | None]:
     """The same as `_grads`, some rows of the first input at a time."""
     first, *others = inputs
-    grad_first = torch.empty_like(first) if ctx.needs_input_grad[2] else None
+    grad_first = torch.empty_like(first) if ctx.needs_input_grad[len(_NO_GRADS)] else None
     wide = [torch.promote_types(each.dtype, torch.float32) for each in others]
     sums: list[Tensor | None] = [None] * len(others)
     for rows in chunks:
@@ -89,7 +131,7 @@ def _grads(ctx: Any, inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tens
     """The gradients of the inputs that take one."""
     leaves = [
         x.detach().requires_grad_(needed)
-        for x, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True)
+        for x, needed in zip(inputs, ctx.needs_input_grad[len(_NO_GRADS) :], strict=True)
     ]
     with torch.enable_grad(), ctx.autocast():
         edge = get_gradient_edge(ctx.compute(*leaves))  # releases the output itself
@@ -120,7 +162,8 @@ def _inputs(node: Any) -> Sequence[Tensor]:
     once.
     """
     if node.inputs is None:
-        node.inputs = node.saved_tensors
+        saved = node.saved_tensors
+        node.inputs = saved if node.shared is None else node.shared.restored(saved)
     inputs: Sequence[Tensor] = node.inputs
     return inputs
 

@@ -17,6 +17,7 @@ from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
 from gyre_trainer.rotation.backward.recomputation import recomputation_of
+from gyre_trainer.rotation.backward.weighted_sums import are_added_up
 from gyre_trainer.rotation.call import is_constant
 from gyre_trainer.rotation.form import Arguments
 from gyre_trainer.rotation.rotated_module import own_class, uncompiled
@@ -31,9 +32,14 @@ class RecomputedPart:
     Attributes:
         keeps_outputs: whether what its rotated modules return is kept, so that their slices need
             not travel once more.
+        has_experts: whether a list of experts is inside, of which each rank calls other ones with
+            tokens.
+        keeps_experts: whether what these return is kept; None before the first call.
     """
 
     keeps_outputs: ClassVar[bool] = True
+    has_experts: bool = False
+    keeps_experts: bool | None = None
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +119,10 @@ class _Call:
         # Plain tensors may stand in the place of parameters while the model runs.
         self._parameters = list(_parameters_of(module))
         self._device = _device_of(self._tensors, module)
-        self._kept = KeptOutputs(self._device, keeps=keeps_outputs)
+        keeps_experts: bool | None = module.keeps_experts  # type: ignore[assignment]
+        self._kept = KeptOutputs(
+            self._device, keeps=keeps_outputs, keeps_promised=keeps_experts is not False
+        )
 
     def run(self) -> Any:
         """The module's output."""
@@ -125,6 +134,8 @@ class _Call:
             torch.empty(0, device=self._device),  # tells whose random numbers are drawn
             use_reentrant=False,
             context_fn=self._contexts,
+            # which tensor is the last that backward needs depends on a rank's tokens
+            early_stop=not self._module.has_experts,  # type: ignore[arg-type]
         )
         if versions != [each._version for each in written]:
             raise RotationError(
@@ -137,8 +148,26 @@ class _Call:
             for tensor, again in zip(tensors, self._recomputations, strict=True)
             if again is None
         ]
-        self._kept.keep([x for x in tree_leaves(output) if isinstance(x, Tensor)], others)
+        returned = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        needs_experts = self._needs_experts(returned, tensors)
+        self._kept.keep(returned, others, keeps_promised=needs_experts)
         return output
+
+    def _needs_experts(self, returned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether backward needs what experts returned; the first call settles it."""
+        nodes, module = self._kept.promised_nodes, self._module
+        if not nodes:
+            return False
+        needs = not are_added_up(returned, nodes, inputs)
+        if needs and module.keeps_experts is False:
+            raise RotationError(
+                f"{path_of(module)} ({own_class(module).__name__}) uses what its experts return in "
+                "another way than at its first call, so backward cannot compute it again; take "
+                "RotationPolicy(recompute_parts=False), without recompute_layers"
+            )
+        if module.keeps_experts is None:
+            module.keeps_experts = needs  # type: ignore[assignment]
+        return bool(module.keeps_experts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return self._kept.recording(), self._kept.replaying()

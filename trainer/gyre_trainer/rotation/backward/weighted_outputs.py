@@ -1,0 +1,175 @@
+"""What experts of a list return, where it is only multiplied by weights and added up.
+
+[Note: Weighted outputs]
+
+A mixture of experts multiplies what an expert returned by a weight for each token. For the weight's
+gradient, which is the dot product of a token's output and of its gradient, autograd would keep that
+output: as many rows as tokens chose the expert. But the output is a sum over slices, or its slices
+lie side by side, and so the dot product is a sum over slices, too. With recomputation backward
+computes each slice's output again, and takes its part of the dot product there. So nobody keeps the
+output, and nothing more is sent.
+
+The product is found in the module's forward, while it runs: `Weighing` knows the last output of
+an expert. Any other use of that output is as ever.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gyre_trainer.rotation.backward.recomputation import Recomputation, recomputable
+
+
+class GradOfWeight:
+    """The gradient of the weights of a call's output; all slices add to it.
+
+    Attributes:
+        grad: that of the weighted output.
+        total: None before the first slice.
+    """
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
+        self.total: Tensor | None = None
+
+    def add(self, grad: Tensor, output: Tensor) -> None:
+        """Add the dot products of a slice's output and its part of ``grad``, along the last dim."""
+        wide = torch.promote_types(output.dtype, torch.float32)
+        part = (grad * output).sum(-1, keepdim=True, dtype=wide)
+        self.total = part if self.total is None else self.total.add_(part)
+
+
+class _Pass(Protocol):
+    """A ring pass that computes slices again in backward."""
+
+    def again(self) -> "_Pass":
+        """The same pass, with a backward of its own."""
+        ...
+
+    def backward(
+        self, grad_outputs: Sequence[Tensor | None], of_weight: GradOfWeight | None = None
+    ) -> list[Tensor | None]:
+        """The gradients of its inputs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An expert's output that may be weighted.
+
+    Attributes:
+        tensor: the output.
+        ring_pass: what computed it; None where it stands for one that is not computed again.
+        inputs: of the ring pass.
+    """
+
+    tensor: Tensor
+    ring_pass: _Pass | None
+    inputs: Sequence[Tensor]
+
+
+@dataclass
+class Weighing:
+    """The experts' outputs in one forward of the module that has them.
+
+    Attributes:
+        owners: the rotations of the experts.
+        nodes: of the graph, from which outputs and weighted outputs come.
+    """
+
+    owners: Collection[object]
+    nodes: list[Any] = field(default_factory=list)
+    _last: _Output | None = None
+
+    def begin(self) -> None:
+        """Another module is called, so the last output is not weighted any more."""
+        self._last = None
+
+    def note(
+        self, outputs: Sequence[Tensor], ring_pass: _Pass | None, inputs: Sequence[Tensor]
+    ) -> None:
+        """An expert has returned ``outputs``."""
+        self.nodes += [output.grad_fn for output in outputs]
+        self._last = _Output(outputs[0], ring_pass, inputs) if len(outputs) == 1 else None
+
+    def weighted(self, one: Any, other: Any) -> Tensor | None:
+        """The product of the last output and its weights; None where they are something else."""
+        last = self._last
+        if last is None or not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return None
+        if one is not last.tensor and other is not last.tensor:
+            return None
+        weight = other if one is last.tensor else one
+        if not _are_weights(weight, last.tensor):
+            return None
+        self._last = None
+        weight, again = recomputable(weight)
+        result: Tensor = _Weighted.apply(  # type: ignore[no-untyped-call]
+            last.ring_pass, again or weight.detach(), last.tensor.detach(), weight, *last.inputs
+        )
+        self.nodes.append(result.grad_fn)
+        return result
+
+
+def _are_weights(weight: Tensor, output: Tensor) -> bool:
+    """Whether there is one number for each row of the output."""
+    return (
+        weight.is_floating_point()
+        and weight.device == output.device
+        and weight.shape == (*output.shape[:-1], 1)
+    )
+
+
+class _Weighted(torch.autograd.Function):
+    """The product of a rotated module's output and weights; see the note above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ring_pass: _Pass | None,
+        again: Recomputation | Tensor,
+        output: Tensor,
+        weight: Tensor,
+        *_inputs: Tensor,
+    ) -> Tensor:
+        ctx.ring_pass = None if ring_pass is None else ring_pass.again()
+        ctx.again, ctx.dtypes = again, (output.dtype, weight.dtype)
+        ctx.set_materialize_grads(False)
+        return output * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtype, weight_dtype = ctx.dtypes
+        if grad is None:
+            return None, None, None, None, *ctx.ring_pass.backward((None,))
+        again = ctx.again
+        weight = again.compute_again({}) if isinstance(again, Recomputation) else again
+        of_weight = GradOfWeight(grad) if ctx.needs_input_grad[3] else None
+        grads = ctx.ring_pass.backward(((grad * weight).to(dtype),), of_weight)
+        total = None if of_weight is None else of_weight.total
+        return None, None, None, None if total is None else total.to(weight_dtype), *grads
+
+
+_WEIGHING: ContextVar[Weighing | None] = ContextVar("weighing", default=None)
+
+
+def weighing() -> Weighing | None:
+    """Of the module with a list of experts that computes now."""
+    return _WEIGHING.get()
+
+
+@contextmanager
+def as_weighing(now: Weighing | None) -> Iterator[None]:
+    """A context in which experts' outputs are noted in ``now``, or nowhere."""
+    token = _WEIGHING.set(now)
+    try:
+        yield
+    finally:
+        _WEIGHING.reset(token)
