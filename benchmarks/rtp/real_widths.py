@@ -79,6 +79,11 @@ MODELS = {
         _sizes("mixtral", 4096, 14336, 32, (32, 8), 32000)
         | {"num_local_experts": 8, "num_experts_per_tok": 2}
     ),
+    "qwen3-30b-a3b": RealModel(
+        _sizes("qwen3_moe", 2048, 6144, 48, (32, 4), 151936)
+        | {"head_dim": 128, "moe_intermediate_size": 768}
+        | {"num_experts": 128, "num_experts_per_tok": 8}
+    ),
 }
 _WAYS = {
     "Gyre, blocks": (Strategy.GYRE, False),

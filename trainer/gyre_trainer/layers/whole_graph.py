@@ -33,7 +33,6 @@ _IN_GRAPHS = {
     ReplicatedModule,
     RecomputedNorm,
     RecomputedPart,
-    RecomputedLayer,
     SliceDropout,
 }
 _FIRST_CALL = "_checks_a_first_call"  # marks hooks
@@ -216,6 +215,11 @@ def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
     others = [each for each in behaviours_of(module) if each not in _IN_GRAPHS]
     if hasattr(module, "grad_averaging") and not is_root:
         problem = "was rotated by itself; rotate the model by rotate_all alone"
+    elif isinstance(module, RecomputedLayer):
+        problem = (
+            "is computed again as a layer, which no graph does; take "
+            "RotationPolicy(recompute=True), without recompute_layers"
+        )
     elif others:
         problem = (
             f"is a {own_class(module).__name__} that runs in a way of its own "

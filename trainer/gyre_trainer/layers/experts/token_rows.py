@@ -1,9 +1,10 @@
-"""How a module with a list of experts is watched: rows of tokens, and weights of outputs."""
+"""How a module with a list of experts is watched: rows of tokens, weights and sums of outputs."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.rotation.backward.recomputation import SharedInput, recomputed
@@ -22,7 +23,8 @@ class WatchExperts(TorchFunctionMode):
     """A context: graphs keep neither the rows of tokens that experts get, nor what these return.
 
     Rows that are taken from a matrix of tokens are taken again in backward. What an expert returned
-    is multiplied by its weights as [Note: Weighted outputs] says.
+    is multiplied by its weights as [Note: Weighted outputs] says. A sum keeps nothing of the rows
+    that are added to it; torch's would, for their shape.
     """
 
     def __init__(self, now: Weighing) -> None:
@@ -34,15 +36,15 @@ class WatchExperts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if weighing() is self._now and torch.is_grad_enabled() and len(args) == 2 and not kwargs:
-            result = None
-            if func in _PRODUCTS:
+        result = None
+        if weighing() is self._now and torch.is_grad_enabled() and not kwargs:
+            if len(args) == 2 and func in _PRODUCTS:
                 result = self._now.weighted(*args)
-            elif func is Tensor.__getitem__:
+            elif len(args) == 2 and func is Tensor.__getitem__:
                 result = self._rows(*args)
-            if result is not None:
-                return result
-        return func(*args, **kwargs)
+            elif len(args) == 4 and func is Tensor.index_add_:
+                result = _added(*args)
+        return func(*args, **kwargs) if result is None else result
 
     def _rows(self, tokens: Tensor, index: Any) -> Tensor | None:
         """``tokens[index]``; None where that are not rows of a matrix."""
@@ -66,6 +68,37 @@ class WatchExperts(TorchFunctionMode):
                 return shared
         self._sources.append((tokens, tokens._version, SharedInput(tokens)))
         return self._sources[-1][-1]
+
+
+def _added(total: Tensor, dim: Any, rows: Any, source: Any) -> Tensor | None:
+    """``total.index_add_(dim, rows, source)``; None where autograd sees more in it."""
+    is_own = total._base is None and (total.grad_fn is not None or not total.requires_grad)
+    if not (
+        is_own
+        and dim == 0
+        and isinstance(source, Tensor)
+        and source.requires_grad
+        and (source.dtype, source.ndim) == (total.dtype, total.ndim)
+    ):
+        return None
+    result: Tensor = _RowsAdded.apply(total, rows, source)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RowsAdded(torch.autograd.Function):
+    """A matrix to which rows are added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, rows: Tensor, source: Tensor) -> Tensor:
+        ctx.mark_dirty(total)
+        ctx.save_for_backward(rows)
+        return total.index_add_(0, rows, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grad, None, grad.index_select(0, rows)
 
 
 def _taken(tokens: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _SAVE_NO_VALUES = frozenset(
         *("Unsqueeze", "Squeeze", "SplitWithSizes", "Split"),
     )
     for number in range(3)
-)
+) | {"_RowsAddedBackward"}  # of `layers.experts.token_rows`
 
 
 def are_added_up(
