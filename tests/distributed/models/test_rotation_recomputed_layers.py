@@ -11,6 +11,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
+from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer
 from gyre_trainer.training.config import MemoryConfig
 from torch import Tensor
 
@@ -103,13 +104,18 @@ def test_a_layer_keeps_its_input_alone(ranks: StartRanks) -> None:
         assert num_bytes <= more < 1.2 * num_bytes  # tables of rows and the like come on top
 
 
-def recomputed(family: str) -> int:
-    return len(plan_of(rotated(family, LAYERS)).recomputed)
+def recomputed(find_blocks: bool) -> list[str]:
+    model = made("Mixtral", num_hidden_layers=NUM_LAYERS)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, find_blocks=find_blocks)
+    return [n for n, module in model.named_modules() if isinstance(module, RecomputedLayer)]
 
 
-def test_layers_with_lists_of_experts_are_left_as_they_are(ranks: StartRanks) -> None:
-    assert ranks(2).run(recomputed, "Mixtral") == [0, 0]
-    assert ranks(2).run(recomputed, "GptOss") == [NUM_LAYERS, NUM_LAYERS]
+def test_layers_with_experts_that_do_not_rotate_whole_are_left_as_they_are(
+    ranks: StartRanks,
+) -> None:
+    assert ranks(2).run(recomputed, False) == [[], []]
+    layers = [f"model.layers.{number}" for number in range(NUM_LAYERS)]
+    assert ranks(2).run(recomputed, True) == [layers, layers]
 
 
 def test_layers_alone_are_refused() -> None:
