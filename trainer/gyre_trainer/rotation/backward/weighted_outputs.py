@@ -87,10 +87,6 @@ class Weighing:
     nodes: list[Any] = field(default_factory=list)
     _last: _Output | None = None
 
-    def begin(self) -> None:
-        """Another module is called, so the last output is not weighted any more."""
-        self._last = None
-
     def note(
         self, outputs: Sequence[Tensor], ring_pass: _Pass | None, inputs: Sequence[Tensor]
     ) -> None:
