@@ -47,7 +47,7 @@ class WatchExperts(TorchFunctionMode):
         return func(*args, **kwargs) if result is None else result
 
     def _rows(self, tokens: Tensor, index: Any) -> Tensor | None:
-        """``tokens[index]``; None where that are not rows of a matrix."""
+        """``tokens[index]``; None where that are not the rows of one expert."""
         leading = isinstance(index, tuple) and len(index) == 2 and index[0] is None
         rows = index[1] if leading else index
         if not (
@@ -57,6 +57,7 @@ class WatchExperts(TorchFunctionMode):
             and tokens.is_floating_point()
             and tokens.requires_grad
             and rows.device == tokens.device
+            and len(rows) <= len(tokens)  # more are of all experts; each would take them all again
         ):
             return None
         taken = recomputed(_taken, tokens, rows, shared=self._shared(tokens))

@@ -4,8 +4,9 @@ See [Note: Parts that are computed again] in `kept_outputs`.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -34,12 +35,13 @@ class RecomputedPart:
             not travel once more.
         has_experts: whether a list of experts is inside, of which each rank calls other ones with
             tokens.
-        keeps_experts: whether what these return is kept; None before the first call.
+        keeps_experts: whether what these return is kept, by the values of `training` with which
+            the module was called.
     """
 
     keeps_outputs: ClassVar[bool] = True
     has_experts: bool = False
-    keeps_experts: bool | None = None
+    keeps_experts: Mapping[bool, bool] = MappingProxyType({})
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +121,10 @@ class _Call:
         # Plain tensors may stand in the place of parameters while the model runs.
         self._parameters = list(_parameters_of(module))
         self._device = _device_of(self._tensors, module)
-        keeps_experts: bool | None = module.keeps_experts  # type: ignore[assignment]
+        experts: Mapping[bool, bool] = module.keeps_experts  # type: ignore[assignment]
+        self._keeps_experts = experts.get(module.training)
         self._kept = KeptOutputs(
-            self._device, keeps=keeps_outputs, keeps_promised=keeps_experts is not False
+            self._device, keeps=keeps_outputs, keeps_promised=self._keeps_experts is not False
         )
 
     def run(self) -> Any:
@@ -154,20 +157,19 @@ class _Call:
         return output
 
     def _needs_experts(self, returned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Whether backward needs what experts returned; the first call settles it."""
+        """Whether backward needs what experts returned; a mode's first call settles it."""
         nodes, module = self._kept.promised_nodes, self._module
-        if not nodes:
-            return False
+        if not nodes or self._keeps_experts:
+            return bool(nodes)
         needs = not are_added_up(returned, nodes, inputs)
-        if needs and module.keeps_experts is False:
+        if needs and self._keeps_experts is False:
             raise RotationError(
                 f"{path_of(module)} ({own_class(module).__name__}) uses what its experts return in "
                 "another way than at its first call, so backward cannot compute it again; take "
                 "RotationPolicy(recompute_parts=False), without recompute_layers"
             )
-        if module.keeps_experts is None:
-            module.keeps_experts = needs  # type: ignore[assignment]
-        return bool(module.keeps_experts)
+        module.keeps_experts = {**module.keeps_experts, module.training: needs}  # type: ignore[assignment,dict-item]
+        return needs
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return self._kept.recording(), self._kept.replaying()
