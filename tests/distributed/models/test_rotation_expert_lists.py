@@ -83,18 +83,32 @@ def as_it_is(model: Any, rank: int) -> None:
 
 def avoid(model: Any, rank: int) -> None:
     """Let tokens of even ranks choose neither the first nor the last expert."""
-    for layer in model.model.layers if rank % 2 == 0 else ():
+    for layer in model.model.layers:
         block = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-        block.gate.register_forward_hook(_in_between)
+        block.gate.register_forward_hook(_to_others if rank % 2 == 0 else _as_they_are)
 
 
-def _in_between(_router: nn.Module, _args: Any, found: Any) -> Any:
+def _to_others(_router: nn.Module, _args: Any, found: Any) -> Any:
     if isinstance(found, tuple):
         chosen, weights = found
         return chosen.clamp(1, NUM_EXPERTS - 2), weights
     scores = found.clone()
     scores[..., [0, -1]] -= 1e3
     return scores
+
+
+def _as_they_are(_router: nn.Module, _args: Any, found: Any) -> Any:
+    return found if isinstance(found, tuple) else found.clone()
+
+
+def avoid_and_freeze(model: Any, rank: int) -> None:
+    """The same, where only routers and experts are trained, so that their tokens need no gradient.
+
+    Experts without tokens then ask for nothing that was computed before them.
+    """
+    avoid(model, rank)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name or "gate.weight" in name)
 
 
 def outcome(model: Any, rows: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -119,7 +133,7 @@ def expected(
 
 
 def parts() -> tuple[Tensor, ...]:
-    rows = torch.randint(1, VOCABULARY, (6, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(1, VOCABULARY, (12, 5), generator=torch.Generator().manual_seed(1))
     return rows.chunk(dist.get_world_size())
 
 
@@ -162,7 +176,8 @@ def require_exact(
     found = ranks.run(off, family, policy, prepare, sizes or {}, options, find_blocks)
     for distance, layers in found:
         assert distance <= (1e-4 if family in IN_FLOAT32 else 1e-6)  # routers are in float32
-        assert layers == (NUM_LAYERS if policy.recompute_layers and find_blocks else 0)
+        all_layers = (sizes or _COMMON).get("num_hidden_layers", NUM_LAYERS)
+        assert layers == (all_layers if policy.recompute_layers and find_blocks else 0)
 
 
 @pytest.mark.parametrize("policy", [BLOCKS, LAYERS], ids=["blocks", "layers"])
@@ -174,8 +189,13 @@ def test_experts_without_tokens_on_some_ranks(
         require_exact(ranks_both_ways(num_ranks), family, policy, avoid)
 
 
+def test_experts_alone_are_trained(ranks: StartRanks) -> None:
+    sizes = {"num_hidden_layers": 1}
+    require_exact(ranks(2), "Qwen3Moe", LAYERS, avoid_and_freeze, sizes)
+
+
 @pytest.mark.models
-@pytest.mark.parametrize("prepare", [as_it_is, avoid])
+@pytest.mark.parametrize("prepare", [as_it_is, avoid, avoid_and_freeze])
 @pytest.mark.parametrize("policy", ALL_WAYS.values(), ids=ALL_WAYS)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_families_in_all_ways(

@@ -22,7 +22,7 @@ slice comes a second time (`saved_tensors`), so a module needs no backward writt
 remote slice outlives its use.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -65,17 +65,18 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
+    weighs, kept = weighing(), kept_outputs()
+    is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
+    start = kept.start() if kept is not None and is_weighed else None
     ring_pass, tensors = None, list(call.tensors)
 
     def rotate() -> tuple[Tensor, ...]:
         nonlocal ring_pass
-        ring_pass = RingPass(rotation, call)
+        ring_pass = RingPass(rotation, call, start)
         with as_weighing(None):
             outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
-    weighs, kept = weighing(), kept_outputs()
-    is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
     if kept is None:
         outputs = rotate()
     else:
@@ -122,8 +123,12 @@ class RingPass:
     See [Note: The backward ring].
     """
 
-    def __init__(self, rotation: Rotation, call: Call) -> None:
+    def __init__(
+        self, rotation: Rotation, call: Call, start: Callable[[], None] | None = None
+    ) -> None:
+        """``start`` is called before anything travels in backward."""
         self._rotation = rotation
+        self._start = start
         self._layout = rotation.pieces
         self._ring = rotation.sharded.ring
         self._call = call
@@ -170,6 +175,8 @@ class RingPass:
             RingError: a hop failed.
         """
         self._require_fresh()
+        if self._start is not None:
+            self._start()
         self._of_weight = of_weight
         sharded, call = self._rotation.sharded, self._call
         if call.recomputed:

@@ -94,6 +94,7 @@ class KeptOutputs:
         self._keeps = keeps
         self._keeps_promised = keeps_promised
         self.promised_nodes: list[Any] = []
+        self._start: Any = None
         self._generators = generators_of(device)
         self._calls: deque[_Kept] = deque()
         self._node: Any = None
@@ -125,6 +126,7 @@ class KeptOutputs:
         finally:
             self._calls.clear()
             self.others = []
+            self._start = None
 
     def outputs_of(
         self,
@@ -179,6 +181,7 @@ class KeptOutputs:
             RotationError: it needs one that the part wrote to or returned.
         """
         self.promised_nodes.clear()
+        self._start = None
         storages = {tensor.untyped_storage()._cdata for tensor in returned}
         saved = [*others]
         for each in self._calls:
@@ -199,6 +202,24 @@ class KeptOutputs:
         anchor = torch.empty(0, requires_grad=True)
         self._node = _Keep.apply(anchor, *saved).grad_fn  # type: ignore[no-untyped-call]
         self._num_others = len(others)
+
+    def start(self) -> Callable[[], None]:
+        """A function that computes the part again now, if backward has not yet.
+
+        Experts with tokens of this rank ask for tensors that do that, and those without may not. So
+        each calls it before its slices travel, or ranks would replay the part at other times. It
+        keeps the part's graph alive, but nothing that the part keeps refers to it.
+        """
+        if self._start is None:
+            anchor = torch.empty(0, requires_grad=True)
+            self._start = _Keep.apply(anchor, anchor.detach()).grad_fn  # type: ignore[no-untyped-call]
+        node = self._start
+
+        def replay() -> None:
+            if self._node is not None:
+                _ = node.saved_tensors
+
+        return replay
 
     def _take(self) -> deque[Tensor]:
         """The kept outputs; `others` has the other tensors from then on."""
