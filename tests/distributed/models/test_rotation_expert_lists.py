@@ -314,7 +314,8 @@ class Expert(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(8, 6), nn.Linear(6, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.up_proj(x).relu())
+        output: Tensor = self.down_proj(self.up_proj(x).relu())
+        return output
 
 
 class Layers(nn.Module):
@@ -330,9 +331,9 @@ class Layers(nn.Module):
 
 def layers_off(way: str) -> tuple[float, list[Any]]:
     torch.manual_seed(0)
-    plain = Layers(way).double()
+    plain: Any = Layers(way).double()
     torch.manual_seed(0)
-    model = Layers(way).double()
+    model: Any = Layers(way).double()
     rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS)
     for _ in range(2):
         x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -68,7 +68,8 @@ def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
     weighs, kept = weighing(), kept_outputs()
     is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
     start = kept.start() if kept is not None and is_weighed else None
-    ring_pass, tensors = None, list(call.tensors)
+    tensors = list(call.tensors)
+    ring_pass: RingPass | None = None
 
     def rotate() -> tuple[Tensor, ...]:
         nonlocal ring_pass

@@ -41,7 +41,14 @@ class _Calls:
     def recomputed(self) -> list[Rotation]:
         """The rotations of the experts, if backward computes all of them again."""
         experts = [expert() for expert in self._experts]
-        return [each.rotation for each in experts] if all(map(_is_recomputed, experts)) else []  # type: ignore[union-attr]
+        found = [
+            each.rotation
+            for each in experts
+            if isinstance(each, RotatedModule)
+            and each.rotation.policy.recompute
+            and each.rotation.rule.recompute_pays
+        ]
+        return found if len(found) == len(experts) else []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
         """The calls of the copied experts."""
@@ -165,14 +172,6 @@ def _others(module: nn.Module, experts: nn.ModuleList) -> list[nn.Module]:
 def recomputes_experts(module: nn.Module) -> bool:
     """Whether ``module`` calls every expert, and backward computes each again as a whole."""
     return isinstance(module, CallsEveryExpert) and bool(module._expert_calls.recomputed)
-
-
-def _is_recomputed(expert: nn.Module | None) -> bool:
-    return (
-        isinstance(expert, RotatedModule)
-        and expert.rotation.policy.recompute
-        and expert.rotation.rule.recompute_pays
-    )
 
 
 def _are_rotated(experts: nn.ModuleList) -> bool:

@@ -138,7 +138,7 @@ class _Call:
             use_reentrant=False,
             context_fn=self._contexts,
             # which tensor is the last that backward needs depends on a rank's tokens
-            early_stop=not self._module.has_experts,  # type: ignore[arg-type]
+            early_stop=not self._module.has_experts,
         )
         if versions != [each._version for each in written]:
             raise RotationError(
@@ -158,7 +158,8 @@ class _Call:
 
     def _needs_experts(self, returned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """Whether backward needs what experts returned; a mode's first call settles it."""
-        nodes, module = self._kept.promised_nodes, self._module
+        module: Any = self._module
+        nodes = self._kept.promised_nodes
         if not nodes or self._keeps_experts:
             return bool(nodes)
         needs = not are_added_up(returned, nodes, inputs)
@@ -168,7 +169,7 @@ class _Call:
                 "another way than at its first call, so backward cannot compute it again; take "
                 "RotationPolicy(recompute_parts=False), without recompute_layers"
             )
-        module.keeps_experts = {**module.keeps_experts, module.training: needs}  # type: ignore[assignment,dict-item]
+        module.keeps_experts = {**module.keeps_experts, module.training: needs}
         return needs
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
