@@ -40,7 +40,7 @@ class _Calls:
     @property
     def recomputed(self) -> list[Rotation]:
         """The rotations of the experts, if backward computes all of them again."""
-        experts = [expert() for expert in self._experts]
+        experts: list[Any] = [expert() for expert in self._experts]
         found = [
             each.rotation
             for each in experts
@@ -53,7 +53,7 @@ class _Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
         """The calls of the copied experts."""
         copied = memo[id(self)] = _Calls([], self._owner)
-        experts = [expert() for expert in self._experts]
+        experts: list[Any] = [expert() for expert in self._experts]
         copied._experts = [ref(deepcopy(each, memo)) for each in experts if each is not None]
         return copied
 
