@@ -53,7 +53,7 @@ class _Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
         """The calls of the copied experts."""
         copied = memo[id(self)] = _Calls([], self._owner)
-        experts: list[Any] = [expert() for expert in self._experts]
+        experts = [expert() for expert in self._experts]
         copied._experts = [ref(deepcopy(each, memo)) for each in experts if each is not None]
         return copied
 
