@@ -301,8 +301,10 @@ class Layer(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = torch.arange(number, len(x), 2)
             output = expert(x[rows])
-            weighted = output * x[rows].mean(-1, keepdim=True)
             if self.way == "twice":
+                total.index_add_(0, rows, output.tanh())
+            weighted = output * x[rows].mean(-1, keepdim=True)
+            if self.way == "afterwards":
                 weighted = weighted + output.tanh()
             total.index_add_(0, rows, weighted)
         return x + (self.norm(total) if self.way == "normed" else total)
@@ -353,6 +355,17 @@ def test_other_uses_of_outputs_are_exact(ranks: StartRanks, way: str, keeps: boo
     for distance, kept in ranks(2).run(layers_off, way):
         assert distance <= 1e-12
         assert kept == [{True: keeps}] * 2
+
+
+def refusal() -> str:
+    with pytest.raises(RotationError) as caught:
+        layers_off("afterwards")
+    return str(caught.value)
+
+
+def test_a_use_after_the_weights_is_refused(ranks: StartRanks) -> None:
+    for message in ranks(2).run(refusal):
+        assert "an expert, returned is multiplied by weights, and used once more" in message
 
 
 def as_one_graph() -> str:

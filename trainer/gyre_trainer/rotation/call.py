@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from copy import copy
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -180,14 +179,6 @@ class Call:
             ]
         )
         self._kept_inputs.clear()
-
-    def again(self) -> "Call":
-        """The same call for a backward of its own, where inputs were released."""
-        other = copy(self)
-        other.inputs, other._kept_inputs = [], list(self._kept_inputs)
-        other.sums = [RunningSum(total.dtype) for total in self.sums]
-        other._leaves = list(self._leaves)
-        return other
 
     def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a piece, and the leaves of their graph for its trainable shards.

@@ -24,7 +24,6 @@ remote slice outlives its use.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -99,6 +98,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.ring_pass.require_not_weighted()
         return None, *ctx.ring_pass.backward(grad_outputs)
 
 
@@ -122,6 +122,9 @@ class RingPass:
     """One call of a rotated module: one pass round the ring in forward, another in backward.
 
     See [Note: The backward ring].
+
+    Attributes:
+        is_weighted: whether its backward is that of its output's product with weights.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class RingPass:
         """``start`` is called before anything travels in backward."""
         self._rotation = rotation
         self._start = start
+        self.is_weighted = False
         self._layout = rotation.pieces
         self._ring = rotation.sharded.ring
         self._call = call
@@ -140,14 +144,6 @@ class RingPass:
         self._version = rotation.sharded.version
         self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
         self._of_weight: GradOfWeight | None = None
-
-    def again(self) -> "RingPass":
-        """The same pass with a backward of its own, where slices are computed again."""
-        assert self._randomness is not None
-        other = copy(self)
-        other._call, other._reductions = self._call.again(), list(self._reductions)
-        other._randomness = self._randomness.again()
-        return other
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -208,6 +204,17 @@ class RingPass:
             flat = to_shards(layout, self._ring, flat, hop)
         flat = flat.to(self._rotation.sharded.flat.dtype)
         return self._call.of_parameters(layout.in_rounds(1).at_rest.views(flat, self._ring.rank))
+
+    def require_not_weighted(self) -> None:
+        """Refuse a gradient of the output itself, where its product with weights has one.
+
+        Its slices would travel twice, but once on a rank without tokens for this expert.
+        """
+        if self.is_weighted:
+            raise RotationError(
+                f"what {self._rotation.name}, an expert, returned is multiplied by weights, and "
+                "used once more after that; use it before, or take RotationPolicy(recompute=False)"
+            )
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:

@@ -44,6 +44,8 @@ class WatchExperts(TorchFunctionMode):
                 result = self._rows(*args)
             elif len(args) == 4 and func is Tensor.index_add_:
                 result = _added(*args)
+            if result is None and getattr(func, "__name__", "") != "__get__":  # of an attribute
+                self._now.used(args)
         return func(*args, **kwargs) if result is None else result
 
     def _rows(self, tokens: Tensor, index: Any) -> Tensor | None:

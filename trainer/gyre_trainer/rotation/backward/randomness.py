@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -46,12 +45,6 @@ class Randomness:
         """``device`` is that of the parameters; the CPU's generator is replayed, too."""
         self._generators = generators_of(device)
         self._states: dict[int, list[Tensor]] = {}
-
-    def again(self) -> "Randomness":
-        """The same states, to be replayed once more."""
-        other = copy(self)
-        other._states = dict(self._states)
-        return other
 
     @contextmanager
     def recording(self, index: int) -> Iterator[None]:

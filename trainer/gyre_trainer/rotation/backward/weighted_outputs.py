@@ -10,10 +10,11 @@ computes each slice's output again, and takes its part of the dot product there.
 output, and nothing more is sent.
 
 The product is found in the module's forward, while it runs: `Weighing` knows the last output of
-an expert. Any other use of that output is as ever.
+an expert. An output that was used in another way before is as ever. One that is used again after
+the product is refused in backward.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,9 +49,7 @@ class GradOfWeight:
 class _Pass(Protocol):
     """A ring pass that computes slices again in backward."""
 
-    def again(self) -> "_Pass":
-        """The same pass, with a backward of its own."""
-        ...
+    is_weighted: bool
 
     def backward(
         self, grad_outputs: Sequence[Tensor | None], of_weight: GradOfWeight | None = None
@@ -94,6 +93,12 @@ class Weighing:
         self.nodes += [output.grad_fn for output in outputs]
         self._last = _Output(outputs[0], ring_pass, inputs) if len(outputs) == 1 else None
 
+    def used(self, values: Iterable[Any]) -> None:
+        """A function other than a product takes ``values``."""
+        last = self._last
+        if last is not None and any(each is last.tensor for each in values):
+            self._last = None
+
     def weighted(self, one: Any, other: Any) -> Tensor | None:
         """The product of the last output and its weights; None where they are something else."""
         last = self._last
@@ -134,7 +139,9 @@ class _Weighted(torch.autograd.Function):
         weight: Tensor,
         *_inputs: Tensor,
     ) -> Tensor:
-        ctx.ring_pass = None if ring_pass is None else ring_pass.again()
+        if ring_pass is not None:
+            ring_pass.is_weighted = True
+        ctx.ring_pass = ring_pass
         ctx.again, ctx.dtypes = again, (output.dtype, weight.dtype)
         ctx.set_materialize_grads(False)
         return output * weight
