@@ -7,7 +7,7 @@ or after its forward. An empty sum of their outputs is added to the module's out
 take part in backward as well, in the same order on every rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -161,12 +161,22 @@ def _before_others(calls: _Calls, _module: nn.Module, _args: Any) -> None:
     calls.before_others()
 
 
-def _others(module: nn.Module, experts: nn.ModuleList) -> list[nn.Module]:
-    """The modules that rotate beside the experts."""
-    own = set(experts.modules())
-    return [
-        each for each in module.modules() if isinstance(each, RotatedModule) and each not in own
-    ]
+def _others(module: nn.Module, experts: nn.ModuleList) -> Iterator[nn.Module]:
+    """The topmost modules beside the experts that are called and rotate, or have such inside.
+
+    One inside would be too late: what is around it may be computed again in backward.
+    """
+    for child in module.children():
+        if child is experts or not _rotates(child):
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _others(child, experts)
+        else:
+            yield child
+
+
+def _rotates(module: nn.Module) -> bool:
+    return any(isinstance(each, RotatedModule) for each in module.modules())
 
 
 def recomputes_experts(module: nn.Module) -> bool:
@@ -176,7 +186,7 @@ def recomputes_experts(module: nn.Module) -> bool:
 
 def _are_rotated(experts: nn.ModuleList) -> bool:
     is_list = len(experts) > 1 and len({own_class(expert) for expert in experts}) == 1
-    return is_list and any(isinstance(each, RotatedModule) for each in experts.modules())
+    return is_list and _rotates(experts)
 
 
 def _added(output: Any, nothing: Tensor) -> Any:
