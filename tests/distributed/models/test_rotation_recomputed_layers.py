@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.settled_bytes import SettledBytes
 from tests.distributed.training import whole
 
 BLOCKS = RotationPolicy(recompute=True, bundle_numel=0)
@@ -51,12 +52,12 @@ def step(family: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, i
     model.zero_grad()
     ring = ring_of(make_mesh("cpu"))
     before = ring.bytes_sent
-    with LiveBytes() as live:
+    with SettledBytes() as live:
         loss = model(input_ids=rows, labels=rows).loss
         after_forward = live.total
         loss.backward()
         gc.collect()
-        after_backward = live.total
+        after_backward = live.settled()
     found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     found["loss"] = loss.detach()
     return found, after_forward, after_backward, ring.bytes_sent - before

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.settled_bytes import SettledBytes
 from tests.distributed.training import whole
 
 BATCH, TIME, DIM = 6, 5, 24
@@ -121,12 +121,12 @@ def step(model: Any) -> tuple[dict[str, Tensor], int, int, int]:
     ring = ring_of(make_mesh("cpu"))
     before = ring.bytes_sent
     torch.manual_seed(3)
-    with LiveBytes() as live:
+    with SettledBytes() as live:
         loss = model(x).square().mean()
         after_forward = live.total
         loss.backward()
         gc.collect()
-        after_backward = live.total
+        after_backward = live.settled()
     grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return grads, after_forward, after_backward, ring.bytes_sent - before
 
