@@ -20,6 +20,7 @@ from hypothesis import settings
 from tests.preloaded.interpreter import Forked, Interpreter
 
 START_DEADLINE_S = 150.0
+COMMAND_DEADLINE_S = 120.0
 SERVE = ("-m", "gyre_daemon", "serve", "--config")
 
 # The same examples on every run, none kept, and no deadline: a slow machine is no counterexample.
@@ -192,6 +193,7 @@ class Daemon:
 
 
 StartDaemon = Callable[..., Daemon]
+GyredCommand = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
@@ -200,6 +202,22 @@ def interpreter() -> Iterator[Interpreter]:
     interpreter = Interpreter(["gyre_daemon.cli", "gyre_daemon.server", "uvloop", "obstore"])
     yield interpreter
     interpreter.close()
+
+
+@pytest.fixture
+def gyred_command(interpreter: Interpreter) -> GyredCommand:
+    """`gyred_command("health", "--address", address)` runs `gyred` to its end.
+
+    It is forked from the interpreter. `environment` adds variables.
+    """
+
+    def run(
+        *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        command = ("-m", "gyre_daemon", *arguments)
+        return interpreter.run(command, {**os.environ, **(environment or {})}, COMMAND_DEADLINE_S)
+
+    return run
 
 
 @pytest.fixture
