@@ -205,13 +205,14 @@ def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:
 
 
 def status_until(daemon: Daemon, is_there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What the status says of the only session, as soon as it is like this."""
+    """What the status says of the only session, as soon as it is open and like this."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        (session,) = sessions_of(gyre("status", "--json", "--address", daemon.address).stdout)
-        if is_there(session):
-            return session
-        assert time.monotonic() < deadline, session
+        sessions = sessions_of(gyre("status", "--json", "--address", daemon.address).stdout)
+        assert len(sessions) <= 1
+        if sessions and is_there(sessions[0]):
+            return sessions[0]
+        assert time.monotonic() < deadline, sessions
         time.sleep(0.1)
 
 
