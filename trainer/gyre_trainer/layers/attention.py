@@ -301,8 +301,8 @@ class AttentionRule(Rule):
         """A cut where slices have no equal parts of all heads."""
         layer, width = cut.name.rpartition(".")[0], cut.shape[cut.dim]
         if layer in self.tables:
-            ranges = tuple((heads.heads(index),) for index in range(heads.num_slices))
-            return cut if heads.is_even else replace(cut, of_slices=ranges)
+            columns = tuple((heads.heads(index),) for index in range(heads.num_slices))
+            return cut if heads.is_even else replace(cut, of_slices=columns)
         if layer == self.output or width == heads.kv_width * heads.group:  # that of the queries
             return (
                 cut if cut.padded or heads.is_even else replace(cut, of_slices=heads.of_queries())
