@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.layers.attention import Attention, rotate_attention
+from gyre_trainer.layers.attention import Attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
 from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
@@ -11,6 +11,7 @@ from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.multihead import rotate_multihead
 from gyre_trainer.layers.projections import is_transposed_linear
+from gyre_trainer.layers.query_heads import rotate_attention
 from gyre_trainer.layers.transformer import rotate_transformer_layer
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
