@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from gyre_trainer.comm.mesh import make_mesh, require_ring
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
-from gyre_trainer.errors import RotationError
+from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
@@ -324,14 +324,25 @@ def _largest_numel(module: nn.Module) -> int:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse a module that is rotated already, or has parameters without a shape."""
+    """Refuse a module that is rotated already, and parameters without a shape or with hooks."""
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
+    inside = (each for each in module.modules() if hasattr(each, "grad_averaging"))
+    averaging: list[Any] = [each.grad_averaging for each in inside]
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            continue
         if is_lazy(parameter):
             raise RotationError(
                 f"{type(module).__name__}.{name} has no shape yet; "
                 "call the model once before it is rotated"
+            )
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and not any(parameter in each for each in averaging):
+            raise RotationError(
+                f"{type(module).__name__}.{name} has a hook on its gradient, which the sharded "
+                "parameter in its place would not call; register hooks after rotating, for "
+                "gradients that are DTensors"
             )
 
 
@@ -371,6 +382,15 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
         use_equal_masks(module, target.mesh)
 
 
+def _told_of_slices(module: RotatedModule) -> str:
+    """What to do where the code of a module fails that rotates as a whole."""
+    return (
+        f"{module.rotation.name} rotates as a whole, by {type(module.rotation.rule).__name__}, so "
+        "its code runs with a slice of its parameters. If that is what fails, let the layers "
+        "inside rotate one by one: no rule for the module, and find_blocks=False"
+    )
+
+
 def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | None) -> None:
     """Check a module at its first call in each mode: training and evaluation."""
     # A module of which a part rotates, such as torch's attention, is of a kind with tests.
@@ -391,12 +411,17 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
-        # A checkpoint around the call counts what is saved, and the checks are not made again.
-        with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            if proves:
-                check_rule(rotated.rotation, args, kwargs)
-            if verifies:
-                verify_module(rotated.rotation, args, kwargs)
+        try:
+            # A checkpoint around the call counts what is saved; the checks are not made again.
+            with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                if proves:
+                    check_rule(rotated.rotation, args, kwargs)
+                if verifies:
+                    verify_module(rotated.rotation, args, kwargs)
+        except Exception as error:
+            if rule is not None and not isinstance(error, TrainError):
+                error.add_note(_told_of_slices(rotated))
+            raise
         rotated.unchecked_modes = left - {rotated.training}
         hooks = rotated._forward_pre_hooks
         if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it

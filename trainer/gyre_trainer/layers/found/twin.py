@@ -21,6 +21,7 @@ from gyre_trainer.layers.projections import (
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.call import may_be_returned
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
 from gyre_trainer.shards.layout import Layout
 
@@ -33,15 +34,26 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Whether the twin is in training, and whether it gets a mask."""
+    """Whether the twin is in training, and whether it gets a mask.
+
+    Attributes:
+        training: whether it is.
+        masked: whether it does.
+        given: the name of another argument that it gets, a number for each pair of positions and
+            each head; empty for none.
+    """
 
     training: bool
     masked: bool
+    given: str = ""
 
 
 # Attention with a mask may be other code than attention without.
 _CALLS = _Call(True, False), _Call(False, False), _Call(False, True)
 _MASK = "attention_mask"
+# Numbers for each head that no model gives in training: with them, slices are refused by name.
+_OF_HEADS = "head_mask"
+_HEAD_COUNTS = "num_attention_heads", "num_heads", "n_heads", "n_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ class Twin:
     def fits(self) -> bool:
         """Whether the slices' outputs make the module's, in both modes and with a mask."""
         try:
-            return all(self._fits(call) for call in _CALLS)
+            return all(self._fits(call) for call in (*_CALLS, *self._given_calls()))
         except Exception:  # foreign code, on a slice that it may not take
             return False
 
@@ -112,23 +124,39 @@ class Twin:
                 read[name] = value
         return read
 
+    def _given_calls(self) -> Iterator[_Call]:
+        """Calls with what may be for all heads, as a bias by positions that the model makes."""
+        if isinstance(self.rule, AttentionRule):
+            for parameter in inspect.signature(self.module.forward).parameters.values():
+                name, is_optional = parameter.name, parameter.default is None
+                if is_optional and name not in self.arguments and not name.endswith(_OF_HEADS):
+                    yield _Call(False, False, name)
+
     def _arguments(self, call: _Call) -> dict[str, Any]:
+        if call.given:
+            owners = (self.module, getattr(self.module, "config", None))
+            counts = [getattr(owner, name, None) for name in _HEAD_COUNTS for owner in owners]
+            num_heads = next((each for each in counts if type(each) is int), 1)
+            bias = torch.linspace(-1, 1, num_heads * _TIME * _TIME, dtype=torch.float64)
+            return self.arguments | {call.given: bias.view(1, num_heads, _TIME, _TIME)}
         if not call.masked:
             return self.arguments
         mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
         return self.arguments | {_MASK: mask.expand(_BATCH, -1, -1, -1)}
 
     def _is_possible(self, call: _Call) -> bool:
+        if call.given:
+            return self._whole(call) is not None
         return not call.masked or (_MASK in self.arguments and self._whole(call) is not None)
 
     def _whole(self, call: _Call) -> list[Tensor] | None:
-        """The whole module's outputs; None where it takes no such mask."""
+        """The whole module's outputs; None where it takes no such mask, or no such argument."""
         if call not in self.expected:
             self.module.train(call.training)
             try:
                 self.expected[call] = _outputs(self.module(**self._arguments(call)))
-            except Exception:  # foreign code, with a mask of another form than it takes
-                if not call.masked:
+            except Exception:  # foreign code, with an argument of another form than it takes
+                if not (call.masked or call.given):
                     raise
                 self.expected[call] = None
         return self.expected[call]
@@ -252,4 +280,14 @@ def _head_dim(module: nn.Module) -> int:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    """The tensors of an output.
+
+    Raises:
+        TypeError: there is none, or there may be others inside of an object.
+    """
+    leaves = tree_leaves(output)
+    odd = next((leaf for leaf in leaves if not may_be_returned(leaf)), None)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if odd is not None or not tensors:
+        raise TypeError(f"returns {type(output if odd is None else odd).__name__}")
+    return tensors
