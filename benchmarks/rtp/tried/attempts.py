@@ -103,7 +103,8 @@ def _rotated(
 ) -> tuple[Any, RotationPlan]:
     model = subject.made(dtype)
     with patch.object(rotating, "MIN_READ_NUMEL", _MIN_READ_NUMEL):
-        plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+        rules = dict.fromkeys(subject.whole)
+        plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     return model, plan
 
 

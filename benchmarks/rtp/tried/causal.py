@@ -108,7 +108,12 @@ CAUSAL = {
         expert_layer_offset=1,
     ),
     "Mamba 2": causal("Mamba2", num_heads=8, head_dim=4, state_size=4, n_groups=1, chunk_size=4),
-    "RWKV": causal("Rwkv", attention_hidden_size=16, context_length=32),
+    "RWKV": causal(
+        "Rwkv",
+        whole=("*.attention.output", "*.feed_forward.value"),
+        attention_hidden_size=16,
+        context_length=32,
+    ),
     "RecurrentGemma": causal("RecurrentGemma", lru_width=16, attention_window_size=16, head_dim=4),
     "Zamba": causal(
         "Zamba",
@@ -180,6 +185,7 @@ CAUSAL = {
     "Gemma 3n": causal(
         "Gemma3n",
         "Gemma3nTextConfig",
+        whole=("*.prediction_coefs", "*.correction_coefs"),
         head_dim=4,
         hidden_size_per_layer_input=4,
         vocab_size_per_layer_input=VOCABULARY,

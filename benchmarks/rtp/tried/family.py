@@ -60,6 +60,7 @@ class Family:
         generates: whether it writes text.
         config: the name of its configuration; None for that of its class.
         single: whether its code takes float32 alone.
+        whole: paths of modules that must stay whole, because a forward writes to their parameters.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Family:
     generates: bool = False
     config: str | None = None
     single: bool = False
+    whole: tuple[str, ...] = ()
 
     def made(self, dtype: torch.dtype) -> Any:
         """A tiny model, in training, with biases that are not zero; float32 where that is all."""
@@ -110,9 +112,16 @@ class Family:
         return getattr(library, self.model).config_class
 
 
-def causal(name: str, config: str | None = None, *, single: bool = False, **sizes: Any) -> Family:
+def causal(
+    name: str,
+    config: str | None = None,
+    *,
+    single: bool = False,
+    whole: tuple[str, ...] = (),
+    **sizes: Any,
+) -> Family:
     model = f"{name}ForCausalLM"
-    return Family(model, sizes, generates=True, config=config, single=single)
+    return Family(model, sizes, generates=True, config=config, single=single, whole=whole)
 
 
 def masked(name: str, **sizes: Any) -> Family:

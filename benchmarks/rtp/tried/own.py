@@ -27,6 +27,7 @@ class Own:
     alike: bool = False
     generates: bool = False
     single: bool = False
+    whole: tuple[str, ...] = ()
 
     def made(self, dtype: torch.dtype) -> Any:
         """A model, in training, with biases that are not zero."""

@@ -86,6 +86,15 @@ def returns() -> Case:
     return Case(ReadsOutputs(), (x(),))
 
 
+class Keeps(Returns):
+    """An MLP that keeps what it computed, for others to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.up(x).relu()
+        output: Tensor = self.down(self.hidden)
+        return output
+
+
 class Biased(nn.Module):
     """Attention that may get a bias for all of its heads."""
 
@@ -118,6 +127,24 @@ def biased() -> Case:
     return Case(GivesBias(), (x(),))
 
 
+class Remembers(nn.Module):
+    """Has a state that is no buffer: each call reads it and leaves another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.state = nn.Linear(DIM, 8), nn.Linear(8, DIM), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (self.up(x) * (1 + self.state)).tanh()
+        self.state = self.state + 0.5
+        output: Tensor = self.down(hidden).tanh()
+        return output
+
+
+def remembers() -> Case:
+    return Case(nn.Sequential(Remembers(), Remembers()), (x(),))
+
+
 CASES = {"in place": in_place, "normed": normed, "returns": returns, "biased": biased}
 
 
@@ -127,12 +154,22 @@ def test_own_code_trains_exactly(ranks_both_ways: StartEither, num_ranks: int) -
         assert max(found.values()) <= 1e-12, found
 
 
+@pytest.mark.parametrize("recompute_layers", [False, True])
+def test_a_state_of_before_the_call_is_computed_with_again(
+    ranks: StartRanks, recompute_layers: bool
+) -> None:
+    policy = RotationPolicy(recompute=True, recompute_layers=recompute_layers)
+    for found in ranks(2).run(distances, {"remembers": remembers}, policy):
+        assert found["remembers"] <= 1e-12
+
+
 def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
     assert find_rule(nn.Sequential(*in_place().module), 2) == MLPRule(ups=("0",), down="2")
     assert find_rule(Normed(), 2) is None
     assert find_rule(Returns(Output), 2) is None
     assert find_rule(Returns(Pair), 2) is None
     assert find_rule(Biased(), 2) is None
+    assert find_rule(Keeps(), 2) is None
 
 
 def told() -> list[str]:
@@ -149,7 +186,7 @@ def told() -> list[str]:
         messages.append(str(refusal.value))
     attention = AttentionRule(2, inputs=("q", "k", "v"), output="o")
     block = rotate(Biased(), mesh=mesh, rule=attention)
-    with pytest.raises(RuntimeError, match="must match") as failed:
+    with pytest.raises(RuntimeError, match="size") as failed:
         block(torch.randn(2, 3, DIM), torch.zeros(1, 2, 3, 3))
     return [*messages, *failed.value.__notes__]
 

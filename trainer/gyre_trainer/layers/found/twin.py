@@ -21,6 +21,7 @@ from gyre_trainer.layers.projections import (
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
 from gyre_trainer.rotation.call import may_be_returned
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
 from gyre_trainer.shards.layout import Layout
@@ -153,8 +154,12 @@ class Twin:
         """The whole module's outputs; None where it takes no such mask, or no such argument."""
         if call not in self.expected:
             self.module.train(call.training)
+            written = written_by(self.module)
             try:
                 self.expected[call] = _outputs(self.module(**self._arguments(call)))
+                # others may read it, and it would be that of one slice
+                if (name := tensor_among(written())) is not None:
+                    raise TypeError(f"keeps a tensor as {name}")
             except Exception:  # foreign code, with an argument of another form than it takes
                 if not (call.masked or call.given):
                     raise
