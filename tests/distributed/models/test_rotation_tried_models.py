@@ -1,4 +1,4 @@
-"""Models that many people have, beyond the families of `families`; `benchmarks.rtp` has them all."""
+"""Models that many people have, beyond `families`; `benchmarks.rtp.families` has more of them."""
 
 import pytest
 
