@@ -15,9 +15,9 @@ import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.inspection.rotation_plan import RotationPlan
-from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
+from gyre_trainer.rotate import RotationPolicy, Rules, materialize, rotate_all
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.rtp.tried.family import Family
 from benchmarks.rtp.tried.own import Own
@@ -103,17 +103,17 @@ def _rotated(
 ) -> tuple[Any, RotationPlan]:
     model = subject.made(dtype)
     with patch.object(rotating, "MIN_READ_NUMEL", _MIN_READ_NUMEL):
-        rules = dict.fromkeys(subject.whole)
+        rules: Rules = dict.fromkeys(subject.whole)
         plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     return model, plan
 
 
 def _in_dtype(subject: Subject, dtype: torch.dtype) -> Arguments:
     own = torch.float32 if subject.single else dtype
-    return {
-        name: value.to(own) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in subject.arguments().items()
-    }
+    given: Arguments = tree_map_only(
+        Tensor, lambda x: x.to(own) if x.is_floating_point() else x, subject.arguments()
+    )
+    return given
 
 
 def _mine(arguments: Arguments) -> Arguments:

@@ -1,9 +1,11 @@
 """Families that predict the next token."""
 
+from typing import Any
+
 from benchmarks.rtp.tried.family import HEADS, Family, causal
 from benchmarks.rtp.tried.sizes import VOCABULARY
 
-_EXPERTS = {
+_EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -11,7 +13,7 @@ _EXPERTS = {
     "moe_intermediate_size": 10,
     "n_shared_experts": 1,
 }
-_LATENT = _EXPERTS | {
+_LATENT: dict[str, Any] = _EXPERTS | {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 4,
@@ -22,7 +24,7 @@ _LATENT = _EXPERTS | {
     "n_group": 2,
     "topk_group": 1,
 }
-_MAMBA = {
+_MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
     "mamba_n_groups": 1,
@@ -30,7 +32,7 @@ _MAMBA = {
     "mamba_chunk_size": 4,
     "mamba_expand": 2,
 }
-_GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 CAUSAL = {
     "DeepSeek-V2": causal("DeepseekV2", **_LATENT),

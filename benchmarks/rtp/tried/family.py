@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -44,7 +44,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS = {"num_heads": 4, "num_layers": 2}
+HEADS: dict[str, Any] = {"num_heads": 4, "num_layers": 2}
 _NO_DROPOUT = ("drop", "noise", "jitter")  # parts of the names of what draws random numbers
 
 
@@ -82,7 +82,8 @@ class Family:
         for parameter in model.parameters():
             if not (parameter.is_meta or parameter.any()):
                 nn.init.normal_(parameter, std=0.1)
-        return model.to(torch.float32 if self.single else dtype).train()
+        is_single = self.single or dtype == torch.float32
+        return (model if is_single else model.to(dtype)).train()
 
     def arguments(self) -> Arguments:
         """What it is called with: rows of all ranks together."""

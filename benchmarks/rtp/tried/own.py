@@ -36,7 +36,7 @@ class Own:
         for parameter in model.parameters():
             if not (parameter.is_meta or parameter.any()):
                 nn.init.normal_(parameter, std=0.1)
-        return model.to(dtype).train()
+        return (model if dtype == torch.float32 else model.to(dtype)).train()
 
     def arguments(self) -> Arguments:
         """What it is called with: rows of all ranks together."""

@@ -23,7 +23,7 @@ class Recurrent(nn.Module):
     def width(options: dict[str, Any]) -> int:
         return int(options.get("proj_size") or HIDDEN) * (2 if options.get("bidirectional") else 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.rnn(x)[0])
 
 
@@ -34,7 +34,7 @@ class PackedRecurrent(nn.Module):
         super().__init__()
         self.rnn, self.cell = nn.LSTM(DIM, HIDDEN, batch_first=True), nn.GRUCell(HIDDEN, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         packed = nn.utils.rnn.pack_padded_sequence(
             x, torch.full((len(x),), TOKENS), batch_first=True
         )
@@ -48,7 +48,7 @@ class Pairwise(nn.Module):
         self.bilinear = nn.Bilinear(DIM, DIM, HIDDEN)
         self.activation = nn.PReLU(TOKENS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.activation(self.bilinear(x, x.flip(1)))
 
 
@@ -63,7 +63,7 @@ class Convolutions(nn.Module):
         self.up = nn.ConvTranspose2d(8, 3, 4, stride=2, padding=1)
         self.groups = nn.GroupNorm(1, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         images = x.flatten(1)[:, :48].reshape(len(x), 3, 4, 4)
         return self.groups(self.up(self.depth(self.norm(self.down(images)).relu())))
 
@@ -82,7 +82,7 @@ class Normed(nn.Module):
             layer = getattr(parametrizations, kind)(layer)
         self.first, self.second = layer, nn.Linear(HIDDEN, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.second(self.first(x).tanh())
 
 
@@ -96,7 +96,7 @@ class Shared(nn.Module):
         self.again = self.two
         self.out = nn.Linear(HIDDEN, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.out(self.one(x).relu() + self.two(x[:, :1]))
         return F.linear(self.again(y), self.one.weight.t())
 
@@ -109,7 +109,7 @@ class WithoutGradients(nn.Module):
         self.teacher = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM))
         self.student = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
             aim = self.teacher(x)
         return F.mse_loss(self.student(x), aim)
@@ -133,7 +133,7 @@ class Returns(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([Structured(form) for form in ("dataclass", "dict", "named")])
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def forward(self, x: Tensor) -> Any:
         first = self.inner[0](x).hidden
         second = self.inner[1](first)["hidden"]
         third = self.inner[2](second)
@@ -179,7 +179,7 @@ class Hooked(nn.Module):
     def _halved(module: Any, grads: Any, outputs: Any) -> Any:
         return tuple(None if each is None else each / 2 for each in grads)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.third(self.second(self.first(input=x)))
 
 
@@ -188,7 +188,7 @@ class Bag(nn.Module):
         super().__init__()
         self.bag, self.table = nn.EmbeddingBag(VOCABULARY, DIM), nn.Embedding(VOCABULARY, DIM)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         return self.bag(tokens) @ self.table.weight.T
 
 
@@ -198,7 +198,7 @@ class AdaptiveSoftmax(nn.Module):
         self.table = nn.Embedding(VOCABULARY, DIM)
         self.loss = nn.AdaptiveLogSoftmaxWithLoss(DIM, VOCABULARY, [10, 20], div_value=2.0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         return self.loss(self.table(tokens).flatten(0, 1), tokens.flatten()).loss
 
 
@@ -209,7 +209,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.reentrant, self.block = reentrant, NanoBlock()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
 
 
@@ -218,13 +218,13 @@ class Lists(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict(
+        self.parts: Any = nn.ModuleDict(
             {"a": nn.Linear(DIM, DIM), "b": nn.ModuleList([nn.Linear(DIM, DIM)])}
         )
         self.weights = nn.ParameterDict({"w": nn.Parameter(torch.randn(DIM, HIDDEN))})
         self.more = nn.ParameterList([nn.Parameter(torch.randn(HIDDEN, DIM))])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.parts["b"][0](self.parts["a"](x))
         return y @ self.weights["w"] @ self.more[0]
 
@@ -236,7 +236,7 @@ class Penalised(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layers(x).square().mean() + 1e-2 * sum(
             each.square().sum() for each in self.parameters()
         )

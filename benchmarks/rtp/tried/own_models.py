@@ -1,6 +1,7 @@
 """Transformers as people write them: each takes `x` or tokens, and returns a loss or tensors."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ class NanoAttention(nn.Module):
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.n_head, self.n_embd = HEADS, DIM
+        self.bias: Tensor
         self.register_buffer("bias", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         rows, tokens, width = x.size()
         q, k, v = (
             y.view(rows, tokens, self.n_head, width // self.n_head).transpose(1, 2)
@@ -36,7 +38,7 @@ class NanoMLP(nn.Module):
         self.c_fc, self.c_proj = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
         self.gelu, self.dropout = nn.GELU(), nn.Dropout(0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
@@ -46,7 +48,7 @@ class NanoBlock(nn.Module):
         self.ln_1, self.attn = nn.LayerNorm(DIM), NanoAttention()
         self.ln_2, self.mlp = nn.LayerNorm(DIM), NanoMLP()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -56,7 +58,7 @@ class NanoGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
+        self.transformer: Any = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, DIM),
                 "wpe": nn.Embedding(8, DIM),
@@ -68,7 +70,7 @@ class NanoGPT(nn.Module):
         self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor) -> Any:
         t = self.transformer
         x = t.drop(t.wte(tokens) + t.wpe(torch.arange(tokens.shape[1])))
         for block in t.h:
@@ -90,7 +92,7 @@ class ReferenceAttention(nn.Module):
         self.wv = nn.Linear(DIM, 8, bias=False)
         self.wo = nn.Linear(HEADS * 4, DIM, bias=False)
 
-    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Any:
         bsz, seqlen, _ = x.shape
         xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
         xq = xq.view(bsz, seqlen, self.n_local_heads, self.head_dim)
@@ -109,10 +111,11 @@ class ReferenceAttention(nn.Module):
         return self.wo(output)
 
     @staticmethod
-    def _turned(y: Tensor, freqs_cis: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2))
+    def _turned(y: Tensor, freqs_cis: Tensor) -> Any:
+        wide = y if y.dtype == torch.float64 else y.float()
+        pairs = torch.view_as_complex(wide.reshape(*y.shape[:-1], -1, 2))
         turned = pairs * freqs_cis.view(1, y.shape[1], 1, -1)
-        return torch.view_as_real(turned).flatten(3)
+        return torch.view_as_real(turned).flatten(3).type_as(y)
 
 
 class ReferenceFeedForward(nn.Module):
@@ -122,7 +125,7 @@ class ReferenceFeedForward(nn.Module):
         self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
         self.w3 = nn.Linear(DIM, HIDDEN, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -131,7 +134,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
@@ -141,7 +144,7 @@ class ReferenceBlock(nn.Module):
         self.attention, self.feed_forward = ReferenceAttention(), ReferenceFeedForward()
         self.attention_norm, self.ffn_norm = RMSNorm(), RMSNorm()
 
-    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Any:
         h = x + self.attention(self.attention_norm(x), freqs_cis, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
@@ -157,7 +160,7 @@ class ReferenceLlama(nn.Module):
         angles = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
         self.freqs_cis = torch.polar(torch.ones_like(angles), angles)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         h = self.tok_embeddings(tokens)
         seqlen = tokens.shape[1]
         freqs_cis = self.freqs_cis[:seqlen].to(
@@ -178,7 +181,7 @@ class EinsumAttention(nn.Module):
         self.qkv = nn.Parameter(torch.randn(3, HEADS, DIM, 3) * 0.2)
         self.out = nn.Parameter(torch.randn(HEADS, 3, DIM) * 0.2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = torch.einsum("btd,ahdc->abhtc", x, self.qkv)
         scores = torch.einsum("bhtc,bhsc->bhts", q, k).softmax(-1)
         return x + torch.einsum("bhts,bhsc,hcd->btd", scores, v, self.out)
@@ -194,7 +197,7 @@ class LucidAttention(nn.Module):
         self.to_qkv = nn.Linear(DIM, 3 * DIM, bias=False)
         self.to_out = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.to_qkv(self.norm(x)).chunk(3, dim=-1)
@@ -214,10 +217,12 @@ class Lucid(nn.Module):
             nn.Linear(HIDDEN, DIM),
             nn.Dropout(0.0),
         )
-        self.layers = nn.ModuleList([nn.ModuleList([LucidAttention(), feed()]) for _ in range(2)])
+        self.layers: Any = nn.ModuleList(
+            [nn.ModuleList([LucidAttention(), feed()]) for _ in range(2)]
+        )
         self.cls = nn.Parameter(torch.randn(1, 1, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
         for attention, feed in self.layers:
             x = attention(x) + x
@@ -233,7 +238,7 @@ class TorchTransformer(nn.Module):
             DIM, HEADS, 1, 1, HIDDEN, dropout=0.0, batch_first=batch_first, norm_first=norm_first
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = x if self.batch_first else x.transpose(0, 1)
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         y = self.transformer(y, y.flip(0 if not self.batch_first else 1), tgt_mask=mask)
@@ -263,7 +268,7 @@ class Mixture(nn.Module):
         self.gate = nn.Linear(DIM, 4, bias=False)
         self.experts = nn.ModuleList([ReferenceFeedForward() for _ in range(4)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         flat = x.flatten(0, 1)
         scores, chosen = self.gate(flat).softmax(-1).topk(2)
         output = torch.zeros_like(flat)
@@ -287,7 +292,7 @@ class Positions(nn.Module):
             ]
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.positions
         for block in self.blocks:
             x = x + self.scale * block(x)
@@ -301,7 +306,7 @@ class LoopedLayers(nn.Module):
         super().__init__()
         self.block = NanoBlock()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for length in (TOKENS, TOKENS - 1, TOKENS - 2):
             x = self.block(x[:, :length])
         return x

@@ -1,10 +1,12 @@
 """Families that see images, alone and beside text."""
 
+from typing import Any
+
 from benchmarks.rtp.tried.family import TEXT, Family, image, seeing
 from benchmarks.rtp.tried.sizes import IMAGE_TOKEN, VOCABULARY
 
-_STAGES = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
-_VISION = {
+_STAGES: dict[str, Any] = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
+_VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 20,
     "num_hidden_layers": 1,

@@ -1,5 +1,7 @@
 """Families with an encoder and a decoder, and those that hear and that forecast."""
 
+from typing import Any
+
 from benchmarks.rtp.tried.family import HEADS, TEXT, Family, seq2seq
 from benchmarks.rtp.tried.sizes import VOCABULARY
 
@@ -95,7 +97,7 @@ SEQ2SEQ = {
     ),
 }
 
-_SOUND = {
+_SOUND: dict[str, Any] = {
     "conv_dim": [8, 8],
     "conv_kernel": [4, 4],
     "conv_stride": [4, 4],

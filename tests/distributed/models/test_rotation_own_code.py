@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.distributed.comparing import BATCH, Case, distances
 from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.training import whole
 
 DIM = 6
 
@@ -154,6 +155,40 @@ def test_own_code_trains_exactly(ranks_both_ways: StartEither, num_ranks: int) -
         assert max(found.values()) <= 1e-12, found
 
 
+def with_statistics() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Flatten())
+
+
+def of_batch_norm(mesh: Any = None) -> dict[str, Tensor]:
+    """Outputs, gradients and statistics for the same rows on all ranks; rotated in bfloat16."""
+    model = with_statistics()
+    if mesh is not None:
+        rotate_all(model, mesh=mesh, policy=RotationPolicy(compute_dtype=torch.bfloat16))
+    torch.manual_seed(1)
+    output = model(x())
+    output.float().sin().mean().backward()
+    grads = {
+        f"gradient of {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+    }
+    statistics = dict(model.named_buffers())
+    return {"output": output.detach(), **grads, **statistics}
+
+
+def of_rotated_batch_norm() -> dict[str, Tensor]:
+    return of_batch_norm(make_mesh("cpu"))
+
+
+def test_batch_norm_computes_in_half_precision(ranks_both_ways: StartEither) -> None:
+    expected = of_batch_norm()
+    for found in ranks_both_ways(2).run(of_rotated_batch_norm):
+        assert found["output"].dtype == torch.bfloat16
+        assert found["gradient of 1.weight"].dtype == torch.float32
+        assert found["1.running_var"].dtype == torch.float32
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0.1, atol=0.02)
+
+
 @pytest.mark.parametrize("recompute_layers", [False, True])
 def test_a_state_of_before_the_call_is_computed_with_again(
     ranks: StartRanks, recompute_layers: bool
@@ -164,7 +199,7 @@ def test_a_state_of_before_the_call_is_computed_with_again(
 
 
 def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
-    assert find_rule(nn.Sequential(*in_place().module), 2) == MLPRule(ups=("0",), down="2")
+    assert find_rule(in_place().module, 2) == MLPRule(ups=("0",), down="2")
     assert find_rule(Normed(), 2) is None
     assert find_rule(Returns(Output), 2) is None
     assert find_rule(Returns(Pair), 2) is None
@@ -175,7 +210,8 @@ def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
 def told() -> list[str]:
     mesh, messages = make_mesh("cpu"), []
     hooked = nn.Sequential(nn.Linear(DIM, DIM))
-    hooked[0].weight.register_hook(torch.zeros_like)
+    weight: Any = hooked.get_parameter("0.weight")
+    weight.register_hook(torch.zeros_like)
     with pytest.raises(RotationError) as refusal:
         rotate_all(hooked, mesh=mesh)
     messages.append(str(refusal.value))
@@ -186,7 +222,7 @@ def told() -> list[str]:
         messages.append(str(refusal.value))
     attention = AttentionRule(2, inputs=("q", "k", "v"), output="o")
     block = rotate(Biased(), mesh=mesh, rule=attention)
-    with pytest.raises(RuntimeError, match="size") as failed:
+    with pytest.raises(RuntimeError, match="shape") as failed:
         block(torch.randn(2, 3, DIM), torch.zeros(1, 2, 3, 3))
     return [*messages, *failed.value.__notes__]
 

@@ -49,7 +49,7 @@ class ReplicatedModule(ShardedModule):
 
     Attributes:
         outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
-            no cast.
+            no cast. Parameters of a BatchNorm stay in the dtype of its statistics.
         read_parameters: by their names, the places of those parameters of its own that are cut.
         reads_inside: whether the forward reads the parameters of modules inside instead of calling
             these.
@@ -92,7 +92,9 @@ class ReplicatedModule(ShardedModule):
         place = self.read_parameters.get(name)
         if place is not None and isinstance(parameter, DTensor):
             return place.instead(parameter)
-        return cast(local_of(parameter), self.outer_dtype)
+        # Torch takes activations in another dtype, but not statistics in another one than weights.
+        keeps_statistics = isinstance(self, nn.modules.batchnorm._NormBase)
+        return cast(local_of(parameter), None if keeps_statistics else self.outer_dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return cast(tensor, self.outer_dtype)

@@ -12,8 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# Those of every module: parameters, buffers and modules inside, hooks, and `training`.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+from gyre_trainer.rotation.rotated_module import RotatedModule
+
+# Those of every module: parameters, buffers and modules inside, hooks, and `training`. And those
+# that rotation itself keeps.
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *RotatedModule.__annotations__))
 _ABSENT = object()
 
 
