@@ -167,13 +167,17 @@ class Hooked(nn.Module):
         self.first.register_forward_pre_hook(self._doubled, with_kwargs=True)
         self.second.register_forward_hook(lambda module, args, output: output + args[0])
         self.second.register_full_backward_hook(self._halved)
-        self.third.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 3,))
+        self.third.register_full_backward_pre_hook(self._tripled)
         self.third.register_full_backward_hook(self._halved)
         self.first[0].register_full_backward_hook(self._halved)
 
     @staticmethod
     def _doubled(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {name: 2 * value for name, value in kwargs.items()}
+
+    @staticmethod
+    def _tripled(module: Any, grads: Any) -> Any:
+        return (grads[0] * 3,)
 
     @staticmethod
     def _halved(module: Any, grads: Any, outputs: Any) -> Any:

@@ -58,7 +58,7 @@ class NanoGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer: Any = nn.ModuleDict(
+        parts: Any = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, DIM),
                 "wpe": nn.Embedding(8, DIM),
@@ -68,10 +68,11 @@ class NanoGPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        parts.wte.weight = self.lm_head.weight
+        self.transformer = parts
 
     def forward(self, tokens: Tensor) -> Any:
-        t = self.transformer
+        t: Any = self.transformer
         x = t.drop(t.wte(tokens) + t.wpe(torch.arange(tokens.shape[1])))
         for block in t.h:
             x = block(x)
@@ -206,10 +207,9 @@ class LucidAttention(nn.Module):
         return self.to_out(y.transpose(1, 2).flatten(2))
 
 
-class Lucid(nn.Module):
+class LucidFeedForward(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        feed = lambda: nn.Sequential(  # noqa: E731
+        super().__init__(
             nn.LayerNorm(DIM),
             nn.Linear(DIM, HIDDEN),
             nn.GELU(),
@@ -217,8 +217,13 @@ class Lucid(nn.Module):
             nn.Linear(HIDDEN, DIM),
             nn.Dropout(0.0),
         )
+
+
+class Lucid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         self.layers: Any = nn.ModuleList(
-            [nn.ModuleList([LucidAttention(), feed()]) for _ in range(2)]
+            [nn.ModuleList([LucidAttention(), LucidFeedForward()]) for _ in range(2)]
         )
         self.cls = nn.Parameter(torch.randn(1, 1, DIM))
 

@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotated_module import behaviours_of
 
-# Those of every module: parameters, buffers and modules inside, hooks, and `training`. And those
-# that rotation itself keeps.
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *RotatedModule.__annotations__))
+# Those of every module: parameters, buffers and modules inside, hooks, and `training`.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ABSENT = object()
 
 
@@ -40,18 +39,25 @@ class _Place:
 
 def written_by(module: nn.Module) -> Callable[[], list[tuple[_Place, Any]]]:
     """A function that, after a call of the module, gives what it wrote, with the values before."""
-    before = [(vars(each), dict(vars(each))) for each in module.modules()]
+    before = [(vars(each), dict(vars(each)), _kept_by(each)) for each in module.modules()]
 
     def written() -> list[tuple[_Place, Any]]:
         return [
             (_Place(attributes, name), was.get(name, _ABSENT))
-            for attributes, was in before
+            for attributes, was, kept in before
             for name in dict.fromkeys((*was, *attributes))
             if name not in _OF_EVERY_MODULE
+            and name not in kept
             and attributes.get(name, _ABSENT) is not was.get(name, _ABSENT)
         ]
 
     return written
+
+
+def _kept_by(module: nn.Module) -> set[str]:
+    """The names of attributes that rotation itself keeps with a module."""
+    classes = (cls for behaviour in behaviours_of(module) for cls in behaviour.__mro__)
+    return {name for cls in classes for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
 
 
 def tensor_among(written: list[tuple[_Place, Any]]) -> str | None:
