@@ -8,7 +8,7 @@ from tests.distributed.gloo_ranks import bundled_by_default
 
 NAMES = [
     *("DeepSeek-V3", "Qwen3-Next", "Llama 4", "GLM-4-MoE", "Gemma 3n", "Cohere 2", "LFM2"),
-    *("Falcon, new", "BLOOM", "OPT", "GPT-J", "GPT-BigCode", "Jamba", "Mamba 2", "RWKV"),
+    *("Falcon, new", "BLOOM", "OPT", "GPT-J", "GPT-BigCode", "Jamba", "Mamba 2"),
     *("ModernBERT", "DeBERTa-v2", "RoBERTa", "ALBERT", "XLNet", "MPNet"),
     *("T5Gemma", "mBART", "Whisper", "Wav2Vec2"),
     *("ViT", "Swin v2", "ConvNeXt", "SegFormer", "DETR", "CLIP", "LLaVA", "Qwen2.5-VL"),

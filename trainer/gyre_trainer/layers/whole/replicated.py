@@ -30,6 +30,7 @@ from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.layers.whole.read_parameters import (
     CutPlace,
     ReadableParameters,
+    keeps_dtype,
     own_parameters,
 )
 from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
@@ -92,9 +93,9 @@ class ReplicatedModule(ShardedModule):
         place = self.read_parameters.get(name)
         if place is not None and isinstance(parameter, DTensor):
             return place.instead(parameter)
-        # Torch takes activations in another dtype, but not statistics in another one than weights.
-        keeps_statistics = isinstance(self, nn.modules.batchnorm._NormBase)
-        return cast(local_of(parameter), None if keeps_statistics else self.outer_dtype)
+        assert isinstance(self, nn.Module)
+        dtype = None if keeps_dtype(self, parameter) else self.outer_dtype
+        return cast(local_of(parameter), dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return cast(tensor, self.outer_dtype)
