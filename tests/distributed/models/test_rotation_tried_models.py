@@ -24,9 +24,9 @@ NAMES = [
 def test_models_train_exactly_and_write_the_same(
     ranks: StartRanks, name: str, num_ranks: int
 ) -> None:
-    """The library computes in float32 in places."""
+    """The library computes in float32 in places; CLIP, all of it."""
     for way in ("slices", "default", "recompute", "generate"):
         if takes(name, way):
             for found in ranks(num_ranks).run(bundled_by_default, tried, name, way):
-                assert found.distance <= 1e-5, (way, found.where)
+                assert found.distance <= 2e-5, (way, found.where)
                 assert found.share > 0.9, (way, found.rules)
