@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gyre_trainer.errors import TrainError
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.whole_graph import mark_first_call_hook
@@ -44,12 +45,17 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
-        # A checkpoint around the call counts what is saved, and the checks are not made again.
-        with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            if proves:
-                check_rule(rotated.rotation, args, kwargs)
-            if verifies:
-                verify_module(rotated.rotation, args, kwargs)
+        try:
+            # A checkpoint around the call counts what is saved; the checks are not made again.
+            with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                if proves:
+                    check_rule(rotated.rotation, args, kwargs)
+                if verifies:
+                    verify_module(rotated.rotation, args, kwargs)
+        except Exception as error:
+            if rule is not None and not isinstance(error, TrainError):
+                error.add_note(_told_of_slices(rotated))
+            raise
         rotated.unchecked_modes = left - {rotated.training}
         hooks = rotated._forward_pre_hooks
         if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
@@ -57,3 +63,12 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
 
     mark_first_call_hook(first_call)
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
+
+
+def _told_of_slices(module: RotatedModule) -> str:
+    """What to do where the code of a module fails that rotates as a whole."""
+    return (
+        f"{module.rotation.name} rotates as a whole, by {type(module.rotation.rule).__name__}, so "
+        "its code runs with a slice of its parameters. If that is what fails, let the layers "
+        "inside rotate one by one: no rule for the module, and find_blocks=False"
+    )

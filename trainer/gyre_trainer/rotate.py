@@ -7,6 +7,7 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -316,14 +317,25 @@ def _largest_numel(module: nn.Module) -> int:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse a module that is rotated already, or has parameters without a shape."""
+    """Refuse a module that is rotated already, and parameters without a shape or with hooks."""
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
+    inside = (each for each in module.modules() if hasattr(each, "grad_averaging"))
+    averaging: list[Any] = [each.grad_averaging for each in inside]
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            continue
         if is_lazy(parameter):
             raise RotationError(
                 f"{type(module).__name__}.{name} has no shape yet; "
                 "call the model once before it is rotated"
+            )
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and not any(parameter in each for each in averaging):
+            raise RotationError(
+                f"{type(module).__name__}.{name} has a hook on its gradient, which the sharded "
+                "parameter in its place would not call; register hooks after rotating, for "
+                "gradients that are DTensors"
             )
 
 

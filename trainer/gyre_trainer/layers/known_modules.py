@@ -31,7 +31,7 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         wrap(module, TransposedLinearRule(), target)
         return True
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
-    if kind is None or type(module).forward is not kind.forward or is_parametrized(module):
+    if kind is None or type(module).forward is not kind.forward or computes_weights(module):
         return False
     match module:
         case nn.Linear():
@@ -47,6 +47,16 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         case _:
             wrap(module, _rule_of(module), target)
     return True
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Whether the weight of a layer is computed from others: by a parametrization, or by a hook.
+
+    Such a hook is that of `nn.utils.weight_norm` or `nn.utils.spectral_norm`.
+    """
+    return is_parametrized(module) or (
+        isinstance(module, _LAYERS) and "weight" not in module._parameters
+    )
 
 
 def is_of_known_class(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from gyre_trainer.rotation.backward.recomputation import (
     autocast_of_now,
     recomputable,
 )
-from gyre_trainer.rotation.form import Arguments, Form, Passed
+from gyre_trainer.rotation.form import Arguments, Form, Missing, Passed
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, parameter_at, swapped
@@ -53,6 +53,19 @@ def is_constant(value: Any) -> bool:
     if isinstance(value, _CONSTANTS) or callable(value):
         return True
     return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
+
+
+def may_be_returned(leaf: Any) -> bool:
+    """Whether a leaf of an output has no tensors inside, which would be those of one slice."""
+    return leaf is Missing or isinstance(leaf, (Passed, *_CONSTANTS)) or is_cache(leaf)
+
+
+def _told_of_output(name: str, returned: str) -> str:
+    return (
+        f"{name} returns {returned}; a rotated module must return floating-point tensors, one or "
+        "several in tuples, lists and dicts. Or let the layers inside rotate one by one "
+        "(find_blocks=False, and no rule for the module)"
+    )
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -301,6 +314,9 @@ class Call:
         form.note_passed({id(tensor): place for place, tensor in enumerate(given)})
         tensors = form.take_tensors()
         if self.output_form is None:
+            odd = next((leaf for leaf in form.leaves if not may_be_returned(leaf)), None)
+            if odd is not None:
+                raise RotationError(_told_of_output(self._rotation.name, type(odd).__name__))
             for shared in self._caches:
                 form.leaves = [
                     shared.cache if shared.is_copy(leaf) else leaf for leaf in form.leaves
@@ -309,10 +325,7 @@ class Call:
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
             returned = f"a tensor of {wrong}" if wrong else type(output).__name__
-            raise RotationError(
-                f"{self._rotation.name} returns {returned}; a rotated module must return "
-                "floating-point tensors, one or several in tuples, lists and dicts"
-            )
+            raise RotationError(_told_of_output(self._rotation.name, returned))
         return tensors
 
     def rebuild_output(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:

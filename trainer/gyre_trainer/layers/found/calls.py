@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gyre_trainer.rotation.call import may_be_returned
+
 # The twin's width; its heads are as many and as wide as the module's.
 WIDTH = 8
 _BATCH, _TIME, _SOURCE_TIME = 2, 3, 4
@@ -100,9 +102,16 @@ def outputs_of(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor] | N
 
 
 def returned(output: Any, arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors of an output that are none of the arguments."""
+    """The tensors of an output that are none of the arguments.
+
+    Raises:
+        TypeError: there is no tensor, or there may be others inside of an object.
+    """
     given = {id(each) for each in arguments.values()}
     leaves = tree_leaves(output)
+    odd = next((leaf for leaf in leaves if not may_be_returned(leaf)), None)
+    if odd is not None or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(f"returns {type(output if odd is None else odd).__name__}")
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in given]
 
 

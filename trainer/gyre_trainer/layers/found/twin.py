@@ -29,6 +29,7 @@ from gyre_trainer.layers.projections import (
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
 from gyre_trainer.shards.layout import Layout
 
@@ -144,10 +145,18 @@ class Twin:
         return self.arguments | ({} if call.name is None else {call.name: self.others[call.name]})
 
     def _whole(self, call: _Call) -> list[Tensor] | None:
-        """The whole module's outputs; None where it cannot be called like this."""
+        """The whole module's outputs; None where it cannot be called like this.
+
+        Raises:
+            TypeError: it keeps a tensor as an attribute. Others may read that, and it would be that
+                of one slice.
+        """
         if call not in self.expected:
             self.module.train(call.training)
+            written = written_by(self.module)
             self.expected[call] = outputs_of(self.module, self._arguments(call))
+            if (name := tensor_among(written())) is not None:
+                raise TypeError(f"keeps a tensor as {name}")
         return self.expected[call]
 
     def _fits(self, call: _Call) -> bool:

@@ -30,6 +30,7 @@ from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.layers.whole.read_parameters import (
     CutPlace,
     ReadableParameters,
+    keeps_dtype,
     own_parameters,
 )
 from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
@@ -49,7 +50,7 @@ class ReplicatedModule(ShardedModule):
 
     Attributes:
         outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
-            no cast.
+            no cast. Parameters of a BatchNorm stay in the dtype of its statistics.
         read_parameters: by their names, the places of those parameters of its own that are cut.
         reads_inside: whether the forward reads the parameters of modules inside instead of calling
             these.
@@ -92,7 +93,9 @@ class ReplicatedModule(ShardedModule):
         place = self.read_parameters.get(name)
         if place is not None and isinstance(parameter, DTensor):
             return place.instead(parameter)
-        return cast(local_of(parameter), self.outer_dtype)
+        assert isinstance(self, nn.Module)
+        dtype = None if keeps_dtype(self, parameter) else self.outer_dtype
+        return cast(local_of(parameter), dtype)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return cast(tensor, self.outer_dtype)
