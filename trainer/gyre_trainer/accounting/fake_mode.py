@@ -15,8 +15,10 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     That mode keeps the results of operators by what these are given, and most of its time goes into
     describing that: seventeen properties of each tensor. Ten of them tell strided tensors apart,
-    and the others follow. What this mode does not know is described as torch describes it, and
-    where torch describes nothing this way any longer, this mode is as torch's own.
+    and the others follow. Two of these say where a tensor lies in its storage, which matters to
+    views alone: without them all rows of a chunk are alike. What this mode does not know is
+    described as torch describes it. If torch describes nothing by this method any longer, this mode
+    is as torch's own.
     """
 
     @classmethod
@@ -40,7 +42,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         for arg in args:
             kind = type(arg)
             if kind is FakeTensor and self._is_plain(arg):
-                result.append(_description(arg))
+                result.append(_description(arg, result[0]))
             elif kind in _VALUES:
                 result += (kind, arg)
             elif kind in (list, tuple):
@@ -57,13 +59,15 @@ class QuickFakeTensorMode(FakeTensorMode):
         )
 
 
-def _description(tensor: FakeTensor) -> tuple[object, ...]:
+def _description(tensor: FakeTensor, func: Any) -> tuple[object, ...]:
+    """What the result of ``func`` depends on; only a view depends on where its tensor lies."""
+    has_place = getattr(func, "namespace", None) != "aten" or func.is_view
     return (
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
+        tensor.storage_offset() if has_place else None,
+        tensor.untyped_storage().nbytes() if has_place else None,
         tensor.fake_device,
         tensor.requires_grad,
         tensor.is_conj(),
