@@ -29,7 +29,12 @@ PROGRAMS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "columns": lambda x: [x[:, 1:3] + 1, x.t()[1:3] + 1, x[:, ::2].contiguous()],
     "strides": lambda x: [x.as_strided((2, 2), (2, 1), start) for start in (0, 3)],
     "numbers": lambda x: [x.long() + 1, x.long() + 1.0, x.long() + True],
-    "lists": lambda x: [torch.cat([x, x]), torch.stack([x, x], 1), *x.split([1, 5]), *x.unbind(1)],
+    "lists": lambda x: [
+        torch.cat([x, x]),
+        torch.stack([x, x], 1),
+        *torch.split(x, [1, 5]),
+        *x.unbind(1),
+    ],
     "dtypes": lambda x: [x.bfloat16() @ x.bfloat16().t(), x.sum(dtype=torch.float64)],
 }
 
@@ -50,7 +55,7 @@ def test_results_are_those_of_torch(name: str) -> None:
 
 def test_an_operator_on_the_next_rows_is_known() -> None:
     with QuickFakeTensorMode():
-        chunks = torch.empty(8, 4).split(2)
+        chunks = torch.split(torch.empty(8, 4), 2)
         chunks[0].mul(2)
         with patch.object(FakeTensorMode, "_dispatch_impl") as dispatched:
             assert chunks[1].mul(2).shape == (2, 4)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 _VALUES = (int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout)
 
 
-class QuickFakeTensorMode(FakeTensorMode):
+class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A `FakeTensorMode` that takes two thirds of its time.
 
     That mode keeps the results of operators by what these are given, and most of its time goes into

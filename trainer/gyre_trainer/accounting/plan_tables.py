@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from gyre_trainer.accounting.estimate import (
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
-from gyre_trainer.accounting.side_by_side import side_by_side
+from gyre_trainer.accounting.side_by_side import Job, side_by_side
 from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.table import table
 from gyre_trainer.training.config import TrainConfig
@@ -95,7 +96,7 @@ def text(
     per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
     jobs = FigureJobs.of(config)
-    to_do = [
+    to_do: list[Job[Any]] = [
         *jobs.run(list(Strategy), num_ranks),
         *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
     ]
