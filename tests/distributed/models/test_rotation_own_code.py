@@ -203,7 +203,9 @@ def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
     assert find_rule(Normed(), 2) is None
     assert find_rule(Returns(Output), 2) is None
     assert find_rule(Returns(Pair), 2) is None
-    assert find_rule(Biased(), 2) is None
+    rule = find_rule(Biased(), 2)
+    assert isinstance(rule, AttentionRule)
+    assert rule.by_heads == ("position_bias",)
     assert find_rule(Keeps(), 2) is None
 
 

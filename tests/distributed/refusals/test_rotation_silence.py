@@ -113,7 +113,10 @@ def adapted_where_one_rank_norms(min_numel: int) -> list[dict[str, Tensor]]:
         other = torch.ones((), requires_grad=True)  # of a model that does not rotate
         loss = model(torch.arange(8.0).view(2, 4) + rank + step, normed).pow(3).sum() + other
         loss.backward()
-        found.append({n: whole(p.grad).clone() for n, p in model.norm.named_parameters()})
+        grads = {name: parameter.grad for name, parameter in model.norm.named_parameters()}
+        found.append(
+            {name: whole(grad).clone() for name, grad in grads.items() if grad is not None}
+        )
         model.zero_grad()
     return found
 
