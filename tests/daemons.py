@@ -1,7 +1,4 @@
-"""What tests ask of a `gyred`: its status, and its command."""
-
-import subprocess
-import sys
+"""What tests ask of a `gyred`: its status."""
 
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
@@ -14,14 +11,3 @@ def status(daemon: Daemon) -> pb.DaemonStatus:
     """Returns the daemon's status, as one of its operators sees it."""
     with Connection(parse_address(daemon.address)) as connection:
         return connection.status()
-
-
-def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `gyred` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )

@@ -5,13 +5,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.preloaded.interpreter import Interpreter
+
 FOLDER = Path(__file__).parents[1] / "examples"
 # One attempt; a hung test ends after eight minutes.
 DEADLINE_S = 300.0
 
+# What torchrun starts, with the same variables: most of its time would be the imports of each rank.
+_FORKED = """
+import os, runpy, sys, torch
+from gyre_trainer.training.launcher import Launcher
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+_, num_ranks, *sys.argv = sys.argv
+if int(num_ranks) > 1:
+    os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
+    launcher = Launcher(int(num_ranks))
+    if not launcher.fork():
+        sys.exit(launcher.wait())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def run_example(
-    name: str, workdir: Path, *options: str, num_ranks: int = 1
+    name: str,
+    workdir: Path,
+    *options: str,
+    num_ranks: int = 1,
+    interpreter: Interpreter | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Runs ``examples/NAME.py`` to its end; it must end well.
 
@@ -22,19 +42,25 @@ def run_example(
         workdir: What the script gets as ``--workdir``.
         options: Further arguments.
         num_ranks: More than one: torchrun starts that many.
+        interpreter: Has the script's imports; the ranks are forked from it, without torchrun.
     """
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     launcher = [*torchrun, *rendezvous] if num_ranks > 1 else []
-    script = [str(FOLDER / f"{name}.py"), "--workdir", str(workdir)]
+    script = [str(FOLDER / f"{name}.py"), "--workdir", str(workdir), *options]
     environment = {key: value for key, value in os.environ.items() if key != "GYRE_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *script, *options],
-        env=environment | {"XDG_CACHE_HOME": str(workdir / "cache"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    environment |= {"XDG_CACHE_HOME": str(workdir / "cache"), "OMP_NUM_THREADS": "1"}
+    if interpreter:
+        command = ["-c", _FORKED, str(num_ranks), *script]
+        done = interpreter.run(command, environment, DEADLINE_S)
+    else:
+        done = subprocess.run(
+            [sys.executable, *launcher, *script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done

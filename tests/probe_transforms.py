@@ -60,6 +60,7 @@ class Trouble(Transform):
     Attributes:
         dies, hangs, refuses, allocates: which samples do what.
         slow_s: how long every sample takes.
+        file: a path, to which those that hang write the number of their process; empty for none.
     """
 
     dies: tuple[int, ...] = ()
@@ -67,6 +68,7 @@ class Trouble(Transform):
     refuses: tuple[int, ...] = ()
     allocates: tuple[int, ...] = ()
     slow_s: float = 0.0
+    file: str = ""
 
     cost: ClassVar[Cost] = "heavy"
 
@@ -81,6 +83,9 @@ class Trouble(Transform):
         first = int(sample["tokens"][0])
         if first in self.dies:
             os.abort()
+        if first in self.hangs and self.file:
+            with Path(self.file).open("a") as file:
+                file.write(f"{os.getpid()}\n")
         while first in self.hangs:
             time.sleep(60)
         if first in self.refuses:

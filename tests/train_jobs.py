@@ -28,6 +28,14 @@ IMPORTS = (
     "gyre_trainer.training.train",
     "gyre_trainer.training.records.recorder",
 )
+# What runs of transformers' models import, and exports: seconds of each launcher and each rank.
+LIBRARY_IMPORTS = (
+    "gyre_trainer.training.export",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
 # An import may have asked where temporary files go, before the job's environment said it.
 _PROGRAM = (
     "import os, runpy, sys, tempfile; os.setsid(); tempfile.tempdir = None; del sys.argv[0]; "

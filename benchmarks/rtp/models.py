@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.baselines import data_parallel
+from gyre_trainer.accounting.baselines import data_parallel, sub_blocks
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
@@ -140,22 +140,12 @@ def _recompute(parts: Iterable[nn.Module]) -> None:
 
 
 def _parts_with_matrices(model: nn.Module) -> list[nn.Module]:
-    return [
-        part
-        for layer in _layers(model)
-        for part in _parts(layer)
-        if any(parameter.ndim > 1 for parameter in part.parameters())
-    ]
+    return [part for layer in _layers(model) for part in sub_blocks(layer)]
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
-
-
-def _parts(layer: nn.Module) -> Iterator[nn.Module]:
-    for child in layer.children():
-        yield from child if isinstance(child, nn.ModuleList) else [child]
 
 
 def _with_ddp(family: str, *, recomputes: str | None, device: str) -> Any:

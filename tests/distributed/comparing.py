@@ -126,4 +126,4 @@ def outcome(model: nn.Module, case: Case, part: Callable[[Any], Any]) -> dict[st
     model.eval()
     with torch.no_grad():
         evaluated = [output for output in tree_leaves(model(*args, **kwargs)) if output is not None]
-    return found | {f"evaluated {place}": output for place, output in enumerate(evaluated)}
+    return found | {f"evaluated {place}": each.detach() for place, each in enumerate(evaluated)}

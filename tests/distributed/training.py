@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -31,6 +31,8 @@ EVEN = GPTConfig(
     max_seq_len=NUM_TOKENS,
     gated_mlp=False,
 )
+GATED_GROUPED = replace(EVEN, dim=48, num_heads=24, num_kv_heads=12, gated_mlp=True)
+UNEVEN = replace(EVEN, vocab_size=37, hidden_dim=50, bias=True, norm="layer")
 
 
 @dataclass(frozen=True)

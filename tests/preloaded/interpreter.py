@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -84,7 +85,11 @@ class Interpreter:
         self._requests.send(json.dumps(list(modules)).encode())
 
     def start(
-        self, command: Sequence[str], stderr: IO[Any], environment: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        stderr: IO[Any],
+        environment: Mapping[str, str],
+        stdout: IO[Any] | None = None,
     ) -> Forked:
         """Forks a process that does what `python` with this command does.
 
@@ -92,6 +97,7 @@ class Interpreter:
             command: `-m MODULE` or `-c PROGRAM`, and arguments.
             stderr: The process's standard error.
             environment: The process's whole environment.
+            stdout: The process's standard output; None for that of this process.
         """
         told, teller = os.pipe()
         request = {
@@ -100,10 +106,30 @@ class Interpreter:
             "folder": str(Path.cwd()),
         }
         with Path(os.devnull).open("rb") as stdin:
-            streams = [stdin.fileno(), 1, stderr.fileno()]
+            streams = [stdin.fileno(), stdout.fileno() if stdout else 1, stderr.fileno()]
             socket.send_fds(self._requests, [json.dumps(request).encode()], [*streams, teller])
         os.close(teller)
         return Forked(told)
+
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    ) -> "subprocess.CompletedProcess[str]":
+        """Forks a process as `start` does, waits for its end, and returns what it printed.
+
+        Raises:
+            subprocess.TimeoutExpired: It ran for longer than `timeout_s`; it was killed.
+        """
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            process = self.start(command, stderr, environment, stdout)
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_END_DEADLINE_S)
+                raise
+            for file in (stdout, stderr):
+                file.seek(0)
+            return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
     def close(self) -> None:
         """Ends the interpreter; the processes forked from it go on."""

@@ -7,12 +7,10 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -21,11 +19,10 @@ from gyre_trainer.comm.mesh import make_mesh, require_ring
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
+from gyre_trainer.first_calls import check_at_first_calls
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
-from gyre_trainer.inspection.rule_checks import check_rule
-from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
@@ -45,14 +42,13 @@ from gyre_trainer.layers.whole.read_rule import (
 )
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
-from gyre_trainer.layers.whole_graph import compile_whole, mark_first_call_hook
+from gyre_trainer.layers.whole_graph import compile_whole
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
-from gyre_trainer.rotation.backward.kept_outputs import nothing_kept
-from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
@@ -80,9 +76,6 @@ __all__ = [
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
-# A module of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. Larger
-# ones might not fit into the memory that rotation is used for.
-_MAX_VERIFIED_NUMEL = 2**22
 
 Rules = Mapping[type[nn.Module] | str, Rule | None]
 """Rules by the class or the path of the modules that they apply to; None keeps a module whole."""
@@ -148,7 +141,7 @@ def rotate(
         wrap(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
-    _check_at_first_calls(module, rule, verify)
+    check_at_first_calls(module, rule, verify)
     return module
 
 
@@ -293,7 +286,7 @@ class _Walk:
     def _rotate_by_kind(self, module: nn.Module) -> bool:
         """Rotate a module whose kind is known or can be found, and return whether it is."""
         if rotate_known(module, self._target):
-            _check_at_first_calls(module, None, self._verify)
+            check_at_first_calls(module, None, self._verify)
             return True
         rule = None if self._finder is None else self._finder.rule_of(module)
         if rule is not None:
@@ -324,14 +317,25 @@ def _largest_numel(module: nn.Module) -> int:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse a module that is rotated already, or has parameters without a shape."""
+    """Refuse a module that is rotated already, and parameters without a shape or with hooks."""
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
+    inside = (each for each in module.modules() if hasattr(each, "grad_averaging"))
+    averaging: list[Any] = [each.grad_averaging for each in inside]
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            continue
         if is_lazy(parameter):
             raise RotationError(
                 f"{type(module).__name__}.{name} has no shape yet; "
                 "call the model once before it is rotated"
+            )
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks and not any(parameter in each for each in averaging):
+            raise RotationError(
+                f"{type(module).__name__}.{name} has a hook on its gradient, which the sharded "
+                "parameter in its place would not call; register hooks after rotating, for "
+                "gradients that are DTensors"
             )
 
 
@@ -369,38 +373,3 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
             recompute_parts(module)
     if target.policy.dropout == "equal":
         use_equal_masks(module, target.mesh)
-
-
-def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | None) -> None:
-    """Check a module at its first call in each mode: training and evaluation."""
-    # A module of which a part rotates, such as torch's attention, is of a kind with tests.
-    if not isinstance(module, RotatedModule) or type(module).forward is not RotatedModule.forward:
-        return
-    numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
-    is_large = verify is None and rule is not None and numel > _MAX_VERIFIED_NUMEL
-    module.is_unverified = is_large
-    verifies = rule is not None and not is_large if verify is None else verify
-    proves = rule is not None and bool(rule.linear_in)
-    if not (verifies or proves):
-        return
-    module.unchecked_modes = frozenset((True, False))
-
-    @uncompiled
-    def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(rotated, RotatedModule)
-        left = rotated.unchecked_modes  # a copy of the module has its own
-        if rotated.training not in left:
-            return
-        # A checkpoint around the call counts what is saved, and the checks are not made again.
-        with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            if proves:
-                check_rule(rotated.rotation, args, kwargs)
-            if verifies:
-                verify_module(rotated.rotation, args, kwargs)
-        rotated.unchecked_modes = left - {rotated.training}
-        hooks = rotated._forward_pre_hooks
-        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
-            del hooks[hook.id], rotated._forward_pre_hooks_with_kwargs[hook.id]
-
-    mark_first_call_hook(first_call)
-    hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

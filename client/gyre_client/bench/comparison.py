@@ -87,7 +87,7 @@ def compare(
             serves.
     """
     with contextlib.ExitStack() as stack:
-        files, header_scan_s = stack.enter_context(_located(description, task, show_progress))
+        files, header_scan_s = stack.enter_context(located(description, task, show_progress))
         task = {**task, **files}
         is_warm = _warm(files["files"], description.num_bytes, show_progress)
         # Gyre has a process of its own: the DataLoader's workers are forked, and a process that
@@ -166,12 +166,13 @@ class _Stopwatch:
 
 
 @contextmanager
-def _located(
+def located(
     description: pb.DatasetDescription, task: Mapping[str, Any], show_progress: Show
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Yields where the samples lie, for `stopwatch`, and the seconds that reading headers took.
 
-    The index of tar shards is in a temporary file, which is removed at the end.
+    The index of tar shards is in a temporary file, which is removed at the end. The arguments, and
+    what is raised, are those of `compare`.
     """
     files = find_files(description)
     options = task["options"] or {}

@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import json
-import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 from gyre_daemon.config import DatasetConfig, PackConfig
+from gyre_daemon.datasets.ad_hoc import name_of
 from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
-    Change,
-    PreviousIndex,
     load_previous,
     remembered,
     save_record,
@@ -22,9 +19,10 @@ from gyre_daemon.datasets.indexing.changes import (
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.indexing.progress import IndexProgress
 from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
-from gyre_daemon.datasets.indexing.shards import IndexedShard, OpeningDataset
-from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.datasets.indexing.shards import OpeningDataset
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.mixtures import Mixtures
 from gyre_daemon.datasets.packed_datasets import PackedDatasets
 from gyre_daemon.datasets.sidecars.store import SidecarStore
@@ -35,66 +33,6 @@ from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opener import StorageOpener
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
-
-
-@dataclass(frozen=True, slots=True)
-class IndexProgress:
-    """One more shard of a dataset has its index.
-
-    The last progress of a dataset also has the results for the whole dataset.
-
-    Attributes:
-        num_done: shards so far.
-        num_shards: of the dataset.
-        num_samples: in the scanned shards so far; at last, in the dataset.
-        shard: the one just done.
-        reused: whether its sidecar was fresh, or it is unchanged and nothing is scanned.
-        change: how it differs from what was indexed before.
-        fingerprint: at last, of the dataset.
-        fingerprint_before: at last, of the dataset as it was; empty if it was never indexed.
-        removed: at last, the shards that the dataset no longer has.
-        was_appended: at last, whether the dataset as it was is the first shards of what it is now,
-            and cursors of it fit because of `append`.
-    """
-
-    num_done: int
-    num_shards: int
-    num_samples: int
-    shard: str
-    reused: bool
-    change: Change
-    fingerprint: str = ""
-    fingerprint_before: str = ""
-    removed: tuple[str, ...] = ()
-    was_appended: bool = False
-
-    def after(self, name: str, indexed: IndexedShard) -> "IndexProgress":
-        """The progress after one more shard, which has this name."""
-        return IndexProgress(
-            self.num_done + 1,
-            self.num_shards,
-            self.num_samples + indexed.num_samples,
-            name,
-            indexed.reused,
-            indexed.change or "indexed",
-        )
-
-    def finished(
-        self, dataset: Dataset, previous: PreviousIndex, names: Set[str], *, was_appended: bool
-    ) -> "IndexProgress":
-        """The last progress, of a dataset whose shards have these names.
-
-        An earlier index may know a compressed shard by its name, or by that of the unpacked one.
-        """
-        names = names | {unpacked_name(name) for name in names if is_compressed(name)}
-        return replace(
-            self,
-            num_samples=dataset.num_samples,
-            fingerprint=dataset.fingerprint,
-            fingerprint_before=previous.fingerprint,
-            removed=tuple(sorted(previous.shards.keys() - names)),
-            was_appended=was_appended,
-        )
 
 
 OpenSource = Callable[[str, DatasetConfig], Awaitable[Dataset]]
@@ -201,7 +139,7 @@ class Catalog:
         return name, self.datasets[name]
 
     def resolve_ad_hoc(self, config: DatasetConfig) -> tuple[str, DatasetConfig]:
-        """A dataset that the client defines; its definition is its name.
+        """A dataset that the client defines; its definition is its name (`ad_hoc`).
 
         Raises:
             NotAllowed: this daemon serves named datasets only.
@@ -211,25 +149,7 @@ class Catalog:
                 "this daemon serves the datasets that its operator named; ask for one by name, or "
                 "run a private daemon"
             )
-        # A URI may have a glob, which pathlib does not resolve.
-        uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100
-        options = json.dumps(
-            [
-                config.format,
-                dict(config.options),
-                dict(config.storage),
-                config.follow_links,
-                dict(config.rename),
-                dict(config.cast),
-                config.on_corrupt,
-                config.max_corrupt,
-                config.append,
-                config.filter,
-            ],
-            sort_keys=True,
-            default=str,
-        )
-        return f"{uri} {options}", config
+        return name_of(config), config
 
     async def open(self, name: str, config: DatasetConfig) -> Dataset:
         """The open dataset, packed if its definition says so; indexes that are missing are built.

@@ -8,8 +8,9 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.datasets.catalog import Catalog, IndexProgress
+from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
+from gyre_daemon.datasets.indexing.progress import IndexProgress
 from gyre_daemon.errors import NotAllowed
 from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.lengths import Measuring

@@ -12,8 +12,8 @@ from gyre_daemon.datasets.formats.lines import columns, frames
 from gyre_daemon.errors import CorruptSample
 
 from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.formats.compressed_shards import compressed, seekable
 from tests.contract.formats.format_contract import inspect, listed
-from tests.contract.formats.test_chunked_formats import compressed, seekable
 from tests.contract.formats.test_more_formats import mds_shard
 from tests.shard_formats import shard_format
 

@@ -17,8 +17,10 @@ from tests.contract.formats import (
     test_arrow,
     test_chunked_formats,
     test_more_formats,
+    test_parquet_columns,
     test_single_files,
 )
+from tests.contract.formats.compressed_shards import compressed
 from tests.contract.formats.format_contract import FormatContract, Sample, inspect
 from tests.shard_formats import shard_format
 
@@ -151,7 +153,7 @@ def test_a_library_that_is_missing_is_named_by_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no shard is called corrupt."""
-    shard = test_chunked_formats.compressed(b"{}\n")
+    shard = compressed(b"{}\n")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=re.escape(f'pip install "gyre-ml[{extra}]"')):
         inspect(shard_format(name, **options), [shard])
@@ -163,6 +165,7 @@ def test_every_format_is_under_the_contract() -> None:
         test_arrow,
         test_more_formats,
         test_chunked_formats,
+        test_parquet_columns,
         test_single_files,
     )
     more = (each for its in modules for each in vars(its).values() if isinstance(each, type))

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.formats.chunk_contract import ChunkContract, decode_all
+from tests.contract.formats.compressed_shards import compressed, seekable
 from tests.contract.formats.format_contract import Sample, inspect, listed
-from tests.contract.formats.test_chunked_formats import compressed, seekable
 from tests.shard_formats import shard_format
 
 

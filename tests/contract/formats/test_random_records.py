@@ -21,8 +21,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_
 
 from benchmarks.loader.mosaic import streaming
 from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.formats.compressed_shards import compressed
 from tests.contract.formats.format_contract import inspect, listed
-from tests.contract.formats.test_chunked_formats import compressed
 from tests.contract.formats.test_more_formats import tfrecord
 from tests.shard_formats import shard_format
 

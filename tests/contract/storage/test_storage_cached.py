@@ -55,6 +55,11 @@ def blocks_of(storage: Storage, block_bytes: int = BLOCK) -> BlockMap:
     )
 
 
+def is_idle(cache: NodeCache) -> bool:
+    """Whether nothing is being fetched or written."""
+    return not cache._fetching and not (cache._writer and cache._writer.is_busy)
+
+
 Open = Callable[..., Coroutine[Any, Any, CachedStorage]]
 
 
@@ -325,7 +330,7 @@ class TestCachedAtOddTimes(CachedContract):
                     for _ in range(6):
                         group.create_task(one())
             (opened,) = (opening.result() for opening in storage._volumes.values())
-            await until(lambda: not storage._cache._fetching and not storage._cache._background)
+            await until(lambda: is_idle(storage._cache))
             assert not opened.num_pins.any()
             assert opened.on_disk.sum() * BLOCK <= self.disk_bytes
             assert metrics.cache.num_corrupt == 0

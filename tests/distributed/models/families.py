@@ -14,7 +14,7 @@ from tests.distributed.comparing import apart
 from tests.distributed.training import whole
 
 VOCABULARY = 31
-_COMMON = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -27,19 +27,19 @@ _COMMON = {
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 10, "num_experts": 4}
 # The class of the model, without what all causal ones have in common, and its configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("ForCausalLM", _COMMON),
-    "Qwen2": ("ForCausalLM", _COMMON),
-    "Qwen3": ("ForCausalLM", _COMMON | {"head_dim": 6}),
-    "Gemma2": ("ForCausalLM", _COMMON | {"head_dim": 6}),
-    "Gemma3": ("ForCausalLM", _COMMON | {"head_dim": 6}),
-    "Phi3": ("ForCausalLM", _COMMON),
-    "GPTNeoX": ("ForCausalLM", _COMMON),
-    "Mamba": ("ForCausalLM", _COMMON | {"state_size": 4}),
-    "Mixtral": ("ForCausalLM", _COMMON | {"num_local_experts": 4}),
-    "Qwen3Moe": ("ForCausalLM", _COMMON | _EXPERTS | {"head_dim": 6}),
+    "Llama": ("ForCausalLM", SIZES),
+    "Qwen2": ("ForCausalLM", SIZES),
+    "Qwen3": ("ForCausalLM", SIZES | {"head_dim": 6}),
+    "Gemma2": ("ForCausalLM", SIZES | {"head_dim": 6}),
+    "Gemma3": ("ForCausalLM", SIZES | {"head_dim": 6}),
+    "Phi3": ("ForCausalLM", SIZES),
+    "GPTNeoX": ("ForCausalLM", SIZES),
+    "Mamba": ("ForCausalLM", SIZES | {"state_size": 4}),
+    "Mixtral": ("ForCausalLM", SIZES | {"num_local_experts": 4}),
+    "Qwen3Moe": ("ForCausalLM", SIZES | _EXPERTS | {"head_dim": 6}),
     "GptOss": (
         "ForCausalLM",
-        _COMMON | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6},
+        SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6},
     ),
     "GPT2": (
         "LMHeadModel",
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Bert": (
         "ForMaskedLM",
-        _COMMON
+        SIZES
         | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         | {"max_position_embeddings": 16},
     ),

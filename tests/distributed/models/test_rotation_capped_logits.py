@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.models.families import SIZES, made
 from tests.distributed.models.test_rotation_own_loss import (
     NUM_CLASSES,
     Large,
@@ -25,16 +25,6 @@ from tests.distributed.models.test_rotation_own_loss import (
 )
 
 CAP = 0.05  # about as large as the logits of these models, so that it bends them
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-    "pad_token_id": 0,
-}
 # In the library's own code; it casts norms and logits to float32.
 LIBRARY = {
     "Gemma2": SIZES | {"head_dim": 6, "final_logit_softcapping": CAP},

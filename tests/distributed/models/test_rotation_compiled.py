@@ -17,8 +17,8 @@ from torch import nn
 from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, mine, reference
-from tests.distributed.steps.test_rotation_parity import UNEVEN
 from tests.distributed.training import (
+    UNEVEN,
     Variant,
     batch,
     distance,

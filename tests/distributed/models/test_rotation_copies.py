@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import backward, gradients
-from tests.distributed.steps.test_rotation_parity import UNEVEN
 from tests.distributed.training import (
+    UNEVEN,
     Variant,
     batch,
     build,

@@ -171,6 +171,47 @@ def test_values_that_nothing_can_make_are_refused_by_name() -> None:
         materialize(model, seed=0)
 
 
+class Counts(nn.Module):
+    """Gives a parameter values that were made on another device than `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Linear(4, 4, bias=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data = torch.arange(16.0).view(4, 4)
+
+
+def test_values_that_are_made_on_the_cpu_are_taken() -> None:
+    with torch.device("meta"):
+        model = Counts()
+    materialize(model, seed=SEED)
+    assert torch.equal(model.steps.weight, torch.arange(16.0).view(4, 4))
+
+
+class Given(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+class Gives(nn.Module):
+    """Registers a buffer with a module inside, whose constructor makes none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.inside = config, Given(config)
+        self.inside.register_buffer("scales", torch.arange(2.0), persistent=False)
+
+
+def test_a_buffer_that_the_module_around_gives_is_made() -> None:
+    with torch.device("meta"):
+        model = Gives(SimpleNamespace())
+    materialize(model, seed=SEED)
+    assert torch.equal(model.inside.get_buffer("scales"), torch.arange(2.0))
+
+
 class Draws(nn.Module):
     """Draws by functions of torch that do nothing to tensors on `meta`, or write to `out`."""
 

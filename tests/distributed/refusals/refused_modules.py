@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
@@ -217,3 +219,34 @@ REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
 ]
+
+
+def told(step: Callable[[], Any]) -> str:
+    """The text of the refusal that a step ends in; empty where it is not refused."""
+    try:
+        step()
+    except RotationError as error:
+        return str(error)
+    return ""
+
+
+class DropsInside(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.up(x)), 0.5, self.training)
+        output: Tensor = self.down(hidden)
+        return output
+
+
+class KeysWithBias(nn.Module):
+    """Attention in which the gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        ]
+        output: Tensor = self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return output

@@ -1,7 +1,5 @@
 """What would be wrong in silence is refused by name, or computed as without rotation."""
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,24 +7,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, materialize, rotate, rotate_all
-from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import StartRanks
-
-
-def told(step: Callable[[], Any]) -> str:
-    try:
-        step()
-    except RotationError as error:
-        return str(error)
-    return ""
+from tests.distributed.refusals.refused_modules import DropsInside, told
 
 
 class Cache:
@@ -91,13 +80,6 @@ def test_llama_with_a_rule_is_exact_with_its_default_cache_and_without(ranks: St
     for with_cache, without in ranks(2).run(off_with_a_cache_of_transformers):
         assert with_cache < 1e-6
         assert without < 1e-6
-
-
-class DropsInside(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.dropout(F.gelu(self.up(x)), 0.5, self.training)
-        output: Tensor = self.down(hidden)
-        return output
 
 
 class DropsAfter(MLP):
@@ -262,145 +244,3 @@ def told_of_an_added_layer() -> str:
 def test_a_layer_that_is_added_after_rotating_is_refused(ranks: StartRanks) -> None:
     for text in ranks(2).run(told_of_an_added_layer):
         assert "adapter.weight was added to" in text
-
-
-class CountsExperts(Experts):
-    """Divides by the number of its experts, which is another one in a slice."""
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, chosen, weights) / self.down.shape[0]
-
-
-def told_by_the_proof(wrong: bool, verify: bool | None) -> list[str]:
-    """What the first call ends in, and the second one."""
-    torch.manual_seed(0)
-    experts = nn.ModuleDict({"experts": (CountsExperts if wrong else Experts)(4, 4, 8)}).double()
-    kind = CountsExperts if wrong else Experts
-    rotate_all(experts, mesh=make_mesh("cpu"), rules={kind: ExpertsRule()}, verify=verify)
-    x = torch.randn(3, 4).double().requires_grad_()
-    chosen, weights = torch.tensor([[0, 2], [1, 3], [3, 0]]), torch.rand(3, 2).double()
-    return [told(lambda: experts["experts"](x, chosen, weights).sum().backward()) for _ in range(2)]
-
-
-def test_a_rule_that_does_not_fit_is_refused_at_each_call(ranks: StartRanks) -> None:
-    for verify in (True, None):
-        for texts in ranks(2).run(told_by_the_proof, True, verify):
-            for text in texts:
-                assert (
-                    "CountsExperts computes something else when it rotates: output 0 is off" in text
-                )
-        assert ranks(2).run(told_by_the_proof, False, verify) == [["", ""], ["", ""]]
-
-
-class WrongBias(MLPRule):
-    """The gradient of one bias is off, which is far smaller than those of the weights."""
-
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
-        bias = current.weights["up.bias"]
-        return MLPRule.run(self, current, *args, **kwargs) + 1e-4 * (bias - bias.detach()).sum()
-
-
-def told_of_a_small_gradient(rule: MLPRule) -> str:
-    torch.manual_seed(0)
-    mlp = rotate(MLP(4, 8, bias=True).double(), mesh=make_mesh("cpu"), rule=rule)
-    x = 1e8 * torch.rand(3, 4).double()
-    return told(lambda: mlp(x))
-
-
-def test_a_gradient_that_is_small_beside_the_others_is_verified_too(ranks: StartRanks) -> None:
-    for text in ranks(2).run(told_of_a_small_gradient, WrongBias()):
-        assert "computes something else when it rotates: the gradient of up.bias is off" in text
-    assert ranks(2).run(told_of_a_small_gradient, MLPRule()) == ["", ""]
-
-
-class _Doubled(torch.autograd.Function):
-    """The same values, with twice the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-class LosesGradients(MLPRule):
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
-        return super().run(current, args[0].detach())
-
-
-class DoublesGradients(MLPRule):
-    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
-        return _Doubled.apply(super().run(current, *args))  # type: ignore[no-untyped-call]
-
-
-class CountsWidth(DropsInside):
-    """Divides by its hidden width, which is another one in a slice; drops out in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / self.up.weight.shape[0]
-
-
-class AlwaysDrops(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down(F.dropout(self.up(x), 0.5))
-        return output
-
-
-def told_of_wrong_gradients() -> list[str]:
-    """What the first call in training ends in, and the one that draws random numbers warns of."""
-    mesh, texts = make_mesh("cpu"), []
-    cases: list[tuple[type[MLP], MLPRule, bool]] = [
-        (MLP, MLPRule(), True),
-        (MLP, LosesGradients(), True),
-        (MLP, DoublesGradients(), False),
-        (DropsInside, MLPRule(), True),
-        (CountsWidth, MLPRule(), False),
-        (AlwaysDrops, MLPRule(), False),
-    ]
-    for kind, rule, takes_grad in cases:
-        torch.manual_seed(0)
-        mlp = rotate(kind(4, 8).double(), mesh=mesh, rule=rule)
-        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=takes_grad)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            texts.append(told(lambda: mlp(x)) or " ".join(str(each.message) for each in seen))  # noqa: B023
-        assert all(each.training for each in mlp.modules())
-    return texts
-
-
-def test_a_rule_that_is_wrong_in_its_gradients_alone_is_refused(ranks: StartRanks) -> None:
-    for right, loses, doubles, drops, counts, always in ranks(2).run(told_of_wrong_gradients):
-        assert right == ""
-        assert "computes something else when it rotates: the gradient of input 0 is off" in loses
-        assert "the gradient of up.weight is off by" in doubles
-        assert drops == ""  # compared in evaluation, because it draws random numbers in training
-        assert "CountsWidth computes something else when it rotates: output 0 is off" in counts
-        assert "AlwaysDrops draws random numbers in evaluation, too, so it was not" in always
-
-
-class KeysWithBias(nn.Module):
-    """Attention in which the gradient of the keys' bias is zero but for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
-        ]
-        output: Tensor = self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return output
-
-
-def told_of_keys_with_bias(dtype: torch.dtype) -> str:
-    torch.manual_seed(0)
-    layer = rotate(KeysWithBias().to(dtype), mesh=make_mesh("cpu"), rule=AttentionRule(4))
-    return told(lambda: layer(torch.randn(3, 5, 8, dtype=dtype)))
-
-
-def test_gradients_that_are_zero_but_for_rounding_are_equal(ranks: StartRanks) -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert ranks(2).run(told_of_keys_with_bias, dtype) == ["", ""]

@@ -101,6 +101,43 @@ def test_a_rank_that_reaches_no_replicated_module_takes_part_in_their_mean(
             torch.testing.assert_close(grads[name], parameter.grad)
 
 
+def adapted_where_one_rank_norms(min_numel: int) -> list[dict[str, Tensor]]:
+    """Gradients of two steps in which the norm alone is trained; rank 0 leaves it out in one."""
+    torch.manual_seed(0)
+    model, rank = OnlyThere(), dist.get_rank()
+    model.layer.requires_grad_(False)
+    rotate_all(model, mesh=make_mesh("cpu"), min_numel=min_numel)
+    found = []
+    for step in range(2):
+        normed = rank == 1 or step == 1
+        other = torch.ones((), requires_grad=True)  # of a model that does not rotate
+        loss = model(torch.arange(8.0).view(2, 4) + rank + step, normed).pow(3).sum() + other
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.norm.named_parameters()}
+        found.append(
+            {name: whole(grad).clone() for name, grad in grads.items() if grad is not None}
+        )
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("min_numel", [0, 1 << 20], ids=["a frozen layer rotates", "none rotates"])
+def test_a_rank_whose_backward_reaches_nothing_that_trains_takes_part_in_the_mean(
+    ranks: StartRanks, min_numel: int
+) -> None:
+    torch.manual_seed(0)
+    plain = OnlyThere()
+    plain.layer.requires_grad_(False)
+    told = ranks(2).run(adapted_where_one_rank_norms, min_numel)
+    for step in range(2):
+        plain.zero_grad()
+        for rank in range(step == 0, 2):
+            (plain(torch.arange(8.0).view(2, 4) + rank + step, True).pow(3).sum() / 2).backward()
+        for found in told:
+            for name, parameter in plain.norm.named_parameters():
+                torch.testing.assert_close(found[step][name], parameter.grad)
+
+
 class Writing(MLP):
     """An MLP that adds its input to what it was called with before."""
 

@@ -14,7 +14,7 @@ from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.refusals.test_rotation_guards import KeysWithBias, told
+from tests.distributed.refusals.refused_modules import KeysWithBias, told
 
 
 class CountsWidth(MLP):

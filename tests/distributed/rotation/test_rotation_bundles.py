@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.comparing import distances
 from tests.distributed.conftest import StartRanks
 from tests.distributed.rotation.test_rotation_layers import CASES
-from tests.distributed.steps.test_rotation_parity import UNEVEN
 from tests.distributed.training import (
     EVEN,
+    UNEVEN,
     Variant,
     distance,
     train_alone,

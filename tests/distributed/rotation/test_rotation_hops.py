@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed import training
 from tests.distributed.conftest import StartRanks
 from tests.distributed.gloo_ranks import HOP_TIMEOUT_S
-from tests.distributed.steps.test_rotation_parity import UNEVEN
-from tests.distributed.training import Outcome, Variant, train_rotated
+from tests.distributed.training import UNEVEN, Outcome, Variant, train_rotated
 
 NUM_STEPS = 3
 VARIANTS = [

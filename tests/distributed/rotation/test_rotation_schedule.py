@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.steps.test_rotation_parity import UNEVEN
-from tests.distributed.training import Variant, batch, build, rotated_gpt, train_step
+from tests.distributed.training import UNEVEN, Variant, batch, build, rotated_gpt, train_step
 
 
 class Numbered(MLP):

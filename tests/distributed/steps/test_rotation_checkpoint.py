@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.steps.test_rotation_parity import GATED_GROUPED, UNEVEN
 from tests.distributed.training import (
+    GATED_GROUPED,
+    UNEVEN,
     Variant,
     batch,
     distance,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon
@@ -156,12 +157,14 @@ def costs(num_matrices: int) -> tuple[int, int]:
         sent += (sum(sizes) - sizes[dist.get_rank()]) * of.element_size()
         return exchange(into, of, to, sizes, **kwargs)
 
-    with patch.object(dist, "all_to_all_single", counted), LiveBytes() as live:
+    accounted = SentBytes(dist.get_world_size())
+    with patch.object(dist, "all_to_all_single", counted), accounted, LiveBytes() as live:
         means = [local_of(each["momentum_buffer"]) for each in optimizer.state.values()]
         grads = [local_of(each.grad) for each in matrices(model) if each.grad is not None]
         live.label(Category.OPTIMIZER, [*map(local_of, matrices(model)), *means, *grads])
         before = live.total
         optimizer.step()
+    assert accounted.total == sent
     return sent, live.peak - before
 
 

@@ -26,8 +26,9 @@ from tests.distributed.steps.test_rotation_checkpoint import VARIANTS, train_bet
 from tests.distributed.steps.test_rotation_muon import OPTIONS
 from tests.distributed.steps.test_rotation_muon import alone as alone_under_muon
 from tests.distributed.steps.test_rotation_muon import rotated as under_muon
-from tests.distributed.steps.test_rotation_parity import GATED_GROUPED, UNEVEN
 from tests.distributed.training import (
+    GATED_GROUPED,
+    UNEVEN,
     Variant,
     batch,
     build,

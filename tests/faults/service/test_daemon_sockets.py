@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from gyre_client import Loader
 
-from tests.conftest import Daemon, StartDaemon
-from tests.daemons import gyred_command
+from tests.conftest import Daemon, GyredCommand, StartDaemon
 from tests.faults.served_tokens import read_some
 from tests.waiting import eventually
 
@@ -31,7 +30,9 @@ def has_event(daemon: Daemon, name: str) -> bool:
 
 
 @pytest.mark.parametrize("what", ["socket", "side channel", "folder"])
-def test_a_removed_socket_is_made_again(daemon: Daemon, what: str) -> None:
+def test_a_removed_socket_is_made_again(
+    daemon: Daemon, what: str, gyred_command: GyredCommand
+) -> None:
     path = path_of(daemon)
     with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
         first = next(loader)
@@ -58,7 +59,9 @@ def test_a_removed_socket_is_made_again(daemon: Daemon, what: str) -> None:
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -> None:
+def test_a_second_daemon_is_refused_even_without_the_lock_file(
+    daemon: Daemon, gyred_command: GyredCommand
+) -> None:
     path = path_of(daemon)
     path.with_name("gyre.sock.lock").unlink()
     second = gyred_command("serve", "--config", str(daemon.config_path))
@@ -77,7 +80,9 @@ def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -
     assert read_some(daemon)
 
 
-def test_a_socket_that_cannot_be_made_again_is_reported(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_a_socket_that_cannot_be_made_again_is_reported(
+    gyred: StartDaemon, tmp_path: Path, gyred_command: GyredCommand
+) -> None:
     daemon = gyred({"listen": [f"unix:{tmp_path}/run/gyre.sock", "tcp:127.0.0.1:0"]})
     (_, address) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
     assert gyred_command("health", "--address", address).returncode == 0

@@ -53,6 +53,9 @@ def is_ended(connection: socket.socket) -> bool:
     return True
 
 
+BEGINNINGS = (PREFACE[:10], PREFACE, PREFACE + frame(SETTINGS)[:5])
+
+
 @pytest.fixture(scope="module")
 def tcp() -> str:
     return f"127.0.0.1:{free_port()}"
@@ -106,49 +109,46 @@ def num_descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))  # noqa: PTH208
 
 
-def test_silent_connections_are_closed_and_do_not_keep_others_out(
+def test_connections_without_a_handshake_are_closed_and_do_not_keep_others_out(
     daemon: Daemon, place: str | tuple[str, int]
 ) -> None:
-    """A thousand that never say a word, and as many descriptors as before when they are gone."""
+    """Those that never say a word, that stop in their first words, or that send a byte at a time.
+
+    Each has the daemon's deadline for a handshake, so all of them wait for it together. When they
+    are gone, there are as many descriptors as before.
+    """
     assert_serves(daemon)
     before = num_descriptors(daemon)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(place)) for _ in range(NUM_SILENT)]
+        stopped = {each: stack.enter_context(connected(place)) for each in BEGINNINGS}
+        for beginning, connection in stopped.items():
+            connection.sendall(beginning)
         assert_serves(daemon)
+        assert is_ended_while_it_sends(stack.enter_context(connected(place)))
         assert all(map(is_ended, silent))
+        for beginning, connection in stopped.items():
+            assert is_ended(connection), f"the one that stopped after {beginning!r}"
     assert_serves(daemon)
     assert num_descriptors(daemon) < before + NUM_SILENT // 10
 
 
-@pytest.mark.parametrize("beginning", [PREFACE[:10], PREFACE, PREFACE + frame(SETTINGS)[:5]])
-def test_a_connection_that_stops_in_its_first_words_is_closed(
-    daemon: Daemon, place: str | tuple[str, int], beginning: bytes
-) -> None:
-    with connected(place) as connection:
-        connection.sendall(beginning)
-        assert is_ended(connection)
-    assert_serves(daemon)
+def is_ended_while_it_sends(connection: socket.socket) -> bool:
+    """Sends a byte every half a second, so that it is never silent for long; then reads to the end.
 
-
-def test_a_connection_that_sends_a_byte_at_a_time_is_closed(
-    daemon: Daemon, place: str | tuple[str, int]
-) -> None:
-    """It is never silent for long, and yet its handshake has a deadline."""
-    with connected(place) as connection:
-        connection.settimeout(0.5)
-        ended = False
-        for byte in PREFACE + frame(SETTINGS) * 100:
-            try:
-                connection.sendall(bytes([byte]))
-                ended = connection.recv(65536) == b""
-            except TimeoutError:
-                continue
-            except OSError:
-                ended = True
-            if ended:
-                break
-        assert ended or is_ended(connection)
-    assert_serves(daemon)
+    A handshake takes more of these bytes than its deadline has room for.
+    """
+    connection.settimeout(0.5)
+    for byte in PREFACE + frame(SETTINGS) * 100:
+        try:
+            connection.sendall(bytes([byte]))
+            if connection.recv(65536) == b"":
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return is_ended(connection)
 
 
 @pytest.mark.parametrize(

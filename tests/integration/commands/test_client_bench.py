@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_client.bench.comparison import located
 from gyre_client.bench.dataset_files import find_files, token_stride
 from gyre_client.bench.stopwatch import differing
 from gyre_client.command.cli import main
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from webdataset import TarWriter
 
@@ -86,33 +89,17 @@ def test_the_table_of_a_named_dataset(daemon: Any, capsys: pytest.CaptureFixture
     assert "times those of the plain DataLoader at its best" in text
 
 
-def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "bench",
-        str(token_files),
-        "--format",
-        "tokens",
-        "--batch-size",
-        "8",
-        "--seconds",
-        "0.05",
-        "--json",
-    ]
-    assert (
-        main(
-            [
-                *arguments,
-                "--option",
-                "dtype=uint16",
-                "--option",
-                "sequence_length=16",
-                "--option",
-                "stride=5",
-            ]
-        )
-        == 0
-    )
+def test_an_ad_hoc_dataset_behind_a_header_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.bin"
+    path.write_bytes(bytes(10) + np.arange(3000, dtype=np.uint16).tobytes())
+    options = ("dtype=uint16", "sequence_length=16", "stride=5", "header_bytes=10")
+    arguments = ["bench", str(path), "--format", "tokens", "--batch-size", "8", "--seconds", "0.05"]
+    arguments += [part for option in options for part in ("--option", option)]
+    assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["num_samples"] == (3000 - 16) // 5 + 1
     assert found["batch_size"] == 8
     assert [loader["label"] for loader in found["loaders"]] == LABELS
     assert all(
@@ -120,27 +107,37 @@ def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixt
     )
 
 
-def test_files_with_a_header_are_read_behind_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def header_of_npy() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(4000, np.uint16))
+    return file.getvalue()[:-8000]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "options"),
+    [
+        ("ids.npy", header_of_npy(), {}),
+        ("llm_c.bin", np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes(), {}),
+        ("own.bin", bytes(10), {"dtype": "uint16", "header_bytes": 10}),
+    ],
+)
+def test_batches_of_files_with_a_header_are_those_of_the_daemon(
+    gyred: Any, tmp_path: Path, name: str, header: bytes, options: dict[str, Any]
 ) -> None:
-    """Batches of both sides are compared first."""
-    ids = np.arange(4000, dtype=np.uint16)
-    np.save(tmp_path / "ids.npy", ids)
-    (tmp_path / "llm_c.bin").write_bytes(
-        np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes() + ids.tobytes()
-    )
-    (tmp_path / "own.bin").write_bytes(bytes(10) + ids.tobytes())
-    for name, options in (
-        ("ids.npy", []),
-        ("llm_c.bin", []),
-        ("own.bin", ["dtype=uint16", "header_bytes=10"]),
-    ):
-        arguments = ["bench", str(tmp_path / name), "--format", "tokens", "--batch-size", "8"]
-        arguments += ["--seconds", "0.02", "--option", "sequence_length=16"]
-        assert (
-            main([*arguments, *(part for option in options for part in ("--option", option))]) == 0
-        )
-        assert "250 samples" in capsys.readouterr().out
+    path = tmp_path / name
+    path.write_bytes(header + np.arange(4000, dtype=np.uint16).tobytes())
+    dataset = {"uri": str(path), "format": "tokens", "sequence_length": 16, **options}
+    task = {
+        "dataset": "ids", "batch_size": 8, "seed": 1, "daemon_user": None, "format": None,
+        "address": gyred({"datasets": {"ids": dataset}}).address, "options": options,
+    }  # fmt: skip
+    with Connection(parse_address(task["address"])) as connection:
+        description = connection.describe(pb.DatasetRef(name="ids"))
+    assert description.num_samples == 250
+    with located(description, task, lambda stage: None) as (files, _):
+        assert differing({**task, **files, "options": None}, 3) == ""
+        elsewhere = {**files, "header_bytes": len(header) + 2}
+        assert differing({**task, **elsewhere, "options": None}, 3) == "tokens"
 
 
 @pytest.mark.parametrize(

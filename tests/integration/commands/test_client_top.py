@@ -165,12 +165,7 @@ def sessions_of(line: str) -> list[dict[str, Any]]:
 def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(
-            daemon,
-            lambda session: (
-                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
-            ),
-        )
+        until_trainer_bound(daemon)
         once = gyre("top", "--once", "--interval", "0.2", "--address", daemon.address)
         assert (once.returncode, once.stderr) == (0, "")
         assert "\x1b" not in once.stdout
@@ -202,12 +197,7 @@ def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
 def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(
-            daemon,
-            lambda session: (
-                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
-            ),
-        )
+        until_trainer_bound(daemon)
         text = gyre("status", "--address", daemon.address).stdout
         assert "trainer-bound" in text
         assert "MEANING" in text
@@ -215,14 +205,19 @@ def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:
 
 
 def status_until(daemon: Daemon, is_there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What the status says of the only session, as soon as it is like this."""
+    """What the status says of the only session, as soon as it is open and like this."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        (session,) = sessions_of(gyre("status", "--json", "--address", daemon.address).stdout)
-        if is_there(session):
-            return session
-        assert time.monotonic() < deadline, session
+        sessions = sessions_of(gyre("status", "--json", "--address", daemon.address).stdout)
+        assert len(sessions) <= 1
+        if sessions and is_there(sessions[0]):
+            return sessions[0]
+        assert time.monotonic() < deadline, sessions
         time.sleep(0.1)
+
+
+def until_trainer_bound(daemon: Daemon) -> None:
+    status_until(daemon, lambda session: (session["rates"] or {}).get("meaning") == "trainer-bound")
 
 
 def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_travel(
@@ -260,12 +255,7 @@ def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_tr
 def test_colours_on_a_terminal_and_nowhere_else(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(
-            daemon,
-            lambda session: (
-                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
-            ),
-        )
+        until_trainer_bound(daemon)
         with on_terminal(daemon) as terminal:
             terminal.wait_for(b"\x1b[32mtrainer-bound")
             terminal.press(b"q")

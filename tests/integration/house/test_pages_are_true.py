@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import tomllib
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +14,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 from gyre_client import Loader
+from gyre_daemon.config.load import load as load_daemon_config
 from gyre_trainer.cli import main
 from gyre_trainer.training.config import load
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.conftest import to_toml
+from tests.fenced import ROOT, blocks
+
 SECONDS = 150
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page in a language."""
-    text = (ROOT / page).read_text()
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [block for its_language, block in found if its_language == language]
 
 
 @pytest.mark.timeout(600)  # it computes for fifteen seconds, where nobody else does
@@ -41,10 +38,17 @@ def test_the_plan_of_the_training_page_is_what_the_command_prints(
     assert capsys.readouterr().out == shown
 
 
-def test_the_configuration_of_the_training_page_describes_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "train.toml"
-    path.write_text(blocks("docs/training.md", "toml")[0])
-    assert load(path).data.format == "tokens"
+def test_the_configurations_of_the_training_page_describe_runs(tmp_path: Path) -> None:
+    """Their datasets are what a daemon takes. What a block leaves out is that of the first one."""
+    first, *others = map(tomllib.loads, blocks("docs/training.md", "toml"))
+    assert others
+    for number, block in enumerate([first, *others]):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(to_toml({"run": first["run"], **block}))
+        data = load(path).data
+        dataset = {"uri": data.dataset, "format": data.format, **data.options}
+        path.write_text(to_toml({"datasets": {"page": dataset}}))
+        assert list(load_daemon_config(path, {}, {}).config.datasets) == ["page"]
 
 
 def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:

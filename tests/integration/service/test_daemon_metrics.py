@@ -12,8 +12,7 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Daemon, StartDaemon
-from tests.daemons import gyred_command
+from tests.conftest import Daemon, GyredCommand, StartDaemon
 from tests.waiting import until
 
 DEADLINE_S = 150.0
@@ -127,7 +126,9 @@ def test_promtool_accepts_the_metrics(daemon: Daemon) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_metrics_for_other_hosts_must_be_asked_for(tmp_path: Path) -> None:
+def test_metrics_for_other_hosts_must_be_asked_for(
+    tmp_path: Path, gyred_command: GyredCommand
+) -> None:
     path = tmp_path / "gyre.toml"
     path.write_text('metrics_listen = "tcp:0.0.0.0:9847"')
     for command in ("check-config", "serve"):
@@ -138,7 +139,9 @@ def test_metrics_for_other_hosts_must_be_asked_for(tmp_path: Path) -> None:
     assert gyred_command("check-config", "--config", str(path)).returncode == 0
 
 
-def test_a_port_in_use_ends_the_daemon_before_it_serves(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_port_in_use_ends_the_daemon_before_it_serves(
+    daemon: Daemon, tmp_path: Path, gyred_command: GyredCommand
+) -> None:
     port = metrics_url(daemon).removesuffix("/metrics").rpartition(":")[2]
     path = tmp_path / "gyre.toml"
     path.write_text(

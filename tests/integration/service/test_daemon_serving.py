@@ -16,8 +16,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
-from tests.conftest import StartDaemon, to_toml
-from tests.daemons import gyred_command
+from tests.conftest import GyredCommand, StartDaemon, to_toml
 
 SERVICE = "gyre_protos.v1.Loader"
 
@@ -26,7 +25,9 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
     return {"uri": str(folder), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
 
 
-def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
+def test_health_reflection_and_datasets(
+    gyred: StartDaemon, token_files: Path, gyred_command: GyredCommand
+) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with identified_channel(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -96,7 +97,9 @@ def test_sockets_are_private_and_removed_at_the_end(gyred: StartDaemon, token_fi
     assert [event["event"] for event in daemon.events()] == ["ready", "draining", "stopped"]
 
 
-def test_second_daemon_on_a_socket_is_refused_and_harms_nothing(gyred: StartDaemon) -> None:
+def test_second_daemon_on_a_socket_is_refused_and_harms_nothing(
+    gyred: StartDaemon, gyred_command: GyredCommand
+) -> None:
     daemon = gyred({})
     assert daemon.process
     second = gyred_command("serve", "--config", str(daemon.config_path))
@@ -105,7 +108,9 @@ def test_second_daemon_on_a_socket_is_refused_and_harms_nothing(gyred: StartDaem
     assert gyred_command("health", "--address", daemon.address).returncode == 0
 
 
-def test_socket_of_a_killed_daemon_is_taken_over(gyred: StartDaemon) -> None:
+def test_socket_of_a_killed_daemon_is_taken_over(
+    gyred: StartDaemon, gyred_command: GyredCommand
+) -> None:
     daemon = gyred({})
     daemon.kill()
     assert Path(daemon.address.removeprefix("unix:")).exists()
@@ -113,7 +118,9 @@ def test_socket_of_a_killed_daemon_is_taken_over(gyred: StartDaemon) -> None:
     assert gyred_command("health", "--address", daemon.address).returncode == 0
 
 
-def test_tcp_port_is_never_shared(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_tcp_port_is_never_shared(
+    gyred: StartDaemon, tmp_path: Path, gyred_command: GyredCommand
+) -> None:
     daemon = gyred({"listen": ["tcp:127.0.0.1:0"]})
     (address,) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
     assert gyred_command("health", "--address", address).returncode == 0
@@ -122,7 +129,9 @@ def test_tcp_port_is_never_shared(gyred: StartDaemon, tmp_path: Path) -> None:
     assert "cannot listen on" in second.stderr
 
 
-def test_an_address_open_to_other_hosts_is_refused(tmp_path: Path) -> None:
+def test_an_address_open_to_other_hosts_is_refused(
+    tmp_path: Path, gyred_command: GyredCommand
+) -> None:
     refused = gyred_command("serve", "--listen", "tcp:0.0.0.0:0")
     assert refused.returncode == 2
     assert "open to other hosts" in refused.stderr
@@ -150,7 +159,7 @@ def test_an_address_open_to_other_hosts_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_configuration_is_refused_before_anything_is_bound(
-    tmp_path: Path, text: str, complaint: str
+    tmp_path: Path, text: str, complaint: str, gyred_command: GyredCommand
 ) -> None:
     path = tmp_path / "gyre.toml"
     path.write_text(text)
@@ -194,7 +203,9 @@ def config_of(folder: Path, **datasets: object) -> Path:
     return path
 
 
-def test_check_config_warns_of_missing_files(tmp_path: Path, token_files: Path) -> None:
+def test_check_config_warns_of_missing_files(
+    tmp_path: Path, token_files: Path, gyred_command: GyredCommand
+) -> None:
     there = tokens_dataset(token_files)
     missing = {**there, "uri": f"{token_files}/{{a,zz}}.bin"}
     path = config_of(
@@ -207,7 +218,9 @@ def test_check_config_warns_of_missing_files(tmp_path: Path, token_files: Path) 
     assert "zz.bin" in warning
 
 
-def test_check_config_opens_every_dataset(tmp_path: Path, token_files: Path) -> None:
+def test_check_config_opens_every_dataset(
+    tmp_path: Path, token_files: Path, gyred_command: GyredCommand
+) -> None:
     there = tokens_dataset(token_files)
     (tmp_path / "junk.tar").write_bytes(b"no tar" * 1000)
     missing = {**there, "uri": f"{token_files}/zz.bin"}

@@ -6,14 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import Daemon, to_toml
 from tests.preloaded.interpreter import Interpreter
-from tests.train_jobs import DEADLINE_S, IMPORTS, Jobs
+from tests.served_runs import CONFIG, Trainer, write_data
+from tests.train_jobs import DEADLINE_S, IMPORTS, LIBRARY_IMPORTS, Jobs
 
 
 @pytest.fixture(scope="session")
 def trainer_interpreter() -> Iterator[Interpreter]:
-    """An interpreter that has imported what a run needs."""
-    interpreter = Interpreter([*IMPORTS, "gyre_trainer.training.export"])
+    """An interpreter that has imported what a run needs, models of transformers among them."""
+    interpreter = Interpreter([*IMPORTS, *LIBRARY_IMPORTS])
     yield interpreter
     interpreter.close()
 
@@ -24,4 +26,37 @@ def tiny_jobs(tmp_path: Path, trainer_interpreter: Interpreter) -> Iterator[Jobs
     (np.arange(900) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
     jobs = Jobs(trainer_interpreter, tmp_path)
     yield jobs
+    jobs.end(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def served_bytes(
+    tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter
+) -> Iterator[str]:
+    """The address of one daemon that serves `bytes` to all runs of a file."""
+    folder = tmp_path_factory.mktemp("daemon")
+    address = f"unix:{folder}/run/gyre.sock"
+    config = {
+        "listen": [address],
+        "index_dir": str(folder / "index"),
+        "drain_timeout_s": 3.0,
+        "datasets": {"bytes": write_data(folder / "data")},
+    }
+    (folder / "gyre.toml").write_text(to_toml(config))
+    daemon = Daemon(
+        folder / "gyre.toml", address, folder / "log", {}, interpreter=interpreter
+    ).start()
+    yield address
+    daemon.stop()
+
+
+@pytest.fixture
+def trainer(
+    tmp_path: Path, served_bytes: str, trainer_interpreter: Interpreter
+) -> Iterator[Trainer]:
+    """Starts `gyre-train` on that daemon's data."""
+    config_path = tmp_path / "train.toml"
+    config_path.write_text(CONFIG)
+    jobs = Jobs(trainer_interpreter, tmp_path)
+    yield Trainer(config_path, served_bytes, jobs)
     jobs.end(DEADLINE_S)

@@ -1,5 +1,6 @@
 """Other weights for a job whose ranks read at several daemons: at all of them or at none."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.mixtures import source_of, write_sources
 
 G, CHANGE = 8, 30
 MIXTURE = {"weights": {"web": 0.5, "code": 0.5}, "block": 16}
+NAMES = ("run-of-a", "run-of-b")
 GIVEN = f"--weights=code=1 --from-step={CHANGE}".split()
 
 
@@ -46,13 +48,13 @@ class Rank:
 def ranks(gyred: StartDaemon, tmp_path: Path) -> Iterator[list[Rank]]:
     datasets = write_sources(tmp_path / "data")
     config: dict[str, Any] = {"datasets": datasets, "mixtures": {"all": MIXTURE}}
-    found = [
-        Rank(gyred({**config, "index_dir": str(tmp_path / f"index-{number}")}), number)
-        for number in range(2)
-    ]
-    yield found
-    for each in found:
-        each.loader.close()
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in range(2):
+            daemon = gyred({**config, "index_dir": str(tmp_path / f"index-{number}")})
+            found.append(Rank(daemon, number))
+            stack.callback(found[-1].loader.close)
+        yield found
 
 
 def mix(ranks: list[Rank], *jobs: str) -> int:
@@ -92,28 +94,35 @@ def test_all_daemons_of_a_job_change_the_weights(
     assert main(["status", *(f"--address={each.daemon.address}" for each in ranks)]) == 2
 
 
+@pytest.fixture
+def named_ranks(ranks: list[Rank]) -> Iterator[list[Rank]]:
+    """Ranks of another job at the same daemons, whose job has another name at each."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number, each in enumerate(ranks):
+            found.append(Rank(each.daemon, number, NAMES[number]))
+            stack.callback(found[-1].loader.close)
+        yield found
+
+
 def test_a_job_may_have_another_name_at_each_daemon(
-    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+    ranks: list[Rank], named_ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["run-of-a", "run-of-b"]
-    others = [Rank(each.daemon, number, names[number]) for number, each in enumerate(ranks)]
     read(ranks, range(3))
-    read(others, range(3))
-    assert mix(others) == 2
+    read(named_ranks, range(3))
+    assert mix(named_ranks) == 2
     assert "name one" in capsys.readouterr().err
-    assert mix(others, names[0]) == 2
+    assert mix(named_ranks, NAMES[0]) == 2
     assert "no job of yours named 'run-of-a' reads" in capsys.readouterr().err
-    assert mix(others, *names, "train") == 2
+    assert mix(named_ranks, *NAMES, "train") == 2
     assert "--job was given 3 times and --address 2 times" in capsys.readouterr().err
-    assert mix(others, *names) == 0
+    assert mix(named_ranks, *NAMES) == 0
     told = capsys.readouterr().out
-    for each, name in zip(ranks, names, strict=True):
+    for each, name in zip(ranks, NAMES, strict=True):
         assert f"{each.daemon.address}: 1 rank of the job {name} read all with" in told
-    found = read(others, range(3, CHANGE + 4))
+    found = read(named_ranks, range(3, CHANGE + 4))
     assert not any("web" in sources for sources in found[CHANGE - 3 :])
     assert all("web" in sources for sources in read(ranks, range(3, CHANGE)))
-    for each in others:
-        each.loader.close()
 
 
 def test_a_daemon_that_dies_in_between_leaves_all_with_the_old_weights(

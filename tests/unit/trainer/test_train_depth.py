@@ -120,6 +120,11 @@ def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
     assert [each.timeline.events for each in side_by_side(jobs)] == [alone.events] * 2
 
 
+def test_results_are_in_the_order_of_the_jobs_whichever_begins_first() -> None:
+    jobs = [partial(divmod, number, 2) for number in range(5)]
+    assert side_by_side(jobs, [3, 1, 4, 0, 2]) == [divmod(number, 2) for number in range(5)]
+
+
 def test_the_first_dry_run_that_fails_says_why() -> None:
     odd = [partial(dry_run, config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
     with pytest.raises(ConfigError, match="multiple of 3"):

@@ -50,11 +50,27 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
     assert sent == [share, share, share, 2 * share, share]
 
 
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [(None, 3 / 4), ([1, 2, 3, 4], 9 / 10), ([10, 0, 0, 0], 0)],
+    ids=["equal parts", "uneven parts", "all to itself"],
+)
+def test_an_all_to_all_sends_all_rows_but_those_that_stay(
+    rows: list[int] | None, share: float
+) -> None:
+    num_rows = sum(rows) if rows else NUM_RANKS
+    outgoing = torch.zeros(num_rows, NUM_BYTES, dtype=torch.uint8)
+    with SentBytes(NUM_RANKS) as sent_bytes:
+        dist.all_to_all_single(torch.zeros_like(outgoing), outgoing, rows, rows)
+        dist.all_to_all_single(torch.zeros(0), torch.zeros(0), [0] * NUM_RANKS, [0] * NUM_RANKS)
+    assert sent_bytes.total == share * outgoing.nbytes
+
+
 def test_an_unknown_collective_gives_no_figure() -> None:
     with (
         SentBytes(NUM_RANKS),
         pytest.raises(
-            NotImplementedError, match="c10d::alltoall_base_ sends an unknown number of bytes"
+            NotImplementedError, match="c10d::alltoall_ sends an unknown number of bytes"
         ),
     ):
-        dist.all_to_all_single(buffer(), buffer())
+        dist.all_to_all([buffer(4)] * NUM_RANKS, [buffer(4)] * NUM_RANKS)

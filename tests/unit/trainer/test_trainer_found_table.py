@@ -32,6 +32,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
     "CodeGen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
     "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "UMT5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "SwitchTransformers": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    | {"num_experts": 2},
+    "Pix2StructVision": {"d_kv": 8, "d_ff": 48, "patch_embed_hidden_size": 32},
+    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 16},
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8},
@@ -46,6 +51,12 @@ CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
     "Bert": ("BertConfig", "BertForMaskedLM"),
     "T5": ("T5Config", "T5ForConditionalGeneration"),
+    "UMT5": ("UMT5Config", "UMT5ForConditionalGeneration"),
+    "SwitchTransformers": (
+        "SwitchTransformersConfig",
+        "SwitchTransformersForConditionalGeneration",
+    ),
+    "Pix2StructVision": ("Pix2StructVisionConfig", "Pix2StructVisionModel"),
 }
 A, M = "AttentionRule", "MLPRule"
 BOTH = {"self_attn": A, "mlp": M}
@@ -70,7 +81,16 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "OPT": ({"self_attn": A},) * 2,
     "Olmo2": ({"mlp": M},) * 2,
     "CodeGen": ({"mlp": M},) * 2,
-    "T5": ({"DenseReluDense": M},) * 2,
+    **dict.fromkeys(
+        ["T5", "UMT5"],
+        ({"SelfAttention": A, "EncDecAttention": A, "DenseReluDense": M},) * 2,
+    ),
+    "SwitchTransformers": (
+        {"SelfAttention": A, "EncDecAttention": A, "mlp": M, "expert_0": M, "expert_1": M},
+    )
+    * 2,
+    "Pix2StructVision": ({"attention": A, "mlp": M},) * 2,
+    "Mpt": ({}, {"attn": A}),
     "Bert": ({}, {}),
     "Falcon": ({}, {}),
 }

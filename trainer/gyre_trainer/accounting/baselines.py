@@ -150,7 +150,7 @@ def fully_sharded(
     )
     shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
     for block in blocks_of(model):
-        for part in [block] if per_layer else _sub_blocks(block):
+        for part in [block] if per_layer else sub_blocks(block):
             shard(part)
     embedding, tail = _ends(model)
     if embedding.weight is not tail.head.weight:
@@ -162,8 +162,8 @@ def fully_sharded(
     return model
 
 
-def _sub_blocks(block: nn.Module) -> list[nn.Module]:
-    """The parts of a block that have matrices: its attention and its MLP."""
+def sub_blocks(block: nn.Module) -> list[nn.Module]:
+    """The parts of a block that have matrices, such as attention and MLP; of a list each item."""
     parts = [
         part
         for child in block.children()

@@ -1,4 +1,7 @@
-"""What the contexts of this package have in common: each sees every operator after it has run."""
+"""What the contexts of this package have in common: each sees every operator after it has run.
+
+Each context costs Python for every operator, so what is counted in one step has one context.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -43,6 +46,31 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Take note of an operator that has run; ``given`` are the tensors among its arguments."""
         raise NotImplementedError
+
+
+class Together(Dispatched):  # type: ignore[no-untyped-call]
+    """A context in which several others see every operator, without being entered themselves."""
+
+    def __init__(self, *others: Dispatched) -> None:
+        super().__init__()
+        self._others = others
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep the compiler out takes as long as some operators, and nothing is compiled."""
+        return False
+
+    def saw(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        result: Any,
+    ) -> None:
+        """Let each of them see it."""
+        for each in self._others:
+            each.saw(func, args, kwargs, given, result)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -14,12 +14,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
+from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
@@ -112,7 +112,7 @@ def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
-        with FakeTensorMode(), values or KnownValues():
+        with QuickFakeTensorMode(), values or KnownValues():
             yield mesh
     finally:
         dist.destroy_process_group()

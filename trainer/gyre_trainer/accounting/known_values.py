@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from gyre_trainer.accounting.dispatched import tensors_in
 from gyre_trainer.errors import ConfigError
 
 _aten = torch.ops.aten
 _DECLARES_WRITES = ("aten", "prim")  # others may write to any argument
+_VALUES = "_known_values"  # an attribute of fake tensors
+_EQUAL = frozenset((_aten.equal.default, _aten.allclose.default))
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 # Values take real memory. A mask of experts for 131,072 tokens, 8 choices and 128 experts fits; a
 # mask of all pairs of 131,072 tokens, which nothing reads, does not.
@@ -45,7 +47,11 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.assumes_even_routing = False
         self._routes = False
-        self._values = WeakTensorKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, as in `gyre_trainer.accounting.dispatched.Together`."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -58,8 +64,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
-        if func in (_aten.equal.default, _aten.allclose.default):
+        if func in _EQUAL:
             return True
+        given = list(tensors_in((args, kwargs)))
+        if given and func is not _aten.topk.default and not any(map(_has_known, given)):
+            return func(*args, **kwargs)  # most operators: nothing follows from them
+        return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operator from which known values may follow."""
         if func in _INDEXING:
             args = [args[0], [each for index in args[1] for each in self._places(index)], *args[2:]]
         values = None
@@ -82,23 +95,17 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _number(self, tensor: Tensor) -> Any:
-        values = self._known(tensor)
+        values = _known(tensor)
         if values is not None:
             self.assumes_even_routing |= self._routes
             with unset_fake_temporarily():
                 return values.item()
         return 1.0 if tensor.dtype.is_floating_point else 1
 
-    def _known(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor; None where they are not known, or not any more."""
-        values: Tensor | None = self._values.get(tensor)  # type: ignore[no-untyped-call]
-        is_gone = values is not None and values.numel() and not values.untyped_storage().nbytes()
-        return None if is_gone else values
-
     def _places(self, index: Any) -> list[Any]:
         """The indices that a mask stands for, one for each of its dims, if it is known."""
         is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
-        if not is_mask or self._known(index) is None:
+        if not is_mask or _known(index) is None:
             return [index]
         found: Tensor = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
         return list(found.unbind(1))
@@ -110,9 +117,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if not given and not _makes_known(func, kwargs):
             return None
-        if any(self._known(tensor) is None for tensor in given):
+        if any(_known(tensor) is None for tensor in given):
             return None
-        args, kwargs = tree_map_only(Tensor, self._known, (list(args), dict(kwargs)))
+        args, kwargs = tree_map_only(Tensor, _known, (list(args), dict(kwargs)))
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -123,11 +130,22 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if values is not None:
             for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
                 if isinstance(value, Tensor):
-                    self._values[tensor] = value
+                    vars(tensor)[_VALUES] = value
             return
         for tensor in _tensors(_written(func, args, kwargs)):
-            if (known := self._known(tensor)) is not None:
+            if (known := _known(tensor)) is not None:
                 known.untyped_storage().resize_(0)  # of all views of it
+
+
+def _known(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor; None where they are not known, or not any more."""
+    values: Tensor | None = vars(tensor).get(_VALUES)
+    is_gone = values is not None and values.numel() and not values.untyped_storage().nbytes()
+    return None if is_gone else values
+
+
+def _has_known(tensor: Tensor) -> bool:
+    return _VALUES in vars(tensor) and _known(tensor) is not None
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ have no such copy, so it is not counted: it made FSDP2's peaks up to a tenth too
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -141,18 +141,27 @@ class LiveBytes(Dispatched):  # type: ignore[no-untyped-call]
         self._changes: list[tuple[str, _Storage, int]] = []
         # by size: inputs of reduce-scatters whose copy was not seen yet
         self._scattered = Counter[int]()
-        # what `UntypedStorage.resize_` was before each entry
-        self._resizes: list[Callable[..., Any]] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Self:
-        self._resizes.append(torch.UntypedStorage.resize_)
-        torch.UntypedStorage.resize_ = _counting_resize(self, self._resizes[-1])  # type: ignore[method-assign]
+        self._entered.append(self.counting_resizes())
+        self._entered[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
+        self._entered.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def counting_resizes(self) -> Iterator[None]:
+        """A context that counts `UntypedStorage.resize_`, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = _counting_resize(self, resize)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def saw(
         self,

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gyre_trainer.accounting.baselines import add_fake_adapters
 from gyre_trainer.accounting.dry_run import found_rules, on_fake_ranks
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
@@ -33,7 +34,9 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
         if encodes(config.model):
             allocate(model, torch.device("cpu"))
             encode_frozen(model, config, mesh)
-        add_adapters(model, config)
+            add_fake_adapters(model, config, torch.device("cpu"))
+        else:
+            add_adapters(model, config)
         entries = plan_of(model).entries
     counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
     for entry in entries:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from gyre_trainer.accounting.estimate import (
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
-from gyre_trainer.accounting.side_by_side import side_by_side
+from gyre_trainer.accounting.side_by_side import Job, side_by_side
 from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.table import table
 from gyre_trainer.training.config import TrainConfig
@@ -95,14 +96,11 @@ def text(
     per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
     jobs = FigureJobs.of(config)
-    results = iter(
-        side_by_side(
-            [
-                *jobs.run(list(Strategy), num_ranks),
-                *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
-            ]
-        )
-    )
+    to_do: list[Job[Any]] = [
+        *jobs.run(list(Strategy), num_ranks),
+        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
+    ]
+    results = iter(side_by_side(to_do, _begin(len(to_do))))
     counted = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
@@ -122,6 +120,17 @@ def text(
             recommendation(counted, rates, memory_bytes),
         ]
     )
+
+
+def _begin(num_jobs: int) -> list[int]:
+    """The order in which a plan's jobs begin.
+
+    On two cores the second dry run of rotation follows the first one, which takes longest, in one
+    process. There torch knows most operators already, and other processes meanwhile learn those of
+    FSDP2. That spares a tenth of all processor time.
+    """
+    order = list(range(num_jobs))
+    return [*order[:1], *order[2:6], *order[1:2], *order[6:]]
 
 
 def _assumption(columns: Mapping[Strategy, StepFigures]) -> list[str]:

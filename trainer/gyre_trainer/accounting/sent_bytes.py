@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from gyre_trainer.accounting.dispatched import Dispatched, tensors_in
@@ -32,6 +33,9 @@ _SILENT = frozenset(
         "_c10d_functional::_wrap_tensor_autograd",
     }
 )
+
+# Each rank sends other bytes to each: those of the input but for the part that stays.
+_ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
@@ -66,8 +70,20 @@ class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
     def _bytes(self, name: str, args: Sequence[Any]) -> int:
         if name in _SILENT:
             return 0
+        if name == _ALL_TO_ALL:
+            return _bytes_to_others(*args[1:])
         if name not in _SENT:
             raise NotImplementedError(f"{name} sends an unknown number of bytes")
         argument, times = _SENT[name]
         nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(args[argument]))
         return round(nbytes * times(self._num_ranks))
+
+
+def _bytes_to_others(
+    sent: Tensor, group: Any, _incoming: Sequence[int], outgoing: Sequence[int], *_: Any
+) -> int:
+    """What an all-to-all sends: ``outgoing`` has the rows for each rank; empty for equal parts."""
+    ranks = dist.ProcessGroup.unbox(group)
+    num_rows = sent.shape[0]
+    staying = outgoing[ranks.rank()] if outgoing else num_rows // ranks.size()
+    return sent.nbytes * (num_rows - staying) // max(1, num_rows)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gyre_trainer.accounting.dispatched import Together
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes, Timeline
 from gyre_trainer.accounting.operations import Operations
 from gyre_trainer.accounting.sent_bytes import SentBytes
@@ -61,9 +62,9 @@ def measure_step(
         num_warm_up_tokens: of each example that these steps take: what they allocate for good does
             not depend on more, where all parameters are used.
     """
-    live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
-    observer = _Observer(model, live)
-    with sent_bytes, live, observer.hooks(), warnings.catch_warnings():
+    live, sent_bytes, operations = LiveBytes(), SentBytes(dist.get_world_size()), Operations()
+    observer, counted = _Observer(model, live), Together(live, sent_bytes, operations)
+    with live.counting_resizes(), counted, observer.hooks(), warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
@@ -73,10 +74,10 @@ def measure_step(
         for step in range(num_warm_up_steps):
             stepper.take(examples.shortened(num_warm_up_tokens), step)
         live.mark(STEP)
-        before = sent_bytes.total
-        with Operations() as operations:
-            stepper.take(examples, num_warm_up_steps)
-        return StepCost(live.timeline().since(STEP), sent_bytes.total - before, operations.total)
+        before = sent_bytes.total, operations.total
+        stepper.take(examples, num_warm_up_steps)
+        sent, computed = sent_bytes.total - before[0], operations.total - before[1]
+        return StepCost(live.timeline().since(STEP), sent, computed)
 
 
 class _Observer:

@@ -98,12 +98,12 @@ def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[st
     call, flat = _own_slice_call(rotation, args, kwargs)
     index = rotation.sharded.ring.rank
     state = torch.get_rng_state()
-    expected = [-2 * output for output in _that_add_up(rotation, call.compute(index, flat)[0])]
+    expected = [-2 * output for output in _that_add_up(rotation, call.compute(index, flat).outputs)]
     scaled = flat.clone()
     for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
         view.mul_(-2 if cut.name in names else 1)
     torch.set_rng_state(state)  # the same masks
-    found = _that_add_up(rotation, call.compute(index, scaled)[0])
+    found = _that_add_up(rotation, call.compute(index, scaled).outputs)
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
             f"the output of {rotation.name} is not linear in {', '.join(names)}, "

@@ -1,11 +1,6 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """Self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
 
-Where the ranks cannot share the key/value heads evenly but can share the query heads, layers that
-rotate by themselves compute keys and values first, and a slice attends to those that its query
-heads use. Where the ranks can share neither, all four layers rotate one by one, and each rank
-attends with all heads.
-
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
 """
 
@@ -18,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import refuse_dropout
 from gyre_trainer.layers.projections import (
     changed_counts,
     count_of,
     features_of,
+    is_table,
     layer_of,
     projections,
     require_changeable,
@@ -36,10 +31,10 @@ from gyre_trainer.rotation.output_reduction import (
     OutputReduction,
     SumOfOutputs,
 )
-from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import ModuleSlice, Rule
-from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
+from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
+
+_HEADS = -3  # the dim of heads in what is added to scores of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +152,8 @@ class AttentionRule(Rule):
     key/value heads that serve them, which other slices may hold, too; the first slices may hold a
     query head more than the others. The forward must read the numbers of heads from the weights
     (`view(..., -1, head_dim)`), or from ``counts``, ``kv_counts`` and ``groups``, and be linear in
-    the last layer's weights. A second output has the query heads in dim 1, as attention weights do.
+    the last layer's weights. Other outputs have the query heads in dim 1, as attention weights do,
+    or are arguments that it returns as they are.
 
     Numbers that the forward reads are named as attributes of the module, such as "num_heads", or of
     its config, such as "config.num_attention_heads".
@@ -171,6 +167,10 @@ class AttentionRule(Rule):
         counts: numbers that the forward reads and of which a slice has as much as of query heads.
         kv_counts: numbers that it reads and of which a slice has as much as of key/value heads.
         groups: numbers that it reads and that say how many query heads a key/value head serves.
+        by_heads: names of the forward's parameters that may have a tensor of all query heads in dim
+            -3, such as a bias of positions: a slice is given that of its own heads.
+        tables: names of embeddings inside that have a column for each query head, from which the
+            forward makes such a bias.
     """
 
     caches_heads: ClassVar[bool] = True
@@ -182,6 +182,25 @@ class AttentionRule(Rule):
     counts: tuple[str, ...] = ()
     kv_counts: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    by_heads: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+
+    @property
+    def cut_arguments(self) -> tuple[str, ...]:
+        """The arguments by heads."""
+        return self.by_heads
+
+    def argument_cut(self, name: str, shape: Sequence[int], layout: Layout) -> ArgumentCut | None:
+        """By query heads; None where the tensor is the same for all heads."""
+        if len(shape) < -_HEADS or shape[_HEADS] == 1:
+            return None
+        num_heads = self.num_heads(layout.cuts)
+        if shape[_HEADS] != num_heads:
+            raise RotationError(
+                f"an attention of {num_heads} heads is called with {name} of shape {tuple(shape)}; "
+                f"to share it among slices, its dim {_HEADS} must be {num_heads} or 1"
+            )
+        return ArgumentCut(_HEADS, self._heads_of_slices(layout))
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -195,6 +214,7 @@ class AttentionRule(Rule):
             require_changeable(module, (*self.counts, *self.kv_counts, *self.groups))
         sections = self._sections(module) if self.packed else ()
         cuts = projections(module, self.inputs, self.output, sections)
+        cuts += [self._cut_of_table(module, name, self.num_heads(cuts)) for name in self.tables]
         if self.num_kv_heads % num_slices == 0:
             require_counts(module, (*self.counts, *self.kv_counts), num_slices)
             return cuts
@@ -238,6 +258,28 @@ class AttentionRule(Rule):
             )
         return queries, keys, keys
 
+    def _cut_of_table(self, module: nn.Module, name: str, num_heads: int) -> Cut:
+        """Columns of an embedding that has one for each query head."""
+        table = module.get_submodule(name)
+        if not is_table(table) or table.embedding_dim != num_heads:
+            raise RotationError(
+                f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding of "
+                f"{num_heads} columns there, one for each query head, without other arguments"
+            )
+        return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
+
+    def num_heads(self, cuts: Sequence[Cut]) -> int:
+        """The query heads of the whole module; 0 where the widths of the layers do not say it."""
+        queries, keys = self._widths(cuts)
+        return self.num_kv_heads * queries // keys if keys > 0 else 0
+
+    def _widths(self, cuts: Sequence[Cut]) -> tuple[int, int]:
+        """Features of all queries, and of all keys."""
+        widths = {cut.name: cut.shape[cut.dim] for cut in cuts}
+        queries = widths[f"{self.output}.weight"]
+        inputs = [widths[f"{name}.weight"] for name in self.inputs]
+        return queries, (inputs[0] - queries) // 2 if len(inputs) == 1 else min(inputs)
+
     def shared_heads(self, cuts: Sequence[Cut], num_slices: int) -> SharedHeads | None:
         """The heads of each slice where slices have no equal parts of the key/value heads.
 
@@ -258,6 +300,9 @@ class AttentionRule(Rule):
     def _by_heads(self, cut: Cut, heads: SharedHeads) -> Cut:
         """A cut where slices have no equal parts of all heads."""
         layer, width = cut.name.rpartition(".")[0], cut.shape[cut.dim]
+        if layer in self.tables:
+            columns = tuple((heads.heads(index),) for index in range(heads.num_slices))
+            return cut if heads.is_even else replace(cut, of_slices=columns)
         if layer == self.output or width == heads.kv_width * heads.group:  # that of the queries
             return (
                 cut if cut.padded or heads.is_even else replace(cut, of_slices=heads.of_queries())
@@ -303,67 +348,12 @@ class AttentionRule(Rule):
         heads = self.shared_heads(layout.cuts, layout.num_slices)
         if heads is None or heads.is_even:
             return EqualParts(1, layout.num_slices, dtype)
-        bounds = [heads.heads(index) for index in range(layout.num_slices)]
-        return ConcatenatedOutputs(1, bounds, self.output, dtype)
+        return ConcatenatedOutputs(1, self._heads_of_slices(layout), self.output, dtype)
 
-
-@dataclass(frozen=True)
-class QueryHeadsRule(Rule):
-    """For `Attention.attend`: a slice holds query heads of q and o, and gets all keys and values.
-
-    Attributes:
-        heads: the heads of the whole module; the ring's size divides the query heads.
-        head_dim: channels of one head.
-    """
-
-    heads: Heads
-    head_dim: int
-
-    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Rows of q, columns of o, and a segment of o's bias."""
-        return projections(module, ("q",), "o")
-
-    def run(
-        self, current: ModuleSlice, /, x_BTD: Tensor, keys: Tensor, values: Tensor, *rest: Any
-    ) -> Tensor:
-        """The slice's contribution: its query heads attend to their keys and values."""
-        start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
-        keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
-        output: Tensor = current.forward(x_BTD, keys, values, *rest)
-        return output
-
-    def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """The heads of keys or values that serve query heads ``start`` to ``stop``."""
-        group = self.heads.num_heads // self.heads.num_kv_heads
-        serving = [head // group for head in range(start, stop)]
-        if serving[0] == serving[-1]:
-            return keys.narrow(-1, serving[0] * self.head_dim, self.head_dim)
-        by_head = keys.view(*keys.shape[:-1], self.heads.num_kv_heads, self.head_dim)
-        return by_head.index_select(-2, torch.tensor(serving, device=keys.device)).flatten(-2)
-
-
-class RotatedQueries(RotatedModule):
-    """Mixed in before `Attention`: keys and values first, then one pass round the ring."""
-
-    k: nn.Module
-    v: nn.Module
-
-    def forward(
-        self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None
-    ) -> Any:
-        """The module's output for this rank's part of the batch, as without rotation."""
-        return self.ring_forward(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
-
-
-def rotate_attention(module: Attention, target: RotationTarget) -> None:
-    """Rotate by key/value heads, else by query heads, else layer by layer, as the ring allows."""
-    heads = module.heads
-    if heads.num_kv_heads % target.num_slices == 0:
-        wrap(module, AttentionRule(heads.num_kv_heads), target)
-        return
-    by_queries = heads.num_heads % target.num_slices == 0
-    for layer in (module.k, module.v) if by_queries else (module.q, module.k, module.v, module.o):
-        wrap(layer, LinearRule(), target)
-    if by_queries:
-        rule = QueryHeadsRule(heads, module.head_dim)
-        wrap(module, rule, target, PartialRotation(module.attend, ("q", "o"), RotatedQueries))
+    def _heads_of_slices(self, layout: Layout) -> list[tuple[int, int]]:
+        """For each slice, the half-open range of its query heads."""
+        heads = self.shared_heads(layout.cuts, layout.num_slices)
+        if heads is not None:
+            return [heads.heads(index) for index in range(layout.num_slices)]
+        own = self.num_heads(layout.cuts) // layout.num_slices
+        return [(index * own, (index + 1) * own) for index in range(layout.num_slices)]

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.layers.attention import Attention, rotate_attention
+from gyre_trainer.layers.attention import Attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
 from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
@@ -11,6 +11,7 @@ from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.multihead import rotate_multihead
 from gyre_trainer.layers.projections import is_transposed_linear
+from gyre_trainer.layers.query_heads import rotate_attention
 from gyre_trainer.layers.transformer import rotate_transformer_layer
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
@@ -30,7 +31,7 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         wrap(module, TransposedLinearRule(), target)
         return True
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
-    if kind is None or type(module).forward is not kind.forward or is_parametrized(module):
+    if kind is None or type(module).forward is not kind.forward or computes_weights(module):
         return False
     match module:
         case nn.Linear():
@@ -46,6 +47,16 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         case _:
             wrap(module, _rule_of(module), target)
     return True
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Whether the weight of a layer is computed from others: by a parametrization, or by a hook.
+
+    Such a hook is that of `nn.utils.weight_norm` or `nn.utils.spectral_norm`.
+    """
+    return is_parametrized(module) or (
+        isinstance(module, _LAYERS) and "weight" not in module._parameters
+    )
 
 
 def is_of_known_class(module: nn.Module) -> bool:

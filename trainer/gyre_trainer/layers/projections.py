@@ -7,7 +7,7 @@ them. One layer may pack several, as sections one after the other.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,8 +24,20 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a block may have this layer: a linear one whose forward is that of its class."""
-    return type(module) is nn.Linear or is_transposed_linear(module)
+    """Whether a block may have this layer: a linear one whose forward is that of its class.
+
+    Its weight is a parameter, and not computed from others by a hook.
+    """
+    is_linear = type(module) is nn.Linear or is_transposed_linear(module)
+    return is_linear and module._parameters.get("weight") is not None
+
+
+def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether a block may have this embedding: one whose columns do not depend on each other."""
+    if type(module) is not nn.Embedding:
+        return False
+    options = module.max_norm, module.scale_grad_by_freq, module.sparse
+    return all(option is None or option is False for option in options)
 
 
 def _is_linear(module: nn.Module) -> bool:

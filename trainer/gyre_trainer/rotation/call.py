@@ -1,8 +1,8 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import NoneType
@@ -20,10 +20,10 @@ from gyre_trainer.rotation.backward.recomputation import (
     autocast_of_now,
     recomputable,
 )
-from gyre_trainer.rotation.form import Arguments, Form
+from gyre_trainer.rotation.form import Arguments, Form, Missing, Passed
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
+from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, parameter_at, swapped
 from gyre_trainer.rotation.shared_cache import SharedCache, is_cache
 from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
 
@@ -55,9 +55,37 @@ def is_constant(value: Any) -> bool:
     return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
 
 
+def may_be_returned(leaf: Any) -> bool:
+    """Whether a leaf of an output has no tensors inside, which would be those of one slice."""
+    return leaf is Missing or isinstance(leaf, (Passed, *_CONSTANTS)) or is_cache(leaf)
+
+
+def _told_of_output(name: str, returned: str) -> str:
+    return (
+        f"{name} returns {returned}; a rotated module must return floating-point tensors, one or "
+        "several in tuples, lists and dicts. Or let the layers inside rotate one by one "
+        "(find_blocks=False, and no rule for the module)"
+    )
+
+
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A floating-point tensor in ``dtype``; any other, or with None, as it is."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedSlice:
+    """What a module computes with one slice.
+
+    Attributes:
+        outputs: the tensors that it returns, without arguments that it returns as they are.
+        weights: the leaves of their graph that stand for the slice's trainable shards.
+        inputs: those that stand for `Call.inputs`.
+    """
+
+    outputs: list[Tensor]
+    weights: list[Tensor]
+    inputs: list[Tensor]
 
 
 class Call:
@@ -81,12 +109,15 @@ class Call:
         self._rotation = rotation
         self._arguments = Arguments(args, kwargs)
         self._leaves = self._arguments.leaves
+        self._num_replicated = len(rotation.replicated)
         sharded = [parameter_at(rotation.module, cut.name) for cut in rotation.layout.cuts]
         for parameter, cut in zip(sharded, rotation.layout.cuts, strict=True):
             rotation.sharded.require_here(parameter, cut.name)
         replicated = [local_of(parameter_at(rotation.module, name)) for name in rotation.replicated]
         self._specs = [spec_of(parameter) for parameter in sharded]
-        self.tensors = [*sharded, *replicated, *self._arguments.take_tensors()]
+        given = self._arguments.take_tensors()
+        self._argument_cuts = self._cuts_of(given)
+        self.tensors = [*sharded, *replicated, *given]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
@@ -104,6 +135,23 @@ class Call:
         self._kept_inputs: list[Recomputation | Tensor] = []
         self.inputs: list[Tensor] = []
         self.output_form: Form | None = None
+
+    def _cuts_of(self, given: Sequence[Tensor]) -> dict[int, ArgumentCut]:
+        """How arguments are cut, by their places among `inputs`."""
+        rotation, found = self._rotation, {}
+        names = rotation.rule.cut_arguments
+        for key, index in self._arguments.of_one_tensor() if names else ():
+            name = rotation.argument_names[key] if isinstance(key, int) else key
+            if name in names:
+                cut = rotation.rule.argument_cut(name, given[index].shape, rotation.layout)
+                if cut is not None:
+                    found[self._num_replicated + index] = cut
+        return found
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the arguments, before `detach_inputs`."""
+        return self.tensors[len(self._rotation.layout.cuts) + self._num_replicated :]
 
     def _share_caches(self) -> None:
         """Share caches of keys and values; refuse other objects that every slice would change."""
@@ -125,7 +173,7 @@ class Call:
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Detach the inputs from the graph around the call."""
-        num_cuts, first = len(self._rotation.layout.cuts), len(self._rotation.replicated)
+        num_cuts, first = len(self._rotation.layout.cuts), self._num_replicated
         self.tensors.clear()
         self.trainable = [self.recorded and tensor.requires_grad for tensor in tensors[:num_cuts]]
         self.sums = [RunningSum(tensor.dtype) for tensor in tensors[num_cuts:]]
@@ -152,11 +200,11 @@ class Call:
 
         This must happen before the graph around the call takes ``tensors`` in.
         """
-        num_others = len(self._rotation.layout.cuts) + len(self._rotation.replicated)
+        num_others = len(self._rotation.layout.cuts) + self._num_replicated
         arguments = [recomputable(tensor) for tensor in self.tensors[num_others:]]
         self.tensors[num_others:] = [tensor for tensor, _ in arguments]
         self._recomputations = [
-            *[None] * len(self._rotation.replicated),
+            *[None] * self._num_replicated,
             *(recomputation for _, recomputation in arguments),
         ]
 
@@ -180,8 +228,28 @@ class Call:
         )
         self._kept_inputs.clear()
 
-    def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a piece, and the leaves of their graph for its trainable shards.
+    def _inputs_of(self, index: int) -> list[Tensor]:
+        """The inputs of a slice: of an argument that is cut, a leaf for its part."""
+        if not self._argument_cuts:
+            return self.inputs
+        inputs = self.inputs[:]
+        for place, cut in self._argument_cuts.items():
+            part = cut.part(inputs[place].detach(), index)
+            inputs[place] = part.requires_grad_(self._take_grads[place])
+        return inputs
+
+    def add_grads(self, index: int, grads: Iterator[Tensor | None]) -> None:
+        """Add a slice's gradients of the inputs that take one, in their order."""
+        for place, takes_grad in enumerate(self._take_grads):
+            grad = next(grads) if takes_grad else None
+            cut = self._argument_cuts.get(place)
+            if cut is None or grad is None:
+                self.sums[place].add(grad)
+            else:
+                cut.part(self.sums[place].writable(self.inputs[place]), index).add_(grad)
+
+    def compute(self, index: int, flat: Tensor) -> "ComputedSlice":
+        """What a piece gives, with the leaves of its graph.
 
         Args:
             index: the number of the piece.
@@ -202,16 +270,17 @@ class Call:
                 start, stop = bounds[cut.name]
                 leaf = F.pad(leaf, (start, cut.shape[0] - stop))
             weights[cut.name] = leaf
-        inputs = dict(zip(rotation.replicated, self.inputs, strict=False))
+        inputs = self._inputs_of(index)
+        others, given = inputs[: self._num_replicated], inputs[self._num_replicated :]
         leaves = self._leaves
         if self._caches:
             leaves = [
                 leaf.of_slice(index) if isinstance(leaf, SharedCache) else leaf for leaf in leaves
             ]
-        args, kwargs = self._arguments.call(leaves, self.inputs[len(rotation.replicated) :])
+        args, kwargs = self._arguments.call(leaves, given)
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
         with (
-            swapped(rotation.module, {**weights, **inputs}),
+            swapped(rotation.module, weights | dict(zip(rotation.replicated, others, strict=True))),
             self._defer if torch.is_grad_enabled() else nullcontext(),
             self._autocast(),
         ):
@@ -234,13 +303,20 @@ class Call:
                 "it, or let the layers inside rotate one by one (find_blocks=False, and no rule "
                 "for the module)"
             )
-        return self._tensors_of(output), trained
+        return ComputedSlice(self._tensors_of(output, given), trained, inputs)
 
-    def _tensors_of(self, output: Any) -> list[Tensor]:
-        """The tensors of an output. The first slice's output gives the form and everything else."""
+    def _tensors_of(self, output: Any, given: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of an output that are not among those that the slice was ``given``.
+
+        The first slice's output gives the form and everything else.
+        """
         form = Form([output])
+        form.note_passed({id(tensor): place for place, tensor in enumerate(given)})
         tensors = form.take_tensors()
         if self.output_form is None:
+            odd = next((leaf for leaf in form.leaves if not may_be_returned(leaf)), None)
+            if odd is not None:
+                raise RotationError(_told_of_output(self._rotation.name, type(odd).__name__))
             for shared in self._caches:
                 form.leaves = [
                     shared.cache if shared.is_copy(leaf) else leaf for leaf in form.leaves
@@ -249,16 +325,20 @@ class Call:
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
             returned = f"a tensor of {wrong}" if wrong else type(output).__name__
-            raise RotationError(
-                f"{self._rotation.name} returns {returned}; a rotated module must return "
-                "floating-point tensors, one or several in tuples, lists and dicts"
-            )
+            raise RotationError(_told_of_output(self._rotation.name, returned))
         return tensors
 
-    def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
-        """The module's output, in the form of a slice's output, with ``tensors`` as its tensors."""
+    def rebuild_output(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+        """The module's output, in the form of a slice's output, with ``tensors`` as its tensors.
+
+        An argument that slices return is one of `given`, the caller's own tensor.
+        """
         assert self.output_form is not None
-        (output,) = self.output_form.filled(self.output_form.leaves, tensors)
+        leaves = [
+            given[leaf.place] if isinstance(leaf, Passed) else leaf
+            for leaf in self.output_form.leaves
+        ]
+        (output,) = self.output_form.filled(leaves, tensors)
         return output
 
     def of_parameters(self, grads: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ an operator does.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from types import NoneType
 from typing import Any
@@ -20,6 +21,17 @@ _PLAIN = (Tensor, NoneType, bool, int, float, str)
 
 class Missing:
     """Marks the position of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Marks the position of a tensor that the module was called with.
+
+    Attributes:
+        place: the tensor's index among those of the arguments.
+    """
+
+    place: int
 
 
 class Form:
@@ -46,6 +58,24 @@ class Form:
         """The tensors among the leaves. The form keeps them no longer."""
         tensors, self._tensors = self._tensors, []
         return tensors
+
+    def note_passed(self, places: Mapping[int, int]) -> None:
+        """Mark tensors that are arguments; the form keeps them no longer.
+
+        Args:
+            places: the indices of the arguments' tensors, by their ids.
+        """
+        if not any(id(tensor) in places for tensor in self._tensors):
+            return
+        others, arriving = [], iter(self._tensors)
+        for index, leaf in enumerate(self.leaves):
+            if leaf is Missing:
+                tensor = next(arriving)
+                if id(tensor) in places:
+                    self.leaves[index] = Passed(places[id(tensor)])
+                else:
+                    others.append(tensor)
+        self._tensors = others
 
     def filled(self, leaves: Iterable[Any], tensors: Iterable[Tensor]) -> list[Any]:
         """The values, with other ``leaves``, and with ``tensors`` in the places of `Missing`."""
@@ -82,6 +112,16 @@ class Arguments(Form):
             if spec is not None and _can_be_written_to(spec)
         ]
         self._given: dict[int, list[int]] = {}  # identities: the leaves themselves are not kept
+
+    def of_one_tensor(self) -> Iterator[tuple[int | str, int]]:
+        """Of each argument that is a tensor: its position or name, and its index among tensors."""
+        place = index = 0
+        for key, spec in zip((*range(self._num_args), *self._names), self._specs, strict=True):
+            stop = place + (1 if spec is None else spec.num_leaves)
+            found = sum(leaf is Missing for leaf in self.leaves[place:stop])
+            if spec is None and found:
+                yield key, index
+            place, index = stop, index + found
 
     def call(
         self, leaves: Iterable[Any], tensors: Iterable[Tensor]

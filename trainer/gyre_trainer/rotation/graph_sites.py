@@ -4,7 +4,7 @@ See [Note: Ring passes in one graph] in `pass_operator`.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
-from gyre_trainer.rotation.form import Missing
+from gyre_trainer.rotation.form import Missing, Passed
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.shared_cache import is_cache
 
@@ -40,15 +40,17 @@ register_pytree_node(_Absent, _no_leaves, _none)
 
 @dataclass(slots=True)
 class FlatForm:
-    """Flattened values, with `Missing` in the places of tensors."""
+    """Flattened values, with `Missing` in the places of tensors, and `Passed` in arguments'."""
 
     leaves: list[Any]
     spec: TreeSpec
 
     @classmethod
-    def of(cls, values: Any) -> "tuple[FlatForm, list[Tensor]]":
-        """The form of ``values``, and their tensors."""
+    def of(cls, values: Any, given: Sequence[Tensor] = ()) -> "tuple[FlatForm, list[Tensor]]":
+        """The form of ``values``, and their tensors that are not among those ``given``."""
         leaves, spec = tree_flatten(values, is_leaf=is_cache)
+        places = {id(tensor): place for place, tensor in enumerate(given)}
+        leaves = [Passed(places[id(leaf)]) if id(leaf) in places else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return cls([_kept(leaf) for leaf in leaves], spec), tensors
 
@@ -58,9 +60,10 @@ class FlatForm:
         leaves = [next(arriving) if leaf is Missing else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
-    def filled_in_graph(self, tensors: Iterable[Any]) -> Any:
+    def filled_in_graph(self, tensors: Iterable[Any], given: Sequence[Tensor]) -> Any:
         """The same for a function that is traced, which may not return None as a leaf."""
         leaves = [_Absent() if leaf is None else leaf for leaf in self.leaves]
+        leaves = [given[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in leaves]
         return FlatForm(leaves, self.spec).filled(tensors)
 
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, cast
-from gyre_trainer.rotation.form import Missing
+from gyre_trainer.rotation.form import Missing, Passed
 from gyre_trainer.rotation.graph_sites import FlatForm, Shapes, Site, numbers, shapes_of, sites_at
 from gyre_trainer.rotation.ring_pass import RingPass
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -85,7 +85,7 @@ def traced_pass(number: int, parameters: Sequence[Tensor], args: Any, kwargs: An
     outputs = torch.ops.gyre.ring_pass(tensors, number, index)[:-1]
     output = sites[index].output
     assert output is not None
-    return output[0].filled_in_graph(outputs)
+    return output[0].filled_in_graph(outputs, given)
 
 
 def _require_can_be_traced(module: RotatedModule, arguments: FlatForm) -> None:
@@ -152,12 +152,13 @@ def _ring_pass(tensors: list[Tensor], number: int, index: int) -> list[Tensor]:
     device = module.rotation.sharded.flat.device
     with _recording(site, device.type), torch.set_grad_enabled(site.recorded):
         call = Call(module.rotation, args, kwargs)
+        given = call.given
         if call.recomputed:
             call.find_recomputations()
         ring_pass = RingPass(module.rotation, call)
         with torch.no_grad():
             outputs = list(ring_pass.forward(list(call.tensors)))
-    _require_form(site, module.rotation, call.rebuild_output(outputs))
+    _require_form(site, module.rotation, call.rebuild_output(outputs, given), given)
     token = torch.tensor(next(numbers))
     if site.recorded:
         _PASSES[int(token)] = ring_pass
@@ -165,8 +166,8 @@ def _ring_pass(tensors: list[Tensor], number: int, index: int) -> list[Tensor]:
     return [*_owned(outputs), token]
 
 
-def _require_form(site: Site, rotation: Rotation, output: Any) -> None:
-    form, tensors = FlatForm.of(output)
+def _require_form(site: Site, rotation: Rotation, output: Any, given: Sequence[Tensor]) -> None:
+    form, tensors = FlatForm.of(output, given)
     if (form, shapes_of(tensors)) != site.output:
         raise RotationError(
             f"{rotation.name} returned another output than when its graph was compiled: "
@@ -191,10 +192,12 @@ def _(tensors: list[Tensor], number: int, index: int) -> list[Tensor]:
         name: cast(like.new_empty(parameter.shape, dtype=parameter.dtype), dtype)
         for name, parameter in rotation.module.named_parameters(remove_duplicate=False)
     }
-    args, kwargs = site.arguments.filled(cast(tensor, dtype) for tensor in given)
+    arguments = [cast(tensor, dtype) for tensor in given]
+    args, kwargs = site.arguments.filled(arguments)
     with swapped(rotation.module, whole):
-        form, found = FlatForm.of(rotation.forward(*args, **kwargs))
-    other = next((leaf for leaf in form.leaves if leaf is not Missing and leaf is not None), None)
+        form, found = FlatForm.of(rotation.forward(*args, **kwargs), arguments)
+    known = [leaf is Missing or leaf is None or isinstance(leaf, Passed) for leaf in form.leaves]
+    other = form.leaves[known.index(False)] if not all(known) else None
     if other is not None or not found:
         raise RotationError(
             f"{rotation.name} returns a {type(other).__name__}; in a model that is compiled as one "

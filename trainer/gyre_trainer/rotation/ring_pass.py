@@ -42,7 +42,7 @@ from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.randomness import Randomness
 from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
 from gyre_trainer.rotation.backward.weighted_outputs import GradOfWeight, as_weighing, weighing
-from gyre_trainer.rotation.call import Call
+from gyre_trainer.rotation.call import Call, ComputedSlice
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
 from gyre_trainer.rotation.rotation import Rotation
@@ -56,11 +56,12 @@ _Grads = Sequence[Tensor | None]
 def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The module's output; backward leaves averaged gradients on the sharded parameters."""
     call = Call(rotation, args, kwargs)
+    given = call.given
     if call.recomputed:
         call.find_recomputations()
     outputs = _outputs(rotation, call)
     call.merge_caches()
-    return call.rebuild_output(outputs)
+    return call.rebuild_output(outputs, given)
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
@@ -110,12 +111,20 @@ class _Graph:
         outputs: the edge and dtype of each output; the edge is None where the output needs no
             gradient.
         weights: the leaves that stand for the slice's trainable shards.
+        inputs: those that stand for the call's inputs.
         saved: the graph's saved tensors; None where backward follows while the slice is still here.
     """
 
     outputs: list[tuple[GradientEdge | None, torch.dtype]]
     weights: list[Tensor]
+    inputs: list[Tensor]
     saved: SavedTensors | None
+
+    @classmethod
+    def of(cls, computed: ComputedSlice, saved: SavedTensors | None) -> "_Graph":
+        """The graph of what was computed, whose outputs are not kept."""
+        edges = [_edge(output) for output in computed.outputs]
+        return cls(edges, computed.weights, computed.inputs, saved)
 
 
 class RingPass:
@@ -232,13 +241,13 @@ class RingPass:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
             with self._randomness.recording(index) if self._randomness else nullcontext():
-                return [output.detach() for output in self._call.compute(index, flat)[0]]
+                return [output.detach() for output in self._call.compute(index, flat).outputs]
         saved = SavedTensors(flat, self._rotation.name)
         with torch.enable_grad(), saved.recording():
-            outputs, weights = self._call.compute(index, flat)
+            computed = self._call.compute(index, flat)
         saved.flat = None
-        self._graphs[index] = _Graph([_edge(output) for output in outputs], weights, saved)
-        return [output.detach() for output in outputs]
+        self._graphs[index] = _Graph.of(computed, saved)
+        return [output.detach() for output in computed.outputs]
 
     def _reduce(self, index: int, outputs: Sequence[Tensor]) -> None:
         if not self._reductions:
@@ -279,7 +288,7 @@ class RingPass:
     def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
         """Gradients of one slice's trainable shards, except deferred ones; adds the inputs'."""
         call, graph = self._call, self._graph(index, flat)
-        wanted = [leaf for leaf in (*graph.weights, *call.inputs) if leaf.requires_grad]
+        wanted = [leaf for leaf in (*graph.weights, *graph.inputs) if leaf.requires_grad]
         edges, slice_grads = [], []
         for (edge, dtype), reduction, grad_output in zip(
             graph.outputs, self._reductions, grad_outputs, strict=True
@@ -299,9 +308,7 @@ class RingPass:
                 True,  # some may be unused
                 accumulate_grad=False,
             )
-        of_inputs = iter(found[len(graph.weights) :])
-        for total, leaf in zip(call.sums, call.inputs, strict=True):
-            total.add(next(of_inputs) if leaf.requires_grad else None)
+        call.add_grads(index, iter(found[len(graph.weights) :]))
         return found[: len(graph.weights)]
 
     def _add(self, index: int, grads: _Grads, gradient_ring: GradientRing) -> None:
@@ -322,11 +329,11 @@ class RingPass:
         assert flat is not None
         assert self._randomness is not None
         with torch.enable_grad(), self._randomness.replaying(index):
-            outputs, weights = self._call.compute(index, flat)
+            computed = self._call.compute(index, flat)
         if self._of_weight is not None:
             grad = self._reductions[0].grad_of_slice(index, self._of_weight.grad)
-            self._of_weight.add(grad, outputs[0].detach())
-        return _Graph([_edge(output) for output in outputs], weights, None)
+            self._of_weight.add(grad, computed.outputs[0].detach())
+        return _Graph.of(computed, None)
 
 
 def _edge(output: Tensor) -> tuple[GradientEdge | None, torch.dtype]:

@@ -10,6 +10,7 @@ optimizer applies in place. See [Note: The backward ring] in `ring_pass`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -151,6 +152,11 @@ class Rotation:
     def is_compiled(self) -> bool:
         """Whether slices are computed by a compiled graph; a single operator would gain nothing."""
         return self.policy.compiler is not None and len(self.layout.cuts) > 1
+
+    @cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the forward's parameters, in their order."""
+        return tuple(signature(self.forward).parameters)
 
     @cached_property
     def slice_forward(self) -> Callable[..., Any]:

@@ -39,6 +39,24 @@ class ModuleSlice:
     cuts: Sequence[Cut]
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentCut:
+    """How a tensor that a module is called with is cut.
+
+    Attributes:
+        dim: the dim that is cut.
+        bounds: for each slice, the half-open range of it.
+    """
+
+    dim: int
+    bounds: Sequence[tuple[int, int]]
+
+    def part(self, tensor: Tensor, index: int) -> Tensor:
+        """The part of slice ``index``, as a view."""
+        start, stop = self.bounds[index]
+        return tensor.narrow(self.dim, start, stop - start)
+
+
 class Rule(ABC):
     """How one kind of module is cut, and how the slices' outputs make the module's output.
 
@@ -68,6 +86,22 @@ class Rule(ABC):
     def linear_in(self) -> tuple[str, ...]:
         """Names of the parameters in which the outputs must be linear; none by default."""
         return ()
+
+    @property
+    def cut_arguments(self) -> tuple[str, ...]:
+        """Names of the forward's parameters whose tensors may be cut; none by default."""
+        return ()
+
+    def argument_cut(self, name: str, shape: Sequence[int], layout: Layout) -> ArgumentCut | None:
+        """How a tensor of ``shape`` is cut that is given under one of `cut_arguments`.
+
+        Returns:
+            None where each slice is given all of it.
+
+        Raises:
+            RotationError: the tensor does not fit.
+        """
+        return None
 
     @abstractmethod
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:

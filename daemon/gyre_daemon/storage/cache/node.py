@@ -4,16 +4,16 @@
 
 A job misses a block. The block is fetched whole, with one range request, into memory that was
 reserved for it. Other reads that need it wait for the same request. Its samples are copied out, it
-is written to disk, and from then on its memory is the first to be freed. Next use decides what
-stays (`placement`, `eviction`). A read whose block is not admitted goes to the storage itself, so
-that nothing waits for room in the cache, except a job that asks for whole blocks.
+is written to disk (`disk_writer`), and from then on its memory is the first to be freed. Next use
+decides what stays (`placement`, `eviction`). A read whose block is not admitted goes to the storage
+itself, so that nothing waits for room in the cache, except a job that asks for whole blocks.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -22,11 +22,12 @@ import numpy.typing as npt
 
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.fair import Claims, FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.cells import BlockMemory
 from gyre_daemon.storage.cache.disk import DiskCache
+from gyre_daemon.storage.cache.disk_writer import DiskWriter
 from gyre_daemon.storage.cache.placement import Key, Need, Placement
 from gyre_daemon.storage.cache.volume import Tier, Volume
 from gyre_daemon.storage.delays import Delays
@@ -38,7 +39,6 @@ _Result = TypeVar("_Result")
 # idle between two of them.
 _MAX_FETCHING_BYTES = 32 << 20
 _INLINE_BYTES = 128 << 10  # copied on the event loop: handing it to a thread would take longer
-_DISK_PAUSE_S = 10.0  # without writes after a disk has failed
 _AFTER_ALL_READS = 1 << 62  # urgency
 # Turns of the event loop from the arrival of a block until the copies out of it have unpinned it.
 # With fewer a block that is about to be free would look pinned for ever, and what waits for its
@@ -64,10 +64,8 @@ class NodeCache:
         counts: CacheCounts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._disk = disk
         self._workers = workers
         self._counts = counts
-        self._clock = clock
         self._placement = Placement(memory_bytes, disk.free_bytes if disk else 0, counts)
         self._memory = BlockMemory(memory_bytes)
         self._max_fetching_bytes = min(_MAX_FETCHING_BYTES, memory_bytes)
@@ -76,9 +74,9 @@ class NodeCache:
         self._line = FairQueue(1)  # blocks that wait for room
         self._freed = asyncio.Event()
         self._num_copying = 0
-        self._background: set[asyncio.Task[None]] = set()
-        self._dropping: set[Key] = set()
-        self._disk_pauses_until = 0.0
+        self._writer: DiskWriter | None = None
+        if disk:
+            self._writer = DiskWriter(disk, self._placement, workers, clock, self._freed.set)
         self._may_gather = is_allowed()
 
     async def open_volume(
@@ -86,17 +84,11 @@ class NodeCache:
     ) -> Volume:
         """The blocks of a dataset, with those that an earlier daemon left on disk."""
         mirror = None
-        if self._disk and blocks.offsets()[-1]:
-            try:
-                opening = functools.partial(self._disk.open_mirror, identity, blocks)
-                mirror = await self._workers.run(NO_JOB, 0, 0, opening)
-            except OSError as error:
-                self._pause_disk(error)
-            self._placement.on_disk.limit_bytes = self._disk.free_bytes
+        if self._writer and blocks.offsets()[-1]:
+            mirror = await self._writer.open_mirror(identity, blocks)
         volume = Volume(storage, blocks, block_bytes, mirror, self._memory)
-        if mirror:
-            surplus = self._placement.adopt(volume, mirror.blocks())
-            self._in_background(self._change_disk([(volume, block) for block in surplus], None))
+        if self._writer and mirror:
+            self._writer.adopt(volume, mirror)
         return volume
 
     async def read(self, volume: Volume, reads: Reads) -> None:
@@ -149,12 +141,12 @@ class NodeCache:
 
     async def close(self) -> None:
         """Stop fetching and writing, and release the folder of the disk cache."""
-        tasks = [*(fetch.task for fetch in self._fetching.values()), *self._background]
+        tasks = [fetch.task for fetch in self._fetching.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._disk:
-            self._disk.close()
+        if self._writer:
+            await self._writer.close()
 
     def _copy_present(
         self,
@@ -238,14 +230,16 @@ class NodeCache:
                 self._freed.set()
         finally:
             del self._fetching[volume, block]
-        self._store(volume, block)
+        if self._writer:
+            self._writer.store(volume, block)
 
     async def _wait_for_room(self, volume: Volume, block: int, claims: Claims) -> bool:
         """Wait in line until there is memory for a block; False if nothing can free any."""
         async with self._line.turn_of(claims, int(volume.sizes[block])):
             num_idle_turns = 0
             while not self._reserve(volume, block, Need.SOON):
-                if self._fetching_bytes or self._background or self._num_copying:
+                is_writing = self._writer is not None and self._writer.is_busy
+                if self._fetching_bytes or self._num_copying or is_writing:
                     num_idle_turns = 0
                     self._freed.clear()
                     await self._freed.wait()
@@ -326,71 +320,6 @@ class NodeCache:
                 return copy()
 
         return await self._workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
-
-    def _store(self, volume: Volume, block: int) -> None:
-        """Begin to write a block to disk, if it is admitted there."""
-        is_paused = self._clock() < self._disk_pauses_until
-        if volume.mirror is None or (volume, block) in self._dropping or is_paused:
-            return
-        victims = self._placement.take_disk(volume, block)
-        if victims is not None:
-            volume.num_pins[block] += 1
-            self._in_background(self._change_disk(victims, (volume, block)))
-        elif self._disk and self._disk.unopened:
-            self._in_background(self._remove_unopened())
-
-    async def _change_disk(self, gone: list[Key], new: Key | None) -> None:
-        """Free the space of some blocks, then write one."""
-
-        def work() -> None:
-            for volume, block in gone:
-                assert volume.mirror
-                volume.mirror.drop([block])
-            if new:
-                assert new[0].mirror
-                new[0].mirror.write(new[1], new[0].data(new[1]))
-
-        self._dropping.update(gone)
-        is_whole = False
-        try:
-            await self._workers.run(NO_JOB, int(new[0].sizes[new[1]]) if new else 0, 0, work)
-            is_whole = True
-        except OSError as error:
-            self._pause_disk(error)
-        finally:
-            self._dropping.difference_update(gone)
-            if new:
-                new[0].num_pins[new[1]] -= 1
-                self._placement.written(*new, is_whole=is_whole)
-            self._freed.set()
-        if new and is_whole:
-            self._resume_disk()
-
-    async def _remove_unopened(self) -> None:
-        """Remove blocks of a dataset that this daemon has not opened."""
-        assert self._disk
-        try:
-            await self._workers.run(NO_JOB, 0, 0, self._disk.remove_oldest)
-        except OSError as error:
-            self._pause_disk(error)
-        self._placement.on_disk.limit_bytes = self._disk.free_bytes
-
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work, name="store block")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    def _pause_disk(self, error: OSError) -> None:
-        """Write nothing for a while; blocks on disk are still read."""
-        if not self._disk_pauses_until:
-            facts = {"reason": error.strerror or repr(error), "again_in_s": _DISK_PAUSE_S}
-            log_event("cache disk fails", facts, logging.WARNING)
-        self._disk_pauses_until = self._clock() + _DISK_PAUSE_S
-
-    def _resume_disk(self) -> None:
-        if self._disk_pauses_until and self._clock() >= self._disk_pauses_until:
-            self._disk_pauses_until = 0.0
-            log_event("cache disk works again")
 
 
 def _copy_all(

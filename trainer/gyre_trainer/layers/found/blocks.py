@@ -19,13 +19,13 @@ from gyre_trainer.layers.found.embeddings import find_embedding_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.twin import Twin
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.layers.projections import features_of, is_projection
+from gyre_trainer.layers.projections import features_of, is_projection, is_table
 from gyre_trainer.rotation.rule import Rule
 
 # Subsets of the numbers that a forward reads. One has four of them or fewer, as a rule: 15 subsets,
 # or 80 where each may be that of key/value heads or that of the query heads of one of these.
 _MAX_TRIALS = 80
-_HEAD_COUNTS = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads"
+_HEAD_COUNTS = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads"
 
 
 def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) -> Rule | None:
@@ -56,9 +56,9 @@ def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | N
         if twin is None:
             continue
         if twin.fits():
-            return rule
-        if isinstance(rule, AttentionRule):
-            trials = _counted(module, rule, twin)
+            return twin.rule
+        if isinstance(twin.rule, AttentionRule):
+            trials = _counted(module, twin.rule, twin)
             counted = next((each for each in trials if replace(twin, rule=each).fits()), None)
             if counted is not None:
                 return counted
@@ -76,8 +76,8 @@ def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
 
 
 def _has_plain_layers(module: nn.Module) -> bool:
-    """Whether all matrices are those of linear layers directly inside, and nothing else is cut."""
-    others = [child for child in module.children() if not is_projection(child)]
+    """Whether all matrices are those of linear layers and embeddings directly inside."""
+    others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]
     return not module._parameters and all(parameter.ndim <= 1 for parameter in inside)
 
@@ -88,9 +88,15 @@ def _features(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: features_of(layer) for name, layer in layers.items()}
 
 
+def _tables(module: nn.Module) -> dict[str, int]:
+    """The columns of the embeddings directly inside."""
+    children = module.named_children()
+    return {name: child.embedding_dim for name, child in children if is_table(child)}
+
+
 def _mlp_rules(module: nn.Module, packed: bool) -> Iterator[MLPRule]:
     layers = _features(module)
-    if len(layers) not in (2, 3):
+    if len(layers) not in (2, 3) or _tables(module):
         return
     for down, (hidden, dim) in layers.items():
         ups = {name: sizes for name, sizes in layers.items() if name != down}
@@ -105,7 +111,7 @@ def _mlp_rules(module: nn.Module, packed: bool) -> Iterator[MLPRule]:
 def _attention_rules(
     module: nn.Module, num_slices: int, *, regrouped: bool
 ) -> Iterator[AttentionRule]:
-    layers = _features(module)
+    layers, tables = _features(module), tuple(_tables(module))
     for num_kv_heads, (output, (heads, dim)) in product(
         _head_counts(module), reversed(layers.items())
     ):
@@ -114,7 +120,7 @@ def _attention_rules(
         if any(size != dim for size, _ in inputs.values()) or not _are_heads(widths, heads):
             continue
         if widths[0] % num_kv_heads == 0 and (regrouped or num_kv_heads % num_slices == 0):
-            rule = AttentionRule(num_kv_heads, inputs=tuple(inputs), output=output)
+            rule = AttentionRule(num_kv_heads, tuple(inputs), output, tables=tables)
             yield rule
             if regrouped and len(widths) == 1:
                 yield replace(rule, packed=True)

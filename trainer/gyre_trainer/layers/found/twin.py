@@ -1,47 +1,48 @@
 """A small twin of a block: the same code with narrow layers, on which a rule is tried."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.calls import (
+    WIDTH,
+    arguments_by_heads,
+    other_arguments,
+    outputs_of,
+    parameters_of,
+    plain_arguments,
+    returned,
+)
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import (
     features_of,
     is_projection,
+    is_table,
     is_transposed_linear,
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
 from gyre_trainer.shards.layout import Layout
 
-# The twin's width; its heads are as many and as wide as the module's.
-_WIDTH = 8
-_BATCH, _TIME = 2, 3
 # Attention takes its softmax in float32, even of float64.
 _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Whether the twin is in training, and whether it gets a mask."""
+    """Whether the twin is in training, and which argument it gets beside those of each call."""
 
     training: bool
-    masked: bool
-
-
-# Attention with a mask may be other code than attention without.
-_CALLS = _Call(True, False), _Call(False, False), _Call(False, True)
-_MASK = "attention_mask"
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,20 @@ class Twin:
 
     Attributes:
         module: float64, with random values.
-        rule: the rule on trial.
+        rule: the rule on trial, with the arguments by heads that were found.
         layout: how the rule cuts the twin.
-        arguments: by the names of the forward's parameters, without a mask.
-        expected: the whole module's outputs of each call, once known; None where it takes no mask.
+        arguments: by the names of the forward's parameters, of all calls.
+        others: likewise, of which each is given in one call: attention with a mask, with a bias, or
+            to another source may be other code than attention without.
+        expected: the whole module's outputs of each call, once known; None where it cannot be
+            called like this.
     """
 
     module: nn.Module
     rule: Rule
     layout: Layout
     arguments: dict[str, Any]
+    others: dict[str, Tensor]
     expected: dict[_Call, list[Tensor] | None] = field(default_factory=dict)
 
     @classmethod
@@ -72,6 +77,9 @@ class Twin:
             if parameter.ndim == 1
         }
         for name, layer in module.named_children():
+            if is_table(layer):
+                table = torch.randn(layer.weight.shape, dtype=torch.float64)
+                instead[id(layer.weight)] = nn.Parameter(table)
             if not is_projection(layer):
                 continue
             inputs, outputs = _small(rule, name, layer, num_slices)
@@ -84,14 +92,34 @@ class Twin:
             instead[id(module.config)] = module.config
         twin = deepcopy(module, instead)
         layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
-        return cls(twin, rule, layout, _arguments(twin, rule))
+        arguments = plain_arguments(twin, attends=isinstance(rule, AttentionRule))
+        others = other_arguments(twin)
+        if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
+            found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))
+            rule = replace(rule, by_heads=tuple(found))
+            required = {each.name for each in parameters_of(twin) if each.default is each.empty}
+            arguments |= {name: found.pop(name) for name in tuple(found) if name in required}
+            others |= found
+        return cls(twin, rule, layout, arguments, others)
 
     def fits(self) -> bool:
-        """Whether the slices' outputs make the module's, in both modes and with a mask."""
+        """Whether the slices' outputs make the module's, in both modes and with each argument."""
         try:
-            return all(self._fits(call) for call in _CALLS)
+            return all(map(self._fits, self._calls()))
         except Exception:  # foreign code, on a slice that it may not take
             return False
+
+    def _calls(self) -> list[_Call]:
+        """The calls that the module takes: one in training, all in evaluation.
+
+        Raises:
+            StopIteration: it takes none in training.
+        """
+        names = None, *self.others
+        trained = (_Call(True, name) for name in names)
+        evaluated = (_Call(False, name) for name in names)
+        first = next(call for call in trained if self._whole(call) is not None)
+        return [first, *(call for call in evaluated if self._whole(call) is not None)]
 
     def numbers_read(self) -> dict[str, int]:
         """The whole numbers that the forward reads, of the module and of its ``config``."""
@@ -99,10 +127,11 @@ class Twin:
         if not self.expected:  # it cannot be called like this
             return read
         try:
+            calls = self._calls()
+            self.module.eval()
             with reads_recorded(self.module) as names:
-                for call in _CALLS[1:]:
-                    if self._is_possible(call):
-                        self.module(**self._arguments(call))
+                for call in calls[1:]:
+                    self.module(**self._arguments(call))
         except Exception:  # foreign code, that may look at its class
             return read
         for name in names:
@@ -113,30 +142,25 @@ class Twin:
         return read
 
     def _arguments(self, call: _Call) -> dict[str, Any]:
-        if not call.masked:
-            return self.arguments
-        mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
-        return self.arguments | {_MASK: mask.expand(_BATCH, -1, -1, -1)}
-
-    def _is_possible(self, call: _Call) -> bool:
-        return not call.masked or (_MASK in self.arguments and self._whole(call) is not None)
+        return self.arguments | ({} if call.name is None else {call.name: self.others[call.name]})
 
     def _whole(self, call: _Call) -> list[Tensor] | None:
-        """The whole module's outputs; None where it takes no such mask."""
+        """The whole module's outputs; None where it cannot be called like this.
+
+        Raises:
+            TypeError: it keeps a tensor as an attribute. Others may read that, and it would be that
+                of one slice.
+        """
         if call not in self.expected:
             self.module.train(call.training)
-            try:
-                self.expected[call] = _outputs(self.module(**self._arguments(call)))
-            except Exception:  # foreign code, with a mask of another form than it takes
-                if not call.masked:
-                    raise
-                self.expected[call] = None
+            written = written_by(self.module)
+            self.expected[call] = outputs_of(self.module, self._arguments(call))
+            if (name := tensor_among(written())) is not None:
+                raise TypeError(f"keeps a tensor as {name}")
         return self.expected[call]
 
     def _fits(self, call: _Call) -> bool:
         """Whether they do in one call, and without random numbers."""
-        if not self._is_possible(call):
-            return True
         self.module.train(call.training)
         state = torch.get_rng_state()
         expected = self._whole(call)
@@ -146,7 +170,8 @@ class Twin:
             for position, output in enumerate(expected)
         ]
         for index in range(self.layout.num_slices):
-            outputs = _outputs(self._run(index, self._arguments(call)))
+            arguments = self._arguments_of(index, call)
+            outputs = returned(self._run(index, arguments), arguments)
             for reduction, output in zip(reductions, outputs, strict=True):
                 reduction.add(index, output)
         found = [reduction.result() for reduction in reductions]
@@ -154,6 +179,15 @@ class Twin:
             torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE)
             for one, other in zip(found, expected, strict=True)
         )
+
+    def _arguments_of(self, index: int, call: _Call) -> dict[str, Any]:
+        """The arguments that a slice is given."""
+        arguments = self._arguments(call)
+        for name in arguments.keys() & set(self.rule.cut_arguments):
+            cut = self.rule.argument_cut(name, arguments[name].shape, self.layout)
+            if cut is not None:
+                arguments[name] = cut.part(arguments[name], index)
+        return arguments
 
     def _run(self, index: int, arguments: dict[str, Any]) -> Any:
         weights, bounds = {}, {}
@@ -180,10 +214,10 @@ def _small(rule: Rule, name: str, layer: nn.Module, num_slices: int) -> tuple[in
     """Input and output features of a layer of the twin."""
     if isinstance(rule, MLPRule):
         hidden = 2 * num_slices + 1
-        return (hidden, _WIDTH) if name == rule.down else (_WIDTH, hidden * rule.num_packed)
+        return (hidden, WIDTH) if name == rule.down else (WIDTH, hidden * rule.num_packed)
     assert isinstance(rule, AttentionRule)
     inputs, outputs = features_of(layer)
-    return (inputs, _WIDTH) if name == rule.output else (_WIDTH, outputs)
+    return (inputs, WIDTH) if name == rule.output else (WIDTH, outputs)
 
 
 @contextmanager
@@ -220,36 +254,3 @@ def _recording(cls: type, prefix: str, names: dict[str, None]) -> type:
         return base.__getattribute__(self, name)
 
     return type(cls.__name__, (cls,), {"__getattribute__": read})
-
-
-def _arguments(twin: nn.Module, rule: Rule) -> dict[str, Any]:
-    """Arguments for the forward: activations first; rotary positions, and no mask, by their names.
-
-    Raises:
-        TypeError: the forward requires something else.
-    """
-    first, *others = inspect.signature(twin.forward).parameters.values()
-    arguments: dict[str, Any] = {
-        first.name: torch.randn(_BATCH, _TIME, _WIDTH, dtype=torch.float64)
-    }
-    for parameter in others:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.name == "position_embeddings" and isinstance(rule, AttentionRule):
-            angles = torch.randn(_BATCH, _TIME, _head_dim(twin), dtype=torch.float64)
-            arguments[parameter.name] = angles.cos(), angles.sin()
-        elif parameter.name == _MASK:
-            arguments[parameter.name] = None
-        elif parameter.default is parameter.empty:
-            raise TypeError(parameter.name)
-    return arguments
-
-
-def _head_dim(module: nn.Module) -> int:
-    """The channels of a head that have rotary positions."""
-    head_dim: int = getattr(module, "head_dim", None) or module.head_size  # type: ignore[assignment]
-    return int(head_dim * getattr(getattr(module, "config", None), "partial_rotary_factor", 1.0))
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -98,13 +98,22 @@ class CutPlace:
                 self.last,
                 self.reader,
                 self.number,
-                dtype=policy.outer_dtype if parameter.is_floating_point() else None,
+                dtype=None if keeps_dtype(self.reader, parameter) else policy.outer_dtype,
                 grad_dtype=policy.grad_dtype,
             )
             self.stand_in = stand_in = StandIn.of(gathered)
         elif stand_in.requires_grad != parameter.requires_grad or not stand_in.is_fresh:
             self.stand_in = stand_in = StandIn.of(stand_in.gathered)
         return stand_in
+
+
+def keeps_dtype(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a module reads its parameter in the dtype that it has, whatever it computes in.
+
+    Torch takes activations of a BatchNorm in another dtype, but not weights in another one than
+    statistics.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase) or not parameter.is_floating_point()
 
 
 def has_forward(module: nn.Module) -> bool:

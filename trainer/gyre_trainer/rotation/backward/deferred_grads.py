@@ -156,7 +156,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(source, weight)
         ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))
-        return F.linear(source, weight, bias)
+        output = F.linear(source, weight, bias)
+        # With a bias and three dims or more it is a view, which nothing may write to in place.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

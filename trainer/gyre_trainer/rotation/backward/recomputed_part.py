@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
+from gyre_trainer.rotation.backward.module_attributes import as_before, written_by
 from gyre_trainer.rotation.backward.recomputation import recomputation_of
 from gyre_trainer.rotation.backward.weighted_sums import are_added_up
 from gyre_trainer.rotation.call import is_constant
@@ -126,12 +127,14 @@ class _Call:
         self._kept = KeptOutputs(
             self._device, keeps=keeps_outputs, keeps_promised=self._keeps_experts is not False
         )
+        self._written: list[Any] = []  # attributes, with the values that the forward found
 
     def run(self) -> Any:
         """The module's output."""
         tensors = list(self._tensors)
         written = [*tensors, *self._module.buffers()]
         versions = [each._version for each in written]
+        attributes_written = written_by(self._module)
         output = checkpoint(
             self._compute,
             torch.empty(0, device=self._device),  # tells whose random numbers are drawn
@@ -140,6 +143,7 @@ class _Call:
             # which tensor is the last that backward needs depends on a rank's tokens
             early_stop=not self._module.has_experts,
         )
+        self._written = attributes_written()
         if versions != [each._version for each in written]:
             raise RotationError(
                 f"{path_of(self._module)} ({own_class(self._module).__name__}) writes to an "
@@ -177,7 +181,7 @@ class _Call:
 
     def _compute(self, _anchor: Tensor) -> Any:
         if self._kept.is_replaying:
-            with _in_place(self._parameters):
+            with _in_place(self._parameters), as_before(self._written):
                 return self._forward_of(self._inputs_again())
         tensors, self._tensors = self._tensors, []
         return self._forward_of(tensors)

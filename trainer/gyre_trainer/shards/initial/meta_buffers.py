@@ -77,7 +77,12 @@ def _made_again(
             continue
         inside = path.removeprefix(around).removeprefix(".")
         found: nn.Module | None = dict(made.named_modules(remove_duplicate=False)).get(inside)
-        if found is not None and _is_like(module, found):
+        # a module around it may have given it a buffer, as Falcon-H1's model does to its mixers
+        if (
+            found is not None
+            and _is_like(module, found)
+            and (_has_all(module, found) or not around)
+        ):
             return found
     reason = "" if failed is None else f" ({type(failed).__name__}: {failed})"
     raise RotationError(
@@ -126,6 +131,11 @@ def _is_like(module: nn.Module, made: nn.Module) -> bool:
         and all(shapes.get(each, p.shape) == p.shape for each, p in made.named_parameters())
         and all(own.get(each, value) == value for each, value in _plain_values(made).items())
     )
+
+
+def _has_all(module: nn.Module, made: nn.Module) -> bool:
+    """Whether the second module has all buffers of the first one."""
+    return module._buffers.keys() <= made._buffers.keys()
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:

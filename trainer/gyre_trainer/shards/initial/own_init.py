@@ -226,7 +226,11 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
     state = torch.get_rng_state()
     before = [_storage(target) for target in targets]
     with _Written() as written, _writing_on_meta():
-        init(module)
+        try:
+            init(module)
+        except RuntimeError:  # `parameter.data = values` takes values of its own device alone
+            with torch.device("meta"):
+                init(module)
     torch.set_rng_state(state)
     replaced = [
         t for t in targets for _, owner, n in t.places if owner._parameters[n] is not t.twin

@@ -1,0 +1,8 @@
+"""The sizes of tiny models and of what they are called with."""
+
+from typing import Any
+
+NUM_ROWS, NUM_TOKENS, VOCABULARY = 12, 8, 40
+IMAGE_TOKEN = 39
+
+Arguments = dict[str, Any]

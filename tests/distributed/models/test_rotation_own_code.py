@@ -1,0 +1,240 @@
+"""Code that people write: activations in place, weights of hooks, odd outputs and arguments."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.comparing import BATCH, Case, distances
+from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.training import whole
+
+DIM = 6
+
+
+def x() -> Tensor:
+    return torch.randn(BATCH, 3, DIM)
+
+
+def in_place() -> Case:
+    """A linear layer with a bias, whose output for several dims is a view, and then a write."""
+    layers = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(inplace=True), nn.Linear(8, DIM))
+    return Case(layers, (x(),))
+
+
+class Normed(nn.Module):
+    """Two layers whose weights hooks compute before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        normed: Any = nn.utils.weight_norm
+        with warnings.catch_warnings(action="ignore"):  # it is old, and in use
+            self.first, self.second = normed(nn.Linear(DIM, 8)), normed(nn.Linear(8, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(x).tanh())
+        return output
+
+
+def normed() -> Case:
+    return Case(nn.Sequential(Normed(), nn.Linear(DIM, DIM)), (x(),))
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Output
+
+
+class Returns(nn.Module):
+    """An MLP that returns what torch does not look into."""
+
+    def __init__(self, form: type = Output) -> None:
+        super().__init__()
+        self.form, self.up, self.down = form, nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        output = Output(self.down(self.up(x).relu()))
+        return output if self.form is Output else Pair(output.hidden, output)
+
+
+class ReadsOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Returns(Output), Returns(Pair)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.two(self.one(x).hidden)
+        output: Tensor = pair.one + 2 * pair.other.hidden
+        return output
+
+
+def returns() -> Case:
+    return Case(ReadsOutputs(), (x(),))
+
+
+class Keeps(Returns):
+    """An MLP that keeps what it computed, for others to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.up(x).relu()
+        output: Tensor = self.down(self.hidden)
+        return output
+
+
+class Biased(nn.Module):
+    """Attention that may get a bias for all of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 3
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=position_bias)
+        output: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return output
+
+
+class GivesBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.attention = nn.Embedding(2, 9), Biased()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, self.bias.weight.view(1, 2, 3, 3))
+        return output
+
+
+def biased() -> Case:
+    return Case(GivesBias(), (x(),))
+
+
+class Remembers(nn.Module):
+    """Has a state that is no buffer: each call reads it and leaves another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.state = nn.Linear(DIM, 8), nn.Linear(8, DIM), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (self.up(x) * (1 + self.state)).tanh()
+        self.state = self.state + 0.5
+        output: Tensor = self.down(hidden).tanh()
+        return output
+
+
+def remembers() -> Case:
+    return Case(nn.Sequential(Remembers(), Remembers()), (x(),))
+
+
+CASES = {"in place": in_place, "normed": normed, "returns": returns, "biased": biased}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_own_code_trains_exactly(ranks_both_ways: StartEither, num_ranks: int) -> None:
+    for found in ranks_both_ways(num_ranks).run(distances, CASES, RotationPolicy()):
+        assert max(found.values()) <= 1e-12, found
+
+
+def with_statistics() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Flatten())
+
+
+def of_batch_norm(mesh: Any = None) -> dict[str, Tensor]:
+    """Outputs, gradients and statistics for the same rows on all ranks; rotated in bfloat16."""
+    model = with_statistics()
+    if mesh is not None:
+        rotate_all(model, mesh=mesh, policy=RotationPolicy(compute_dtype=torch.bfloat16))
+    torch.manual_seed(1)
+    output = model(x())
+    output.float().sin().mean().backward()
+    grads = {
+        f"gradient of {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+    }
+    statistics = dict(model.named_buffers())
+    return {"output": output.detach(), **grads, **statistics}
+
+
+def of_rotated_batch_norm() -> dict[str, Tensor]:
+    return of_batch_norm(make_mesh("cpu"))
+
+
+def test_batch_norm_computes_in_half_precision(ranks_both_ways: StartEither) -> None:
+    expected = of_batch_norm()
+    for found in ranks_both_ways(2).run(of_rotated_batch_norm):
+        assert found["output"].dtype == torch.bfloat16
+        assert found["gradient of 1.weight"].dtype == torch.float32
+        assert found["1.running_var"].dtype == torch.float32
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("recompute_layers", [False, True])
+def test_a_state_of_before_the_call_is_computed_with_again(
+    ranks: StartRanks, recompute_layers: bool
+) -> None:
+    policy = RotationPolicy(recompute=True, recompute_layers=recompute_layers)
+    for found in ranks(2).run(distances, {"remembers": remembers}, policy):
+        assert found["remembers"] <= 1e-12
+
+
+def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
+    assert find_rule(in_place().module, 2) == MLPRule(ups=("0",), down="2")
+    assert find_rule(Normed(), 2) is None
+    assert find_rule(Returns(Output), 2) is None
+    assert find_rule(Returns(Pair), 2) is None
+    rule = find_rule(Biased(), 2)
+    assert isinstance(rule, AttentionRule)
+    assert rule.by_heads == ("position_bias",)
+    assert find_rule(Keeps(), 2) is None
+
+
+def told() -> list[str]:
+    mesh, messages = make_mesh("cpu"), []
+    hooked = nn.Sequential(nn.Linear(DIM, DIM))
+    weight: Any = hooked.get_parameter("0.weight")
+    weight.register_hook(torch.zeros_like)
+    with pytest.raises(RotationError) as refusal:
+        rotate_all(hooked, mesh=mesh)
+    messages.append(str(refusal.value))
+    for form in (Output, Pair):
+        block = rotate(Returns(form), mesh=mesh, rule=MLPRule(ups=("up",)))
+        with pytest.raises(RotationError) as refusal:
+            block(torch.randn(2, DIM))
+        messages.append(str(refusal.value))
+    attention = AttentionRule(2, inputs=("q", "k", "v"), output="o")
+    block = rotate(Biased(), mesh=mesh, rule=attention)
+    with pytest.raises(RuntimeError, match="shape") as failed:
+        block(torch.randn(2, 3, DIM), torch.zeros(1, 2, 3, 3))
+    return [*messages, *failed.value.__notes__]
+
+
+def test_what_slices_cannot_compute_is_told_by_name(ranks: StartRanks) -> None:
+    for hook, output, pair, bias in ranks(2).run(told):
+        assert hook.startswith("Sequential.0.weight has a hook on its gradient")
+        assert "register hooks after rotating" in hook
+        assert "returns Output; a rotated module must return floating-point tensors" in output
+        assert "returns Output" in pair
+        assert "find_blocks=False" in pair
+        assert "rotates as a whole, by AttentionRule" in bias
+        assert "let the layers inside rotate one by one" in bias

@@ -1,0 +1,168 @@
+"""A dry run of a model of transformers predicts the bytes that real ranks measure."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer.accounting.baselines import Strategy, distribute
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.step_cost import measure_step
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.training.build import add_adapters, encode_frozen
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.objectives.collators import collator_of
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.steps.step_costs import CPU, LLAMA, config, rows
+
+
+def measured_by_family(families: dict[str, TrainConfig]) -> dict[str, tuple[int, int]]:
+    """By family: the live bytes at the peak of a rotated step, and the bytes sent."""
+    found = {}
+    for family, settings in families.items():
+        gc.collect()
+        model = distribute(settings, Strategy.GYRE, make_mesh("cpu"), CPU)
+        materialize(model, seed=0)
+        encode_frozen(model, settings, make_mesh("cpu"))
+        add_adapters(model, settings)
+        here = rows(settings)
+        cost = measure_step(model, settings, Examples(here, here, None))
+        found[family] = cost.timeline.peak_bytes, cost.sent_bytes
+        del model, cost
+    return found
+
+
+@pytest.mark.models
+def test_a_dry_run_counts_what_is_read(ranks: StartRanks) -> None:
+    """Experts of a class without a rule, just large enough to be cut."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = LLAMA | experts | sizes | {"model_type": "granitemoe", "use_cache": False}
+    settings = config({"model": {"config": model}})
+    (_, sent), *_ = [each["read"] for each in ranks(2).run(measured_by_family, {"read": settings})]
+    assert dry_run(settings, Strategy.GYRE, 2).sent_bytes == sent
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_dry_run_counts_the_bytes_of_any_family(num_ranks: int, ranks: StartRanks) -> None:
+    sizes = LLAMA | {"use_cache": False, "pad_token_id": 0}
+    own: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
+        "mamba": sizes | {"state_size": 4},
+    }
+    families = {
+        family: config({"model": {"config": own.get(family, sizes) | {"model_type": family}}})
+        for family in ("qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", *own)
+    }
+    real = ranks(num_ranks).run(measured_by_family, families)[0]
+    for family, settings in families.items():
+        dry = dry_run(settings, Strategy.GYRE, num_ranks)
+        assert (dry.timeline.peak_bytes, dry.sent_bytes) == real[family], family
+
+
+def test_a_dry_run_counts_the_rows_of_packed_layers(ranks: StartRanks) -> None:
+    none = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 512} | none
+    phi3 = LLAMA | {"model_type": "phi3", "num_hidden_layers": 1, "pad_token_id": 0}
+    families = {
+        "phi3": config({"model": {"config": phi3}, "memory": {"recompute": True}}),
+        "gpt2": config({"model": {"config": gpt2}, "memory": {"recompute": True}}),
+        "phi3, layer by layer": config({"model": {"config": phi3}}),
+    }
+    real = ranks(2).run(measured_by_family, families)[0]
+    for family, settings in families.items():
+        dry = dry_run(settings, Strategy.GYRE, 2)
+        assert (dry.timeline.peak_bytes, dry.sent_bytes) == real[family], family
+    assert real["phi3"][1] > real["phi3, layer by layer"][1]
+
+
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+def test_a_dry_run_counts_the_codes_of_frozen_weights(frozen: str, ranks: StartRanks) -> None:
+    settings = config(
+        {
+            "model": {
+                "config": LLAMA | {"num_hidden_layers": 1},
+                "lora": {"rank": 2, "frozen": frozen},
+            }
+        }
+    )
+    real = ranks(2).run(measured_by_family, {frozen: settings})[0][frozen]
+    dry = dry_run(settings, Strategy.GYRE, 2)
+    assert (dry.timeline.peak_bytes, dry.sent_bytes) == real
+
+
+COMPARED = (Strategy.GYRE, Strategy.FSDP2_SUB_BLOCK)
+
+
+BOTH_SIDES: dict[str, dict[str, Any]] = {
+    "bert": LLAMA
+    | {"model_type": "bert", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"model_type": "t5", "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 192}
+    | {"num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+}
+
+
+def measured_both_sides(family: str, settings: TrainConfig) -> dict[Strategy, tuple[int, int]]:
+    """The peak and the bytes sent of a step on random rows. Runs on each rank."""
+    found = {}
+    for strategy in COMPARED:
+        torch.manual_seed(0)
+        model = distribute(settings, strategy, make_mesh("cpu"), CPU)
+        if strategy is Strategy.GYRE:
+            materialize(model, seed=0)
+        num_rows, length = settings.data.batch_size // 2, settings.data.sequence_length
+        batch = {
+            "tokens": torch.randint(5, 400, (num_rows, length)),
+            "sample_id": torch.arange(num_rows),
+        }
+        cost = measure_step(model, settings, collator_of(settings).collate(batch, 0))
+        found[strategy] = cost.timeline.peak_bytes, cost.sent_bytes
+    return found
+
+
+@pytest.mark.parametrize("family", BOTH_SIDES)
+def test_a_plan_of_a_model_that_sees_both_sides_is_within_a_twentieth_of_a_step(
+    family: str, ranks: StartRanks
+) -> None:
+    settings = config(
+        {
+            "model": {"config": BOTH_SIDES[family]},
+            "objective": {"mask_id": 4, "sentinel_id": 511},
+        }
+    )
+    real = ranks(2).run(measured_both_sides, family, settings)[0]
+    for strategy in COMPARED:
+        dry = dry_run(settings, strategy, 2)
+        peak, sent = real[strategy]
+        assert dry.timeline.peak_bytes == pytest.approx(peak, rel=0.05), strategy
+        assert dry.sent_bytes == pytest.approx(sent, rel=1e-3), strategy
+
+
+EXPERTS = {
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",
+        *(pytest.param(each, marks=pytest.mark.models) for each in ("mixtral", "qwen3_moe")),
+    ],
+)
+def test_a_plan_of_experts_counts_within_a_twentieth_of_what_tokens_choose(
+    family: str, ranks: StartRanks
+) -> None:
+    sizes = LLAMA | {"use_cache": False, "num_hidden_layers": 1, "num_experts_per_tok": 2}
+    settings = config({"model": {"config": sizes | EXPERTS[family] | {"model_type": family}}})
+    peak, sent = ranks(2).run(measured_by_family, {family: settings})[0][family]
+    dry = dry_run(settings, Strategy.GYRE, 2)
+    assert dry.timeline.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert dry.sent_bytes == sent
+    assert dry.assumes_even_routing

@@ -1,0 +1,142 @@
+"""The calls in which a rule is tried on a twin: which arguments its forward takes.
+
+A forward of attention may take a tensor of all heads, such as a bias of positions. Which of its
+parameters does is found out by calls: such a tensor is taken, and changes what is returned.
+"""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gyre_trainer.rotation.call import may_be_returned
+
+# The twin's width; its heads are as many and as wide as the module's.
+WIDTH = 8
+_BATCH, _TIME, _SOURCE_TIME = 2, 3, 4
+# Names that `transformers` has for arguments of attention.
+_MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
+_SOURCES = "key_value_states", "encoder_hidden_states"
+
+
+def plain_arguments(module: nn.Module, *, attends: bool) -> dict[str, Any]:
+    """Arguments that a forward requires: activations first; others, and no mask, by their names.
+
+    Of an attention (``attends``), one that has another name is left out.
+
+    Raises:
+        TypeError: the forward requires something else.
+    """
+    first, *others = parameters_of(module)
+    arguments: dict[str, Any] = {first.name: _random(_BATCH, _TIME, WIDTH)}
+    for parameter in others:
+        if parameter.name == _ROTARY and attends:
+            angles = _random(_BATCH, _TIME, _head_dim(module))
+            arguments[parameter.name] = angles.cos(), angles.sin()
+        elif parameter.name == _PLACES and attends:
+            arguments[parameter.name] = torch.arange(_TIME)
+        elif parameter.name == _MASK:
+            arguments[parameter.name] = None
+        elif parameter.default is parameter.empty and not attends:
+            raise TypeError(parameter.name)
+    return arguments
+
+
+def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of a forward that have names."""
+    found = inspect.signature(module.forward).parameters.values()
+    return [each for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def other_arguments(module: nn.Module) -> dict[str, Tensor]:
+    """A mask, and activations of a source to attend to, by the names of the parameters for them."""
+    mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
+    known = {_MASK: mask.expand(_BATCH, -1, -1, -1)}
+    known |= dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
+    names = {parameter.name for parameter in parameters_of(module)}
+    return {name: tensor for name, tensor in known.items() if name in names}
+
+
+def arguments_by_heads(
+    module: nn.Module, arguments: dict[str, Any], num_heads: int
+) -> dict[str, Tensor]:
+    """By the names of parameters that take one: a tensor of all heads in dim -3.
+
+    Args:
+        module: in evaluation.
+        arguments: others, to call it with.
+        num_heads: query heads.
+    """
+    # a bias of scores, and a factor of what each head gives
+    scores = num_heads, _TIME, _TIME
+    shapes = (1, *scores), scores, (1, num_heads, 1, 1)
+    found: dict[str, Tensor] = {}
+    with _quiet():
+        before = outputs_of(module, arguments)
+        for parameter in parameters_of(module)[1:]:
+            if parameter.name in (_MASK, *_SOURCES) or parameter.name in arguments:
+                continue
+            if parameter.default is not None and parameter.default is not parameter.empty:
+                continue
+            for shape in shapes:
+                given = {parameter.name: _random(*shape)}
+                after = outputs_of(module, arguments | given)
+                if after is not None and (before is None or not _are_equal(before, after)):
+                    found |= given
+                    break
+    return found
+
+
+def outputs_of(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor] | None:
+    """What a module returns beside its arguments; None where it cannot be called like this."""
+    try:
+        return returned(module(**arguments), arguments)
+    except Exception:  # foreign code, with arguments of another form than it takes
+        return None
+
+
+def returned(output: Any, arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors of an output that are none of the arguments.
+
+    Raises:
+        TypeError: there is no tensor, or there may be others inside of an object.
+    """
+    given = {id(each) for each in arguments.values()}
+    leaves = tree_leaves(output)
+    odd = next((leaf for leaf in leaves if not may_be_returned(leaf)), None)
+    if odd is not None or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(f"returns {type(output if odd is None else odd).__name__}")
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in given]
+
+
+def _are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _head_dim(module: nn.Module) -> int:
+    """The channels of a head that have rotary positions."""
+    head_dim: int = getattr(module, "head_dim", None) or module.head_size  # type: ignore[assignment]
+    return int(head_dim * getattr(getattr(module, "config", None), "partial_rotary_factor", 1.0))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which a forward does not warn of arguments that it ignores."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

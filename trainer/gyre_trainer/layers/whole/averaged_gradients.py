@@ -1,0 +1,223 @@
+"""The mean over the ranks of gradients of parameters that every rank has whole.
+
+[Note: Ranks that reach nothing]
+
+All ranks must take part in the mean. The backward of one rank may reach no replicated parameter,
+because its forward left their modules out: it has zeros then. If it did not take part, its next
+collective would be taken for the mean. So a backward also counts that reaches a parameter that
+rotates. Where none of these is trained, as beside adapters, a backward counts that reaches an
+output of the model.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import compress
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gyre_trainer.comm.mesh import groups_of
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.sharded_module import copy_shards
+from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
+from gyre_trainer.shards.sharded_parameters import successor_of
+
+_PLAIN = (Tensor, nn.Parameter)  # a hook on deferred logits would compute them
+
+
+class ReplicatedGradients:
+    """Averages the gradients of replicated parameters over the ranks when a backward ends.
+
+    The accumulated gradient is averaged. Its older part is either averaged already, and then equal
+    on all ranks and its own mean, or was postponed and is averaged now.
+
+    Attributes:
+        postponed: whether backward leaves each rank its own gradients for now; `no_sync` sets it.
+        ring: of this rank.
+        alone: whether no parameter that rotates was trained when the model was last called.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self.postponed = False
+        self.alone = False
+        self._given = list(parameters)
+        self._mesh = mesh
+        self._groups = groups_of(mesh)
+        self.ring = ring_of(mesh)
+        self._backward: int | None = None
+        self._is_compared = False
+        self._watched = WeakIdKeyDictionary()
+        self.watch()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters; others have taken their places where the model was converted."""
+        if any(successor_of(each) is not None for each in self._given):
+            self._given = [_now(each) for each in self._given]
+        return self._given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
+        """Averages the gradients of the copied model's parameters."""
+        copy_shards(self._parameters, memo)
+        return ReplicatedGradients([deepcopy(p, memo) for p in self._parameters], self._mesh)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._watched
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of plain parameters, too; they take the first rank's values."""
+        for parameter in parameters:
+            take_first_ranks_values(parameter, self._mesh)
+        self._given += parameters
+
+    def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
+        """Average the gradients of all parameters that are trainable now, frozen before or not.
+
+        A backward that reaches one of ``others`` averages them, too. Those rotate, so all ranks
+        reach them. See [Note: Ranks that reach nothing].
+        """
+        # a hook with a strong reference would keep both alive
+        touched = partial(_touched, ref(self))
+        own = dict.fromkeys(self._parameters)
+        others = [each for each in others if each not in own]
+        self.alone = any(p.requires_grad for p in own) and not any(p.requires_grad for p in others)
+        for parameter in (*own, *others):
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = True
+                parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
+
+    def reached(self, output: Tensor) -> Tensor:
+        """An output of the model: a backward that reaches it averages the gradients.
+
+        It takes a gradient even where this rank called nothing that trains.
+        """
+        if type(output) not in _PLAIN or not output.is_floating_point():
+            return output
+        if not output.requires_grad:
+            anchor = output.new_empty(0).requires_grad_()
+            output = _TakesGradient.apply(anchor, output)  # type: ignore[no-untyped-call]
+        output.register_hook(partial(_touched, ref(self)))  # type: ignore[no-untyped-call]
+        return output
+
+    def compare(self, model: nn.Module) -> None:
+        """The first time, refuse values that differ among the ranks; collective.
+
+        Of a buffer that differs there is a warning, as statistics of a rank's own data may.
+
+        Raises:
+            RotationError: on every rank, with the first such parameter of the model.
+        """
+        if self._is_compared:
+            return
+        buffers = dict(model.named_buffers())
+        values = [local_of(each).detach() for each in (*self._parameters, *buffers.values())]
+        if any(isinstance(each, FakeTensor) for each in values):
+            return
+        self._is_compared = True
+        digests = [digest_of(each) for each in values]
+        extremes = torch.tensor(
+            [digests, [-each for each in digests]], device=self._mesh.device_type
+        )
+        with self.ring.hang_diagnosis.collective("comparing replicated parameters"):
+            for group in self._groups:
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        differs = extremes.sum(0).ne(0).tolist()
+        num_parameters = len(self._parameters)
+        different = set(compress(self._parameters, differs))
+        if different:
+            name = next(name for name, p in model.named_parameters() if p in different)
+            raise RotationError(
+                f"{name} of {own_class(model).__name__} has other values on one rank than on "
+                "another, so they would train different models; give all ranks the same values, "
+                "with one seed, one checkpoint or sync_from=0"
+            )
+        if others := list(compress(buffers, differs[num_parameters:])):
+            warnings.warn(
+                f"{others[0]} of {own_class(model).__name__}, a buffer, has other values on one "
+                "rank than on another, so their outputs differ; give all ranks the same ones, with "
+                "one checkpoint or sync_from=0",
+                stacklevel=2,
+            )
+
+    def touched(self) -> None:
+        """Note that a gradient was computed; the end of this backward averages all gradients."""
+        if self.ring.num_parts == 1:
+            return  # one rank's gradients are their own mean
+        # not a flag: a backward that fails ends without its callbacks
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward and not self.postponed:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Average what the ranks have.
+
+        A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
+        same parameters. Behind the gradients is a number for each: whether any rank has it.
+        """
+        parameters = [p for p in self._parameters if p.requires_grad]
+        if not parameters:
+            return
+        has = [p.grad is not None for p in parameters]
+        grads = [
+            torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
+            for p in parameters
+        ]
+        used = grads[0].new_tensor(has)
+        flat = torch.cat([*(grad.flatten() for grad in grads), used])
+        with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
+            for group in self._groups:
+                dist.all_reduce(flat, group=group)
+        *sums, used = torch.split(flat, [*(grad.numel() for grad in grads), len(grads)])
+        # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
+        by_any = has if all(has) or isinstance(flat, FakeTensor) else used.gt(0).tolist()
+        for parameter, grad, total, there, wanted in zip(
+            parameters, grads, sums, has, by_any, strict=True
+        ):
+            grad.copy_(total.div_(self.ring.num_parts).view_as(grad))
+            if wanted and not there:
+                spec = spec_of(parameter)
+                parameter.grad = grad if spec is None else with_spec(grad, spec)
+
+
+class _TakesGradient(torch.autograd.Function):
+    """The second argument, with a gradient as the first one takes it; neither gets one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _now(parameter: nn.Parameter) -> nn.Parameter:
+    """What a parameter has become by conversions of the model."""
+    while (successor := successor_of(parameter)) is not None:
+        parameter = successor
+    return parameter
+
+
+def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
+    there = grad_averaging()
+    if there is not None:
+        there.touched()
+
+
+def take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Write the values of the mesh's first rank into the tensor. Collective."""
+    for group in groups_of(mesh):
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
