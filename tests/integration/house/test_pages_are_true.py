@@ -1,5 +1,6 @@
 """Commands print what the pages show, and the examples of the front page run as they are."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -59,6 +60,24 @@ def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:
     assert len(promises) == len(links), "a promise without a test"
     for name, path in links:
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_that_a_page_imports_exist(page: str) -> None:
+    code = "\n".join(blocks(page, "python"))
+    found = re.findall(
+        r"^from (gyre_\w+[\w.]*) import (?:\(([^)]*)\)|([^#\n]*))", code, re.MULTILINE
+    )
+    for module, several, line in found:
+        for name in re.findall(r"(\w+)(?: as \w+)?,?", several or line):
+            importlib.import_module(module)
+            there = hasattr(sys.modules[module], name) or importlib.util.find_spec(
+                f"{module}.{name}"
+            )
+            assert there, f"{page}: {module} has no {name}"
 
 
 def write_tokens(folder: Path) -> None:

@@ -171,7 +171,10 @@ _TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | 
         ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
         ({"config": {"model_type": "no such family"}}, "no configuration for transformers"),
         ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
-        ({"config": {"model_type": "vit"}}, "train it by a script with rotate_all, as docs/rtp.md"),
+        (
+            {"config": {"model_type": "vit"}},
+            "train it by a script with rotate_all, as docs/rotate.md",
+        ),
         (
             {"config": {"model_type": "t5"}, "objective": "causal"},
             "no causal language model of a t5; set `model.objective` to denoising or seq2seq",

@@ -48,7 +48,7 @@ def warn_of_whole_parameters(
     ]
     warnings.warn(
         f"only {1 - numel / total:.0%} of the parameters rotate; whole on every rank are "
-        f"{'; '.join(lines)}. Give their modules rules, or see docs/rtp.md",
+        f"{'; '.join(lines)}. Give their modules rules, or see docs/rotate.md",
         stacklevel=3,
     )
 

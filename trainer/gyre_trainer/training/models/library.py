@@ -19,7 +19,7 @@ from gyre_trainer.training.models.lora import Lora
 from gyre_trainer.training.objectives.settings import Objective
 
 _BY_SCRIPT = (
-    'train it by a script with rotate_all, as docs/rtp.md describes under "Your own model", or in '
+    'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or in '
     "Hugging Face's Trainer with ShardedTrainer"
 )
 # What transformers calls the models of an objective, and the class and the table that make them.
