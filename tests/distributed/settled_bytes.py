@@ -17,7 +17,7 @@ from torch import Tensor
 _TIMEOUT_S = 10.0  # for what is never released, so that it is counted
 
 
-class SettledBytes(LiveBytes):
+class SettledBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """Live bytes, of which `settled` are alike in every run."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from gyre_trainer.training.models.lora import Lora
 from gyre_trainer.training.objectives.settings import Objective
 
 _BY_SCRIPT = (
-    'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or in '
-    "Hugging Face's Trainer with ShardedTrainer"
+    'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '
+    "in Hugging Face's Trainer with ShardedTrainer"
 )
 # What transformers calls the models of an objective, and the class and the table that make them.
 _KINDS: Mapping[Objective, tuple[str, str, str]] = {
