@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.rotation.backward.recomputation import SharedInput, recomputed
 from gyre_trainer.rotation.backward.weighted_outputs import Weighing, weighing
@@ -36,16 +37,18 @@ class WatchExperts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if weighing() is not self._now:
+            return func(*args, **kwargs)
         result = None
-        if weighing() is self._now and torch.is_grad_enabled() and not kwargs:
-            if len(args) == 2 and func in _PRODUCTS:
-                result = self._now.weighted(*args)
-            elif len(args) == 2 and func is Tensor.__getitem__:
-                result = self._rows(*args)
-            elif len(args) == 4 and func is Tensor.index_add_:
-                result = _added(*args)
-            if result is None and getattr(func, "__name__", "") != "__get__":  # of an attribute
-                self._now.used(args)
+        is_plain = torch.is_grad_enabled() and not kwargs
+        if is_plain and len(args) == 2 and func in _PRODUCTS:
+            result = self._now.weighted(*args)
+        if result is None and getattr(func, "__name__", "") != "__get__":  # of an attribute
+            self._now.used(tree_leaves((args, kwargs)))
+        if is_plain and len(args) == 2 and func is Tensor.__getitem__:
+            result = self._rows(*args)
+        elif is_plain and len(args) == 4 and func is Tensor.index_add_:
+            result = _added(*args)
         return func(*args, **kwargs) if result is None else result
 
     def _rows(self, tokens: Tensor, index: Any) -> Tensor | None:

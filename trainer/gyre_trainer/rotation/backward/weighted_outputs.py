@@ -64,13 +64,22 @@ class _Output:
 
     Attributes:
         tensor: the output.
+        version: of the tensor, and ``node`` where it came from, when it was returned. An operation
+            in place changes one of them.
         ring_pass: what computed it; None where it stands for one that is not computed again.
         inputs: of the ring pass.
     """
 
     tensor: Tensor
+    version: int
+    node: Any
     ring_pass: _Pass | None
     inputs: Sequence[Tensor]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was written to."""
+        return self.tensor._version != self.version or self.tensor.grad_fn is not self.node
 
 
 @dataclass
@@ -91,7 +100,10 @@ class Weighing:
     ) -> None:
         """An expert has returned ``outputs``."""
         self.nodes += [output.grad_fn for output in outputs]
-        self._last = _Output(outputs[0], ring_pass, inputs) if len(outputs) == 1 else None
+        self._last = None
+        if len(outputs) == 1:
+            (output,) = outputs
+            self._last = _Output(output, output._version, output.grad_fn, ring_pass, inputs)
 
     def used(self, values: Iterable[Any]) -> None:
         """A function other than a product takes ``values``."""
@@ -107,12 +119,12 @@ class Weighing:
         if one is not last.tensor and other is not last.tensor:
             return None
         weight = other if one is last.tensor else one
-        if not _are_weights(weight, last.tensor):
-            return None
         self._last = None
+        if last.is_changed or not _are_weights(weight, last.tensor):
+            return None
         weight, again = recomputable(weight)
         result: Tensor = _Weighted.apply(  # type: ignore[no-untyped-call]
-            last.ring_pass, again or weight.detach(), last.tensor.detach(), weight, *last.inputs
+            last.ring_pass, again, last.tensor.detach(), weight, *last.inputs
         )
         self.nodes.append(result.grad_fn)
         return result
@@ -134,7 +146,7 @@ class _Weighted(torch.autograd.Function):
     def forward(
         ctx: Any,
         ring_pass: _Pass | None,
-        again: Recomputation | Tensor,
+        again: Recomputation | None,
         output: Tensor,
         weight: Tensor,
         *_inputs: Tensor,
@@ -143,6 +155,8 @@ class _Weighted(torch.autograd.Function):
             ring_pass.is_weighted = True
         ctx.ring_pass = ring_pass
         ctx.again, ctx.dtypes = again, (output.dtype, weight.dtype)
+        if again is None:
+            ctx.save_for_backward(weight)
         ctx.set_materialize_grads(False)
         return output * weight
 
@@ -153,7 +167,7 @@ class _Weighted(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, *ctx.ring_pass.backward((None,))
         again = ctx.again
-        weight = again.compute_again({}) if isinstance(again, Recomputation) else again
+        weight = ctx.saved_tensors[0] if again is None else again.compute_again({})
         of_weight = GradOfWeight(grad) if ctx.needs_input_grad[3] else None
         grads = ctx.ring_pass.backward(((grad * weight).to(dtype),), of_weight)
         total = None if of_weight is None else of_weight.total
