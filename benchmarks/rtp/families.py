@@ -89,8 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["slices", "default"])
-    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--models", nargs="+", metavar="NAME", default=list(SUBJECTS))
     options = parser.parse_args(arguments)
+    if unknown := [name for name in options.models if name not in SUBJECTS]:
+        parser.error(f"no model is called {unknown[0]!r}; there are: {'; '.join(SUBJECTS)}")
     print("| model | ranks | way | rotates | rules | distance | of | told |")
     print("|---|---:|---|---:|---|---:|---|---|")
     for num_ranks in options.ranks:

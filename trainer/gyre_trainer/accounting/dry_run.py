@@ -23,8 +23,7 @@ from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.found.blocks import find_rule
-from gyre_trainer.layers.found.finder import experts_rules
+from gyre_trainer.layers.found.finder import BlockFinder, experts_rules
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.initial.sharded_init import allocate
@@ -90,14 +89,16 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
         model = plain(config.model)
     if has_adapters(config.model):
         return experts_rules(model, num_ranks)
+    finder = BlockFinder(model, num_ranks, regrouped=config.memory.recompute)
     rules: dict[type[nn.Module] | str, Rule | None] = {}
+    inside = ""
     for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in rules)
-        rule = (
-            None if is_inside else find_rule(module, num_ranks, regrouped=config.memory.recompute)
-        )
-        if rule:
+        if inside and path.startswith(inside):
+            continue
+        rule = finder.rule_of(module)
+        if rule is not None:
             rules[path] = rule
+            inside = f"{path}."
     return rules
 
 

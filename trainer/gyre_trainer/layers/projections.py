@@ -23,15 +23,6 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def is_projection(module: nn.Module) -> bool:
-    """Whether a block may have this layer: a linear one whose forward is that of its class.
-
-    Its weight is a parameter, and not computed from others by a hook.
-    """
-    is_linear = type(module) is nn.Linear or is_transposed_linear(module)
-    return is_linear and module._parameters.get("weight") is not None
-
-
 def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether a block may have this embedding: one whose columns do not depend on each other."""
     if type(module) is not nn.Embedding:

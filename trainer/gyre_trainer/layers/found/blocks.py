@@ -17,9 +17,10 @@ from torch import nn
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.embeddings import find_embedding_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
+from gyre_trainer.layers.found.linears import find_linear_rule, is_projection
 from gyre_trainer.layers.found.twin import Twin
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.layers.projections import features_of, is_projection, is_table
+from gyre_trainer.layers.projections import features_of, is_table
 from gyre_trainer.rotation.rule import Rule
 
 # Subsets of the numbers that a forward reads. One has four of them or fewer, as a rule: 15 subsets,
@@ -44,7 +45,12 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # no other device has the fork
         found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
-    return found or find_experts_rule(module, num_slices) or find_embedding_rule(module, num_slices)
+    return (
+        found
+        or find_experts_rule(module, num_slices)
+        or find_embedding_rule(module, num_slices)
+        or find_linear_rule(module, num_slices)
+    )
 
 
 def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | None:

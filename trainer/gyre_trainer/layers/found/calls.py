@@ -85,9 +85,11 @@ def arguments_by_heads(
             if parameter.default is not None and parameter.default is not parameter.empty:
                 continue
             for shape in shapes:
-                given = {parameter.name: _random(*shape)}
+                given, other = ({parameter.name: _random(*shape)} for _ in range(2))
                 after = outputs_of(module, arguments | given)
-                if after is not None and (before is None or not _are_equal(before, after)):
+                # One that is required may be ignored, too.
+                without = before or outputs_of(module, arguments | other)
+                if after and without and not _are_equal(without, after):
                     found |= given
                     break
     return found

@@ -20,10 +20,10 @@ from gyre_trainer.layers.found.calls import (
     plain_arguments,
     returned,
 )
+from gyre_trainer.layers.found.linears import is_projection
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import (
     features_of,
-    is_projection,
     is_table,
     is_transposed_linear,
     owner_of,
