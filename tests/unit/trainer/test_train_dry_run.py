@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 
@@ -123,6 +125,28 @@ def test_a_model_whose_embeddings_keep_no_configuration_can_be_planned() -> None
     )
     assert ddp == total
     assert total / 2 <= gyre < 0.52 * total
+
+
+def test_a_plan_finds_the_blocks_that_training_finds() -> None:
+    """LFM2 generates with a cache of its own, so its attention is no block."""
+    keys = {"model_type": "lfm2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    keys |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    keys |= {"layer_types": ["conv", "full_attention"], "block_multiple_of": 4}
+    sections = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
+        "model": {"config": keys},
+    }
+    settings = build(TrainConfig, sections, "")
+    with torch.device("meta"):
+        model = plain(settings.model)
+    with on_fake_ranks(2) as mesh:
+        rotate_all(model, mesh=mesh)
+    rotated = {path for path, each in model.named_modules() if type(each).__name__[:7] == "Rotated"}
+    planned = found_rules(settings, 2)
+    assert planned
+    assert planned.keys() <= rotated
+    assert {str(path).rpartition(".")[2] for path in planned} == {"feed_forward"}
 
 
 def test_a_refusal_leaves_no_group_behind() -> None:

@@ -60,7 +60,8 @@ class _OtherGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:
-        return grads[0] / grads[0].norm()  # of all outputs
+        grad: Tensor = grads[0] / grads[0].norm()  # of all outputs
+        return grad
 
 
 class OtherGradient(nn.Linear):
