@@ -15,6 +15,7 @@ from torch import Tensor
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.backward.recomputation import (
     Recomputation,
     autocast_of_now,
@@ -123,8 +124,10 @@ class Call:
         )
         self._caches: list[SharedCache] = []
         self._share_caches()
-        # A cache is another object in every call, which no compiled graph would fit.
-        self._is_compiled = rotation.is_compiled and not self._caches
+        # A cache is another object in every call, which no compiled graph would fit; masks are
+        # drawn in a way that none can have.
+        draws = rotation.rule.drops_out and (rotation.module.training or MASKS_ARGUMENT in kwargs)
+        self._is_compiled = rotation.is_compiled and not (self._caches or draws)
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (

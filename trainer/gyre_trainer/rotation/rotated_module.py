@@ -65,8 +65,12 @@ class RotatedModule(ShardedModule):
             bundle.leave(self.rotation)
 
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
-        """Add the masks of a new call to its arguments, where slices drop out."""
-        if self.training and self.rotation.rule.uses_dropout:
+        """Add the masks of a new call to its arguments, where slices drop out.
+
+        A module inside may be in training by itself.
+        """
+        module: Any = self
+        if self.rotation.rule.uses_dropout and any(each.training for each in module.modules()):
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal
