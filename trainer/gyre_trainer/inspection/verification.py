@@ -18,7 +18,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rule_checks import largest_finite
 from gyre_trainer.rotation.backward.randomness import generators_of
-from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside
+from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside, may_drop_out
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
@@ -239,7 +239,7 @@ class _Results:
 def _undropped(rotation: Rotation, weights: Mapping[str, Tensor]) -> AbstractContextManager[object]:
     """A context in which the whole module drops nothing that the rule knows of, as slices do."""
     rule = rotation.rule
-    if not (rule.drops_out and rotation.module.training):
+    if not (rule.drops_out and may_drop_out(rotation.module)):
         return nullcontext()
     return dropout_inside(weights, rule.linear_in, Undropped())
 

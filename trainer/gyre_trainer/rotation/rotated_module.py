@@ -10,6 +10,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
+from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
 from gyre_trainer.rotation.bundles.bundle import Bundle
 from gyre_trainer.rotation.bundles.forming import bundled
 from gyre_trainer.rotation.ring_pass import run
@@ -65,12 +66,8 @@ class RotatedModule(ShardedModule):
             bundle.leave(self.rotation)
 
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
-        """Add the masks of a new call to its arguments, where slices drop out.
-
-        A module inside may be in training by itself.
-        """
-        module: Any = self
-        if self.rotation.rule.uses_dropout and any(each.training for each in module.modules()):
+        """Add the masks of a new call to its arguments, where slices drop out."""
+        if self.rotation.rule.uses_dropout and may_drop_out(self.rotation.module):
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal

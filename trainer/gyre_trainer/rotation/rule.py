@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
-from gyre_trainer.rotation.backward.slice_dropout import Masks, Undropped, dropout_inside
+from gyre_trainer.rotation.backward.slice_dropout import (
+    Masks,
+    Undropped,
+    dropout_inside,
+    may_drop_out,
+)
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.stand_ins import behind
@@ -90,9 +95,9 @@ class Rule(ABC):
     def dropping(self, current: ModuleSlice, masks: Masks | None) -> AbstractContextManager[object]:
         """A context in which the slice's forward drops out as the rule says.
 
-        Without masks nothing is dropped in training.
+        Without masks nothing is dropped.
         """
-        if not self.drops_out or not (masks or current.module.training):
+        if not self.drops_out or not may_drop_out(current.module):
             return nullcontext()
         return dropout_inside(current.weights, self.linear_in, masks or Undropped())
 

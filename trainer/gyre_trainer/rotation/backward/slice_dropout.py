@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
@@ -81,6 +81,11 @@ class Undropped:
 
 
 Masks = DropoutMasks | Undropped
+
+
+def may_drop_out(module: nn.Module) -> bool:
+    """Whether a module is in training, or one inside alone, such as a dropout."""
+    return any(each.training for each in module.modules())
 
 
 def dropout_inside(
