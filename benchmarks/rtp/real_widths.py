@@ -23,6 +23,12 @@ from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257}
+_T5_LARGE = {"model_type": "t5", "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24} | {
+    "num_heads": 16,
+    "vocab_size": 32128,
+    "decoder_start_token_id": 0,
+}
 _NO_DROPOUT_IN_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TIED = {"tie_word_embeddings": True}
 
@@ -62,19 +68,15 @@ MODELS = {
         _sizes("phi3", 3072, 8192, 32, (32, 32), 32064)
         | {"pad_token_id": 32000, "original_max_position_embeddings": 1 << 17}
     ),
-    "gpt2-xl": RealModel(
-        {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257}
-        | _NO_DROPOUT,
-        1024,
-    ),
+    "gpt2-xl": RealModel(_GPT2_XL | _NO_DROPOUT, 1024),
+    # on CPUs, attention that drops out has no kernel that does without the probabilities
+    "gpt2-xl-dropout": RealModel(_GPT2_XL, 1024),
+    "gpt2-xl-dropout-not-in-attention": RealModel(_GPT2_XL | {"attn_pdrop": 0.0}, 1024),
     "bert-large": RealModel(
         _sizes("bert", 1024, 4096, 24, (16, 16), 30522) | _NO_DROPOUT_IN_BERT, 512
     ),
-    "t5-large": RealModel(
-        {"model_type": "t5", "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24}
-        | {"num_heads": 16, "vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-        512,
-    ),
+    "t5-large": RealModel(_T5_LARGE | {"dropout_rate": 0.0}, 512),
+    "t5-large-dropout": RealModel(_T5_LARGE, 512),
     "mixtral-8x7b": RealModel(
         _sizes("mixtral", 4096, 14336, 32, (32, 8), 32000)
         | {"num_local_experts": 8, "num_experts_per_tok": 2}

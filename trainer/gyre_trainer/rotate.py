@@ -210,7 +210,12 @@ def rotate_all(
     target = RotationTarget(mesh, policy)
     finder = None
     if find_blocks:
-        finder = BlockFinder(model, target.num_slices, regrouped=policy.recompute)
+        finder = BlockFinder(
+            model,
+            target.num_slices,
+            regrouped=policy.recompute,
+            drops_out=policy.dropout != "equal",
+        )
     walk = _Walk(rules or {}, target, verify, finder, min_numel)
     walk.visit("", model)
     walk.require_all_used()

@@ -272,7 +272,7 @@ def test_experts_of_gpt_oss_are_found_at_full_width_on_meta() -> None:
         ),
         (PackedGate, MLPRule(ups=("both",), down="down", num_packed=2)),
         (lambda: PackedGate(in_turns=True), None),
-        (lambda: Gated(dropout=0.1), None),
+        (lambda: Gated(dropout=0.1), MLPRule(("a", "b"), "c", drops_out=True)),
         (Residual, None),
         (AcrossTheWidth, None),
         (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), MLPRule(("0",), "2")),

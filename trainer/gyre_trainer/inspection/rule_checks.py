@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.backward.slice_dropout import Dropout, Place, Undropped
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import SumOfOutputs
 from gyre_trainer.rotation.rotation import Rotation
@@ -36,8 +38,8 @@ def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any
     Random numbers that it draws for this are drawn again afterwards.
 
     Raises:
-        RotationError: it drops out after its last layer, or its output is not linear in the weights
-            that the rule names.
+        RotationError: it drops out after its last layer and the rule does not, or elsewhere than
+            the rule knows, or its output is not linear in the weights that the rule names.
     """
     state = torch.get_rng_state()
     try:
@@ -76,12 +78,35 @@ class _DropoutAfterWeights(TorchFunctionMode):
 def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not rotation.module.training:
         return
+    last = [cut.name in rotation.rule.linear_in for cut in rotation.layout.cuts]
+    behind = _dropouts(rotation, args, kwargs, last)
+    if not behind:
+        return
+    inside = _dropouts(rotation, args, kwargs, [not each for each in last])
+    for one, other in zip(behind, inside, strict=True):
+        is_whole = one.takes_grad or not other.takes_grad
+        if is_whole is (one.place is Place.INSIDE):
+            raise RotationError(
+                f"{rotation.name} drops out a tensor of shape {one.shape} that "
+                f"{'every slice has whole' if is_whole else 'is cut'}, "
+                f"{'between' if is_whole else 'after'} its layers, so its rule does not know which "
+                "slices must drop the same entries; keep that dropout outside of the rotated module"
+            )
+
+
+def _dropouts(
+    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], trainable: list[bool]
+) -> list[Dropout]:
+    """What the own slice drops out as the rule knows, where these parameters take a gradient."""
+    undropped = Undropped()
+    if rotation.rule.drops_out:
+        kwargs = {**kwargs, MASKS_ARGUMENT: undropped}
     with torch.no_grad():
         call, flat = _own_slice_call(rotation, args, kwargs)
-    names = rotation.rule.linear_in
-    call.trainable = [cut.name in names for cut in rotation.layout.cuts]
+    call.trainable = trainable
     with torch.enable_grad(), _DropoutAfterWeights(rotation.name):
         call.compute(rotation.sharded.ring.rank, flat)
+    return undropped.seen
 
 
 @torch.no_grad()

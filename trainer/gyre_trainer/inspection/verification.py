@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rule_checks import largest_finite
 from gyre_trainer.rotation.backward.randomness import generators_of
+from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside, may_drop_out
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
@@ -40,9 +41,10 @@ def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Compared are the outputs, what is in caches, and, where gradients are enabled, those of inputs
     and parameters. The caches of the call stay as they are.
-    Every rank holds the whole module meanwhile. A module that draws random numbers in training,
-    where its slices draw others, is compared in evaluation instead, with gradients; one that draws
-    them there, too, is not, and a warning says so. Collective.
+    Every rank holds the whole module meanwhile. Dropout that the rule knows of drops nothing. A
+    module that draws other random numbers in training, where its slices draw others, is compared in
+    evaluation instead, with gradients; one that draws them there, too, is not, and a warning says
+    so. Collective.
 
     Raises:
         RotationError: on every rank that sees a difference; the message names what differs.
@@ -186,7 +188,7 @@ class _Results:
             args, kwargs = tree_map_only(
                 Tensor, lambda each: cast(each, dtype), (args, kwargs), is_leaf=is_cache
             )
-            with swapped(rotation.module, used):
+            with swapped(rotation.module, used), _undropped(rotation, used):
                 output = rotation.forward(*args, **kwargs)
         leaves = tree_flatten(output, is_leaf=is_cache)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -232,6 +234,14 @@ class _Results:
         cut = layout.cuts[position]
         start, stop = layout.bounds(cut, ring.rank)
         return mean.narrow(cut.dim, start, stop - start) / ring.size
+
+
+def _undropped(rotation: Rotation, weights: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+    """A context in which the whole module drops nothing that the rule knows of, as slices do."""
+    rule = rotation.rule
+    if not (rule.drops_out and may_drop_out(rotation.module)):
+        return nullcontext()
+    return dropout_inside(weights, rule.linear_in, Undropped())
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from gyre_trainer.layers.projections import (
     require_counts,
 )
 from gyre_trainer.layers.shared_heads import SharedHeads
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.output_reduction import (
     ConcatenatedOutputs,
     EqualParts,
@@ -171,6 +172,9 @@ class AttentionRule(Rule):
             -3, such as a bias of positions: a slice is given that of its own heads.
         tables: names of embeddings inside that have a column for each query head, from which the
             forward makes such a bias.
+        drops_out: whether the forward may drop out, by modules or functions: its input before all
+            layers, what belongs to query heads, and the output. Slices of one call drop the same
+            entries of input and output.
     """
 
     caches_heads: ClassVar[bool] = True
@@ -184,6 +188,7 @@ class AttentionRule(Rule):
     groups: tuple[str, ...] = ()
     by_heads: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    drops_out: bool = False
 
     @property
     def cut_arguments(self) -> tuple[str, ...]:
@@ -209,7 +214,8 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
-        refuse_dropout(module)
+        if not self.drops_out:
+            refuse_dropout(module)
         if num_slices > 1:
             require_changeable(module, (*self.counts, *self.kv_counts, *self.groups))
         sections = self._sections(module) if self.packed else ()
@@ -312,7 +318,12 @@ class AttentionRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
-        with changed_counts(current.module, self._counts_of_slice(current)):
+        masks = kwargs.pop(MASKS_ARGUMENT, None)
+        first, _ = current.bounds[f"{self.output}.weight"]
+        with (
+            changed_counts(current.module, self._counts_of_slice(current)),
+            self.dropping(current, masks and masks.for_slice(first, 0)),
+        ):
             return current.forward(*args, **kwargs)
 
     def _counts_of_slice(self, current: ModuleSlice) -> dict[str, int]:

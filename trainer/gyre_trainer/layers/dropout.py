@@ -11,13 +11,14 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.backward.slice_dropout import Masks
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
-_MASKS: ContextVar[DropoutMasks | None] = ContextVar("draw", default=None)
+_MASKS: ContextVar[Masks | None] = ContextVar("draw", default=None)
 
 
 @contextmanager
-def slice_masks(masks: DropoutMasks | None) -> Iterator[None]:
+def slice_masks(masks: Masks | None) -> Iterator[None]:
     """A context in which `SliceDropout` uses ``masks``; with None it drops nothing."""
     token = _MASKS.set(masks)
     try:

@@ -49,13 +49,17 @@ class MLPRule(Rule):
     """For a module that applies ``ups`` to its input, an elementwise function, then ``down``.
 
     A slice holds the same range of the hidden width of all these layers. The forward must be linear
-    in the weights of ``down``: no residual, and no dropout after it.
+    in the weights of ``down``: no residual after it, and dropout only with ``drops_out``.
 
     Attributes:
         ups: names of the linear layers from the input to the hidden width (up, and gate where there
             is one).
         down: name of the linear layer from the hidden width to the output.
-        dropouts: names of the dropout modules that act on the hidden width; others are refused.
+        dropouts: names of the dropout modules that act on the hidden width; others are refused
+            without ``drops_out``. Their masks alone can be equal at every number of ranks.
+        drops_out: whether the forward may drop out, by modules or functions: its input before
+            ``ups``, the hidden width, and the output. Slices of one call drop the same entries of
+            input and output.
         batch_dim: the dim of the batch in the input.
         num_packed: how many layers each of ``ups`` packs, the features of one after those of the
             other: 2 for gate and up.
@@ -66,11 +70,12 @@ class MLPRule(Rule):
     dropouts: tuple[str, ...] = ()
     batch_dim: int = 0
     num_packed: int = 1
+    drops_out: bool = False
 
     @property
     def uses_dropout(self) -> bool:
-        """Whether there is a dropout module."""
-        return bool(self.dropouts)
+        """Whether there is dropout."""
+        return self.drops_out or bool(self.dropouts)
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -79,7 +84,8 @@ class MLPRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
-        refuse_dropout(module, self.dropouts)
+        if not self.drops_out:
+            refuse_dropout(module, self.dropouts)
         for name in self.dropouts:
             use_slice_mask(module, name)
         return projections(module, self.ups, self.down, self._sections(module))
@@ -101,7 +107,8 @@ class MLPRule(Rule):
         """The slice's contribution; dropout uses masks for its range of the width."""
         masks = kwargs.pop(MASKS_ARGUMENT, None)
         first, _ = current.bounds[f"{self.ups[0]}.weight"]
-        with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
+        masks = masks and masks.for_slice(first, self.batch_dim)
+        with slice_masks(masks), self.dropping(current, masks):
             return current.forward(*args, **kwargs)
 
 
@@ -115,8 +122,8 @@ def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and name not in allowed:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}; "
-                "each slice would draw its own mask: set p=0, "
-                "or name it in MLPRule(dropouts=...) if it acts on the hidden width"
+                "each slice would draw its own mask: set p=0, or let the rule know of it: "
+                "drops_out=True, or MLPRule(dropouts=...) if it acts on the hidden width"
             )
 
 

@@ -20,6 +20,7 @@ from gyre_trainer.rotation.backward.recomputation import (
     autocast_of_now,
     recomputable,
 )
+from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
 from gyre_trainer.rotation.form import Arguments, Form, Missing, Passed
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
@@ -123,8 +124,10 @@ class Call:
         )
         self._caches: list[SharedCache] = []
         self._share_caches()
-        # A cache is another object in every call, which no compiled graph would fit.
-        self._is_compiled = rotation.is_compiled and not self._caches
+        # A cache is another object in every call, which no compiled graph would fit; masks are
+        # drawn in a way that none can have.
+        draws = rotation.rule.drops_out and may_drop_out(rotation.module)
+        self._is_compiled = rotation.is_compiled and not (self._caches or draws)
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (

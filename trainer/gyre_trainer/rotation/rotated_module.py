@@ -10,6 +10,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
+from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
 from gyre_trainer.rotation.bundles.bundle import Bundle
 from gyre_trainer.rotation.bundles.forming import bundled
 from gyre_trainer.rotation.ring_pass import run
@@ -66,7 +67,7 @@ class RotatedModule(ShardedModule):
 
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
         """Add the masks of a new call to its arguments, where slices drop out."""
-        if self.training and self.rotation.rule.uses_dropout:
+        if self.rotation.rule.uses_dropout and may_drop_out(self.rotation.module):
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.slice_dropout import (
+    Masks,
+    Undropped,
+    dropout_inside,
+    may_drop_out,
+)
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.stand_ins import behind
@@ -70,17 +77,29 @@ class Rule(ABC):
             heads, so that slices can share a cache.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
+        drops_out: whether the forward may drop out. See [Note: Dropout in slices] in
+            `gyre_trainer.rotation.backward.slice_dropout`.
     """
 
     backward_reads_weights: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = True
     caches_heads: ClassVar[bool] = False
+    drops_out: bool = False
 
     @property
     def uses_dropout(self) -> bool:
         """Whether slices drop out in training; the argument `MASKS_ARGUMENT` has the masks."""
-        return False
+        return self.drops_out
+
+    def dropping(self, current: ModuleSlice, masks: Masks | None) -> AbstractContextManager[object]:
+        """A context in which the slice's forward drops out as the rule says.
+
+        Without masks nothing is dropped.
+        """
+        if not self.drops_out or not may_drop_out(current.module):
+            return nullcontext()
+        return dropout_inside(current.weights, self.linear_in, masks or Undropped())
 
     @property
     def linear_in(self) -> tuple[str, ...]:

@@ -140,6 +140,7 @@ class Training:
         if self._is_mixture:
             require_one_mixture(digest, self.step)
         examples = self._collator.collate(batch, self.step)
+        _seed(self._config.run.seed, self.step, self._context.rank)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
         self._stats.add(
@@ -223,6 +224,15 @@ class Training:
             texts = self._sampler.texts(self._stepper.model)
             if self._recorder:
                 self._recorder.add_samples(self.step, texts)
+
+
+def _seed(*numbers: int) -> None:
+    """Let torch's generators begin where these numbers say.
+
+    So a step drops out the same after a resume, and each rank in its own way.
+    """
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little"))
 
 
 @contextmanager

@@ -29,7 +29,9 @@ _MAX_TRIALS = 80
 _HEAD_COUNTS = "num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads"
 
 
-def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) -> Rule | None:
+def find_rule(
+    module: nn.Module, num_slices: int, *, regrouped: bool = False, drops_out: bool = True
+) -> Rule | None:
     """The rule by which a module rotates as a whole; None where none was found.
 
     A rule is found where the outputs of a small twin, of the same code, are those of its slices, in
@@ -41,10 +43,13 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
         regrouped: whether rules count where rows travel once more before each pass: those with
             packed parameters, and those where slices share key/value heads. Where nothing is
             recomputed they cost more than they spare.
+        drops_out: whether rules of modules that drop out count.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # no other device has the fork
-        found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
+        found = None
+        if _has_plain_layers(module):
+            found = _find_block(module, num_slices, regrouped, drops_out)
     return (
         found
         or find_experts_rule(module, num_slices)
@@ -53,21 +58,22 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
     )
 
 
-def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | None:
-    rules = chain(
+def _find_block(
+    module: nn.Module, num_slices: int, regrouped: bool, drops_out: bool
+) -> Rule | None:
+    rules: Iterator[MLPRule | AttentionRule] = chain(
         _mlp_rules(module, regrouped), _attention_rules(module, num_slices, regrouped=regrouped)
     )
     for rule in rules:
-        twin = _twin(module, rule, num_slices)
+        twin = _twin(module, replace(rule, drops_out=drops_out), num_slices)
         if twin is None:
             continue
-        if twin.fits():
-            return twin.rule
-        if isinstance(twin.rule, AttentionRule):
-            trials = _counted(module, twin.rule, twin)
-            counted = next((each for each in trials if replace(twin, rule=each).fits()), None)
-            if counted is not None:
-                return counted
+        fitting = twin.fitting()
+        if fitting is None and isinstance(twin.rule, AttentionRule):
+            trials = (replace(twin, rule=each) for each in _counted(module, twin.rule, twin))
+            fitting = next((found for each in trials if (found := each.fitting())), None)
+        if fitting is not None:
+            return fitting
     return None
 
 

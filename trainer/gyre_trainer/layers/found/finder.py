@@ -1,6 +1,7 @@
 """The blocks of one model: modules that are alike are tried once, as the experts of all layers."""
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,22 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class BlockFinder:
-    """Finds by which rules a model's modules rotate as a whole; ``regrouped`` as `find_rule`."""
+    """Finds by which rules a model's modules rotate as a whole.
 
-    def __init__(self, model: nn.Module, num_slices: int, *, regrouped: bool = False) -> None:
-        self._num_slices = num_slices
-        self._regrouped = regrouped
+    ``regrouped`` and ``drops_out`` are as of `find_rule`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_slices: int,
+        *,
+        regrouped: bool = False,
+        drops_out: bool = True,
+    ) -> None:
+        self._find = partial(
+            find_rule, num_slices=num_slices, regrouped=regrouped, drops_out=drops_out
+        )
         self._shares_caches = not any(map(_has_cache_of_its_own, model.modules()))
         self._tried: dict[Hashable, Rule | None] = {}
 
@@ -27,7 +39,7 @@ class BlockFinder:
         """The rule that was found for a module; None where none was."""
         key = tuple(_likeness(module))
         if key not in self._tried:
-            self._tried[key] = find_rule(module, self._num_slices, regrouped=self._regrouped)
+            self._tried[key] = self._find(module)
         rule = self._tried[key]
         if rule is not None and rule.caches_heads and not self._shares_caches:
             return None

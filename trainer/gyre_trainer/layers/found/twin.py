@@ -1,7 +1,7 @@
 """A small twin of a block: the same code with narrow layers, on which a rule is tried."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,12 +29,22 @@ from gyre_trainer.layers.projections import (
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
-from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
+from gyre_trainer.rotation.backward.slice_dropout import (
+    Dropout,
+    Masks,
+    Place,
+    Undropped,
+    dropout_inside,
+)
+from gyre_trainer.rotation.rule import ModuleSlice, swapped
 from gyre_trainer.shards.layout import Layout
 
 # Attention takes its softmax in float32, even of float64.
 _TOLERANCE = 1e-4
+
+BlockRule = AttentionRule | MLPRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +68,19 @@ class Twin:
             to another source may be other code than attention without.
         expected: the whole module's outputs of each call, once known; None where it cannot be
             called like this.
+        dropouts: what it drops out in each call, once known. Nothing is dropped meanwhile.
     """
 
     module: nn.Module
-    rule: Rule
+    rule: BlockRule
     layout: Layout
     arguments: dict[str, Any]
     others: dict[str, Tensor]
     expected: dict[_Call, list[Tensor] | None] = field(default_factory=dict)
+    dropouts: dict[_Call, list[Dropout]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, rule: Rule, num_slices: int) -> "Twin":
+    def of(cls, module: nn.Module, rule: BlockRule, num_slices: int) -> "Twin":
         """A twin of ``module``, whose own parameters may be on `meta`."""
         # What `deepcopy` finds here it takes instead of a copy.
         instead: dict[int, Any] = {
@@ -102,24 +114,30 @@ class Twin:
             others |= found
         return cls(twin, rule, layout, arguments, others)
 
-    def fits(self) -> bool:
-        """Whether the slices' outputs make the module's, in both modes and with each argument."""
+    def fitting(self) -> BlockRule | None:
+        """The rule, if the slices' outputs make the module's, in both modes, with each argument.
+
+        It knows whether the module drops out.
+        """
         try:
-            return all(map(self._fits, self._calls()))
+            if not all(map(self._fits, self._calls())):
+                return None
         except Exception:  # foreign code, on a slice that it may not take
-            return False
+            return None
+        return replace(self.rule, drops_out=any(self.dropouts.values()))
 
     def _calls(self) -> list[_Call]:
-        """The calls that the module takes: one in training, all in evaluation.
+        """The calls that the module takes: one in training, all if it drops out, and in evaluation.
 
         Raises:
             StopIteration: it takes none in training.
         """
         names = None, *self.others
         trained = (_Call(True, name) for name in names)
-        evaluated = (_Call(False, name) for name in names)
+        evaluated = [_Call(False, name) for name in names]
         first = next(call for call in trained if self._whole(call) is not None)
-        return [first, *(call for call in evaluated if self._whole(call) is not None)]
+        others = [*(trained if self.dropouts[first] else ()), *evaluated]
+        return [first, *(call for call in others if self._whole(call) is not None)]
 
     def numbers_read(self) -> dict[str, int]:
         """The whole numbers that the forward reads, of the module and of its ``config``."""
@@ -130,7 +148,9 @@ class Twin:
             calls = self._calls()
             self.module.eval()
             with reads_recorded(self.module) as names:
-                for call in calls[1:]:
+                for call in calls:
+                    if call.training:
+                        continue
                     self.module(**self._arguments(call))
         except Exception:  # foreign code, that may look at its class
             return read
@@ -154,13 +174,26 @@ class Twin:
         if call not in self.expected:
             self.module.train(call.training)
             written = written_by(self.module)
-            self.expected[call] = outputs_of(self.module, self._arguments(call))
+            undropped = Undropped()
+            with self._dropping(undropped, call):
+                self.expected[call] = outputs_of(self.module, self._arguments(call))
+            self.dropouts[call] = undropped.seen
             if (name := tensor_among(written())) is not None:
                 raise TypeError(f"keeps a tensor as {name}")
         return self.expected[call]
 
+    def _dropping(self, undropped: Undropped, call: _Call) -> AbstractContextManager[object]:
+        """A context in which the whole module drops nothing in training, and tells what it would.
+
+        In evaluation it must not drop out at all.
+        """
+        if not (self.rule.drops_out and call.training):
+            return nullcontext()
+        weights = {cut.name: self.module.get_parameter(cut.name) for cut in self.layout.cuts}
+        return dropout_inside(weights, self.rule.linear_in, undropped)
+
     def _fits(self, call: _Call) -> bool:
-        """Whether they do in one call, and without random numbers."""
+        """Whether they do in one call, and without random numbers but those of dropout."""
         self.module.train(call.training)
         state = torch.get_rng_state()
         expected = self._whole(call)
@@ -169,15 +202,22 @@ class Twin:
             self.rule.output_reduction(position, self.layout, output.dtype)
             for position, output in enumerate(expected)
         ]
+        dropouts = []
         for index in range(self.layout.num_slices):
-            arguments = self._arguments_of(index, call)
-            outputs = returned(self._run(index, arguments), arguments)
+            arguments, undropped = self._arguments_of(index, call), Undropped()
+            masks = undropped if self.rule.drops_out and call.training else None
+            outputs = returned(self._run(index, arguments, masks), arguments)
+            dropouts.append(undropped.seen)
             for reduction, output in zip(reductions, outputs, strict=True):
                 reduction.add(index, output)
         found = [reduction.result() for reduction in reductions]
-        return torch.equal(torch.get_rng_state(), state) and all(
-            torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE)
-            for one, other in zip(found, expected, strict=True)
+        return (
+            torch.equal(torch.get_rng_state(), state)
+            and all(
+                torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE)
+                for one, other in zip(found, expected, strict=True)
+            )
+            and _are_parts(self.dropouts[call], dropouts)
         )
 
     def _arguments_of(self, index: int, call: _Call) -> dict[str, Any]:
@@ -189,7 +229,7 @@ class Twin:
                 arguments[name] = cut.part(arguments[name], index)
         return arguments
 
-    def _run(self, index: int, arguments: dict[str, Any]) -> Any:
+    def _run(self, index: int, arguments: dict[str, Any], masks: Masks | None) -> Any:
         weights, bounds = {}, {}
         for cut in self.layout.cuts:
             start, stop = bounds[cut.name] = self.layout.bounds(cut, index)
@@ -207,10 +247,34 @@ class Twin:
             layout.cuts,
         )
         with swapped(module, weights):
-            return self.rule.run(current, **arguments)
+            return self.rule.run(current, **arguments, **{MASKS_ARGUMENT: masks})
 
 
-def _small(rule: Rule, name: str, layer: nn.Module, num_slices: int) -> tuple[int, int]:
+def _are_parts(whole: Sequence[Dropout], slices: Sequence[Sequence[Dropout]]) -> bool:
+    """Whether slices drop out parts of what the whole module does inside, and else the same."""
+    return all(
+        len(whole) == len(each) and [one.place for one in whole] == [one.place for one in each]
+        for each in slices
+    ) and all(
+        _is_divided(one, parts) if one.place is Place.INSIDE else {one} == set(parts)
+        for one, *parts in zip(whole, *slices, strict=True)
+    )
+
+
+def _is_divided(whole: Dropout, parts: Sequence[Dropout]) -> bool:
+    """Whether each entry of a tensor that is dropped out is in one of the slices' tensors."""
+    shapes = [part.shape for part in parts]
+    sums = [sum(sizes) for sizes in zip(*shapes, strict=True)]
+    different = [
+        dim
+        for dim, sizes in enumerate(zip(*shapes, whole.shape, strict=True))
+        if len(set(sizes)) > 1
+    ]
+    one_dim = len(different) == 1 and sums[different[0]] == whole.shape[different[0]]
+    return len(parts) == 1 or (one_dim and {part.rate for part in parts} == {whole.rate})
+
+
+def _small(rule: BlockRule, name: str, layer: nn.Module, num_slices: int) -> tuple[int, int]:
     """Input and output features of a layer of the twin."""
     if isinstance(rule, MLPRule):
         hidden = 2 * num_slices + 1

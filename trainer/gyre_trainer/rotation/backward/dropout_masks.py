@@ -28,7 +28,8 @@ MASKS_ARGUMENT = "_dropout_masks"  # the keyword argument that takes a call's ma
 
 def new_key() -> int:
     """The key of one call, drawn from torch's CPU generator."""
-    return int(torch.randint(2**62, ()))
+    with torch._C._DisableTorchDispatch():  # a fake tensor has no value
+        return int(torch.randint(2**62, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,7 @@ class DropoutMasks:
 
     def apply(self, x: Tensor, p: float) -> Tensor:
         """``x`` with each entry set to 0 with probability ``p``, else divided by 1 - p."""
-        seed = _seed(
-            self.key, next(self.positions), *(() if self.equal else (self.ring.part, self.first))
-        )
+        seed = self.next_seed()
         if self.equal:
             kept = self._kept(x, p, seed)
         else:
@@ -68,7 +67,13 @@ class DropoutMasks:
             kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
                 1 - p, generator=generator
             )
-        return torch.where(kept, x, 0) * (1 / (1 - p) if p < 1 else 0.0)
+        return torch.where(kept, x, 0).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+    def next_seed(self) -> int:
+        """The seed of the next mask."""
+        return _seed(
+            self.key, next(self.positions), *(() if self.equal else (self.ring.part, self.first))
+        )
 
     def _kept(self, x: Tensor, p: float, seed: int) -> Tensor:
         """Which entries stay: bool, shaped as ``x``.

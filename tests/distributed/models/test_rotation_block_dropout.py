@@ -1,0 +1,413 @@
+"""Blocks that drop out rotate as a whole: which masks they have, and that backward has the same."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate, rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.models.dropping import (
+    CHANNELS,
+    TIME,
+    WIDTH,
+    Attention,
+    GivenMasks,
+    Layers,
+    masks_of_whole,
+    masks_recorded,
+)
+from tests.distributed.models.test_rotation_whole_graph import begin
+from tests.distributed.training import whole
+
+KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
+LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+MODELS = pytest.mark.models
+
+
+def made(num_heads: int, *, fused: bool = False) -> Layers:
+    torch.manual_seed(3)
+    return Layers(num_heads, fused=fused).double()
+
+
+def rotated(policy: RotationPolicy, num_heads: int, *, fused: bool = False) -> Layers:
+    """A model all of whose modules are blocks that were found, called in each mode."""
+    model = made(num_heads, fused=fused)
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    rules = {entry.path.rpartition(".")[2]: entry.rule for entry in plan.entries}
+    assert rules == {"attention": "AttentionRule", "mlp": "MLPRule"}, rules
+    for training in (False, True):
+        model.train(training)(given())
+    return model
+
+
+def given() -> Tensor:
+    """This rank's part of a batch."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(3, TIME, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output, and all gradients for the mean of its sine."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    output.sin().mean().backward()
+    assert x.grad is not None
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"output": output.detach(), "input": x.grad, **grads}
+
+
+def off(policy: RotationPolicy, num_heads: int) -> float:
+    """How far outputs and gradients are from those of plain modules with the same masks."""
+    model, num_ranks = rotated(policy, num_heads), dist.get_world_size()
+    torch.manual_seed(8)
+    with masks_recorded() as seen:
+        found = outcome(model, given())
+    in_forward = seen[: num_ranks * 10]  # two layers, of which each drops out five times
+    masks = masks_of_whole(in_forward, num_ranks, [3, 2, 3, 2])
+    with GivenMasks(masks):
+        expected = outcome(made(num_heads), given())
+    for name in expected.keys() - {"output", "input"}:
+        dist.all_reduce(expected[name])
+        expected[name] /= num_ranks
+    assert found.keys() == expected.keys()
+    return max(apart(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "num_heads"),
+    [
+        (2, KEPT, 4),
+        (3, RECOMPUTED, 4),  # slices of 2, 1 and 1 heads
+        (3, LAYERS, 3),
+        pytest.param(2, RECOMPUTED, 4, marks=MODELS),
+        pytest.param(2, LAYERS, 4, marks=MODELS),
+        pytest.param(3, KEPT, 3, marks=MODELS),
+    ],
+)
+def test_blocks_compute_what_a_plain_model_does_with_the_same_masks(
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy, num_heads: int
+) -> None:
+    for found in ranks(num_ranks).run(off, policy, num_heads):
+        assert found <= 1e-12
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one step of a model drew.
+
+    Attributes:
+        results: the output and the gradients.
+        state: of the generator after the step.
+        by_gradient: the derivative of the output's sum along one direction of the input.
+        by_differences: the same, from two outputs with the same masks.
+    """
+
+    results: dict[str, Tensor]
+    state: Tensor
+    by_gradient: float
+    by_differences: float
+
+
+def drawn(policy: RotationPolicy, *, fused: bool) -> Drawn:
+    model, x = rotated(policy, 4, fused=fused), given()
+    along = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).double()
+
+    def at(where: Tensor) -> Tensor:
+        torch.manual_seed(8)
+        output: Tensor = model(where).sin().mean()
+        return output
+
+    results = (torch.manual_seed(8), outcome(model, x))[1]
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        difference = (at(x + 1e-5 * along) - at(x - 1e-5 * along)) / 2e-5
+    return Drawn(results, state, float((results["input"] * along).sum()), float(difference))
+
+
+def drawn_in_each_way() -> dict[str, Drawn]:
+    ways = {"kept": KEPT, "recomputed": RECOMPUTED, "layers": LAYERS}
+    return {name: drawn(policy, fused=True) for name, policy in ways.items()}
+
+
+def test_backward_has_the_masks_of_forward(ranks: StartRanks) -> None:
+    """Attention by torch's kernel, which draws by itself."""
+    for found in ranks(2).run(drawn_in_each_way):
+        for each in found.values():
+            assert each.by_gradient == pytest.approx(each.by_differences, rel=1e-6)
+            assert torch.equal(each.state, found["kept"].state)
+            for name, result in each.results.items():
+                assert apart(result, found["kept"].results[name]) <= 1e-12
+
+
+def zeros() -> tuple[Tensor, Tensor]:
+    """Which entries of the output and of the probabilities are zero; ranks have one input."""
+    torch.manual_seed(0)
+    module = Attention(6).double()
+    module.drop.p = 0.25
+    rotate_all(module, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    torch.manual_seed(0)
+    output, weights = module(torch.ones(40, TIME, WIDTH, dtype=torch.float64))
+    return output.eq(0), weights.eq(0)
+
+
+def test_slices_have_masks_of_their_own_inside_and_one_behind(ranks: StartRanks) -> None:
+    found = ranks(3).run(zeros)
+    for output, weights in found:
+        # with a mask for each slice, a sixty-fourth would be zero
+        assert output.double().mean().item() == pytest.approx(0.25, abs=0.04)
+        assert weights.double().mean().item() == pytest.approx(0.4, abs=0.04)
+        for one, other in combinations(weights.unbind(1), 2):
+            assert (one == other).double().mean() < 0.62  # 0.52 where they are independent
+    for one, other in combinations(found, 2):
+        assert (one[0] == other[0]).double().mean() < 0.7  # 0.63
+        assert (one[1] == other[1]).double().mean() < 0.58
+
+
+def off_by_a_compiler() -> dict[str, float]:
+    """How far outputs and gradients are from those of the same model without a compiler."""
+    begin()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    expected, models = rotated(RECOMPUTED, 4, fused=True), {}
+    models["slices"] = rotated(RotationPolicy(recompute=True, compiler="aot_eager"), 4, fused=True)
+    models["whole"] = rotated(RECOMPUTED, 4, fused=True)
+    compile_whole(models["whole"], backend="aot_eager")
+    models["whole"](given())  # without a compiler
+    found = {}
+    for name, model in models.items():
+        results = [(torch.manual_seed(8), outcome(each, given()))[1] for each in (model, expected)]
+        found[name] = max(apart(results[0][key], results[1][key]) for key in results[1])
+    return found
+
+
+def test_blocks_that_drop_out_run_beside_a_compiler(ranks: StartRanks) -> None:
+    for found in ranks(2).run(off_by_a_compiler):
+        assert set(found.values()) == {0.0}, found
+
+
+def zeros_in_evaluation() -> tuple[float, float, bool]:
+    """How many entries are zero in evaluation, with a dropout in training and without one."""
+    torch.manual_seed(0)
+    module = Attention(6).double()
+    rotate_all(module, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    module.eval().drop.train()
+    module(given())
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        dropping, still = module(given())[0], module.eval()(given())[0]
+    draws = not torch.equal(torch.get_rng_state(), state)
+    return float(dropping.eq(0).double().mean()), float(still.eq(0).double().mean()), draws
+
+
+def test_a_dropout_that_alone_is_in_training_has_one_mask_too(ranks: StartRanks) -> None:
+    for dropping, still, draws in ranks(3).run(zeros_in_evaluation):
+        assert dropping == pytest.approx(0.3, abs=0.1)
+        assert still == 0
+        assert draws
+
+
+class Odd(nn.Module):
+    """An MLP that may drop out in a way of its own."""
+
+    def __init__(self, compute: Callable[["Odd", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout(0.5)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x, self.up(x).tanh())
+
+
+def behind(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
+    return module.drop(module.down(hidden))
+
+
+def beside(module: Odd, x: Tensor, hidden: Tensor) -> Tensor:
+    """The input, which is whole, after the last layer."""
+    return module.down(hidden) * module.drop(x)
+
+
+def between(module: Odd, x: Tensor, hidden: Tensor) -> Tensor:
+    """The input, which is whole, between the layers."""
+    return module.down(hidden * module.drop(x).sum(-1, keepdim=True))
+
+
+def late(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
+    """The hidden width after the last layer."""
+    return module.down(hidden) + module.drop(hidden).sum() * 0
+
+
+def by_features(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
+    return module.down(F.dropout1d(hidden, 0.5, module.training))
+
+
+def shifted(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
+    return F.alpha_dropout(module.down(hidden), 0.5, module.training)
+
+
+def of_keys(module: Attention, x: Tensor) -> Tensor:
+    q, k, v = (
+        layer(x).unflatten(-1, (-1, CHANNELS)).transpose(1, 2)
+        for layer in (module.q, module.k, module.v)
+    )
+    k = module.drop(k)
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    output: Tensor = module.o(y.transpose(1, 2).flatten(2))
+    return output
+
+
+class Grouped(Attention):
+    """Attention with two key/value heads, of which it drops out the keys."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.num_key_value_heads = 2
+        self.k, self.v = (nn.Linear(WIDTH, 2 * CHANNELS) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return of_keys(self, x)
+
+
+def test_a_rule_is_found_where_it_is_known_which_masks_are_equal() -> None:
+    found = MLPRule(("up",), "down", drops_out=True)
+    assert find_rule(Odd(behind), 2) == find_rule(Odd(beside), 2) == found
+    assert find_rule(Odd(behind), 2, drops_out=False) is None
+    for compute in (between, late, by_features, shifted):
+        assert find_rule(Odd(compute), 2) is None, compute
+    without = Odd(behind)
+    without.drop.p = 0.0
+    assert find_rule(without, 2) == MLPRule(("up",), "down")
+
+
+def test_keys_that_slices_share_are_dropped_out_by_no_rule() -> None:
+    rule = find_rule(Grouped(), 2, regrouped=True)
+    assert isinstance(rule, AttentionRule)
+    assert rule.drops_out
+    assert find_rule(Grouped(), 4, regrouped=True) is None
+
+
+def refused() -> list[str]:
+    """What is said of rules by hand at the first call."""
+    rule, mesh = MLPRule(("up",), "down", drops_out=True), make_mesh("cpu")
+    told = []
+    for compute, policy in (
+        (between, KEPT),
+        (late, KEPT),
+        (shifted, KEPT),
+        (behind, RotationPolicy(dropout="equal")),
+    ):
+        module = rotate(Odd(compute), mesh=mesh, policy=policy, rule=rule, verify=False)
+        with pytest.raises(RotationError) as error:
+            module(torch.ones(2, 4))
+        told.append(str(error.value))
+    for compute in (behind, beside):
+        rotate(Odd(compute), mesh=mesh, rule=rule)(torch.ones(2, 4))
+    return told
+
+
+def test_rules_by_hand_are_refused_where_they_would_draw_wrong_masks(ranks: StartRanks) -> None:
+    for whole_between, cut_after, other, equal in ranks(2).run(refused):
+        assert "(2, 4) that every slice has whole, between its layers" in whole_between
+        assert "(2, 3) that is cut, after its layers" in cut_after
+        assert "Odd drops out after its last layer, with alpha_dropout" in other
+        assert 'RotationPolicy(dropout="equal") has no masks' in equal
+
+
+def rules_with_equal_masks() -> set[str | None]:
+    model = made(4)
+    policy = RotationPolicy(dropout="equal")
+    return {each.rule for each in rotate_all(model, mesh=make_mesh("cpu"), policy=policy).entries}
+
+
+def test_equal_masks_leave_blocks_that_drop_out_to_their_layers(ranks: StartRanks) -> None:
+    assert ranks(2).run(rules_with_equal_masks) == [{"LinearRule"}] * 2
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16}
+    | {"resid_pdrop": 0.1, "attn_pdrop": 0.5, "embd_pdrop": 0.2},
+    "T5ForConditionalGeneration": {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2}
+    | {"num_heads": 4, "dropout_rate": 0.2, "decoder_start_token_id": 0},
+}
+BLOCKS = {
+    "GPT2LMHeadModel": {"attn", "mlp"},
+    "T5ForConditionalGeneration": {"SelfAttention", "EncDecAttention", "DenseReluDense"},
+}
+
+
+def of_library(family: str, policy: RotationPolicy, keys: dict[str, Any]) -> Any:
+    """A model of transformers whose blocks are found, in float64."""
+    import transformers  # seconds, for these tests alone
+
+    build: Any = getattr(transformers, family)
+    torch.manual_seed(0)
+    config = build.config_class(vocab_size=31, use_cache=False, **SIZES[family], **keys)
+    model = build(config).double()
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    found = {
+        each.path.rpartition(".")[2]: each.rule
+        for each in plan.entries
+        if each.rule in ("AttentionRule", "MLPRule")
+    }
+    assert found.keys() == BLOCKS[family], found
+    return model
+
+
+def derivatives(family: str, **keys: Any) -> tuple[float, float, float]:
+    """Along the gradient: its norm, differences with the same masks, and layers computed again."""
+    if family.startswith("T5"):
+        inputs = {"decoder_input_ids": torch.arange(10).view(2, 5) + 3 * dist.get_rank()}
+    else:
+        inputs = {}
+    results, by_differences = [], 0.0
+    for policy in (RECOMPUTED, LAYERS):
+        model = of_library(family, policy, keys)
+        embeds = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).double()
+
+        def loss(at: Tensor, model: Any = model) -> Tensor:
+            torch.manual_seed(8)
+            logits: Tensor = model(inputs_embeds=at, **inputs).logits
+            return logits.sin().sum()
+
+        for training in (False, True):
+            loss(embeds, model.train(training))
+        leaf = embeds.clone().requires_grad_()
+        loss(leaf).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        results.append(leaf.grad)
+        along = 3e-4 * leaf.grad / leaf.grad.norm()
+        by_differences = float(((loss(embeds + along) - loss(embeds - along)) / 6e-4).detach())
+    return float(results[0].norm()), by_differences, apart(*results)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("GPT2LMHeadModel", {}),
+        ("T5ForConditionalGeneration", {}),
+        pytest.param("GPT2LMHeadModel", {"attn_implementation": "eager"}, marks=MODELS),
+    ],
+)
+def test_families_with_dropout_train_as_blocks(
+    ranks_both_ways: StartEither, family: str, keys: dict[str, Any]
+) -> None:
+    for norm, by_differences, apart_by_layers in ranks_both_ways(2).run(
+        partial(derivatives, family, **keys)
+    ):
+        assert norm == pytest.approx(by_differences, rel=1e-3)
+        assert apart_by_layers <= 1e-7  # T5's norms compute in float32

@@ -1,0 +1,193 @@
+"""Dropout inside of a module that rotates as a whole: which masks its slices draw.
+
+[Note: Dropout in slices]
+
+Let y_j be what slice j computes, so that the module's output is the sum of all y_j. A dropout acts
+on one of three kinds of tensors:
+
+* What is computed with the first layers, such as attention's probabilities or an MLP's hidden
+  width. Each slice has entries of its own, so each draws a mask of its own.
+* What is computed with the last layer. Each slice has a part of every entry there, and mask * (sum
+  of y_j) is the sum of mask * y_j, so all slices of one call use one mask.
+* What goes into the first layers. It is whole in every slice: one mask, too.
+
+Which one it is shows the order of the forward: a dropout is called before the first use of the
+first layers' weights, after that, or after the first use of the last layer's. The trial of a rule
+(`gyre_trainer.layers.found`) compares the shapes that a whole module and its slices drop out, and
+the first call in training compares the order with what was computed from what.
+
+A mask is that of the call's key (`dropout_masks`), of the dropout's number in the forward, of the
+rank, and of the slice where each has its own. So backward finds it again in whichever order slices
+come, and a call takes one number from torch's generator, whether it is computed again or not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks
+from gyre_trainer.rotation.backward.randomness import generators_of, set_states, states_of
+
+_ATTENTION = F.scaled_dot_product_attention
+_LAYERS = (F.linear, torch.addmm, torch.t, Tensor.t)  # how a linear layer uses its weight
+
+
+class Place(Enum):
+    """Where a forward drops out: before its first layers, behind them, or behind its last one."""
+
+    BEFORE = auto()
+    INSIDE = auto()
+    AFTER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """What one call drops out.
+
+    Attributes:
+        place: where in the forward.
+        shape: of the tensor.
+        rate: the probability of each entry to be dropped.
+        takes_grad: whether the tensor takes a gradient.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    rate: float
+    takes_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Undropped:
+    """In the place of a call's masks: nothing is dropped, and ``seen`` tells what would be."""
+
+    seen: list[Dropout] = field(default_factory=list)
+
+    def for_slice(self, _first: int, _batch_dim: int) -> "Undropped":
+        """The same for a slice."""
+        return self
+
+    def apply(self, x: Tensor, _rate: float) -> Tensor:
+        """``x`` itself."""
+        return x
+
+
+Masks = DropoutMasks | Undropped
+
+
+def may_drop_out(module: nn.Module) -> bool:
+    """Whether a module is in training, or one inside alone, such as a dropout."""
+    return any(each.training for each in module.modules())
+
+
+def dropout_inside(
+    weights: Mapping[str, Tensor], last: Sequence[str], masks: Masks
+) -> AbstractContextManager[object]:
+    """A context in which a module's forward drops out by ``masks``.
+
+    Args:
+        weights: the tensors in the place of the parameters that are cut, by name.
+        last: names of those of the last layer.
+        masks: of the slice.
+
+    Raises:
+        RotationError: the masks are to be equal at every number of ranks.
+    """
+    if isinstance(masks, DropoutMasks) and masks.equal:
+        raise RotationError(
+            'RotationPolicy(dropout="equal") has no masks for dropout inside of a module that '
+            "rotates as a whole; name dropout of an MLP's hidden width, MLPRule(dropouts=...)"
+        )
+    closing = {id(tensor) for name, tensor in weights.items() if name in last}
+    return _DropoutInside({id(tensor) for tensor in weights.values()} - closing, closing, masks)
+
+
+class _DropoutInside(TorchFunctionMode):
+    def __init__(self, first: set[int], last: set[int], masks: Masks) -> None:
+        super().__init__()
+        self._first, self._last, self._masks = first, last, masks
+        self._place = Place.BEFORE
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout or func is torch.dropout:
+            return self._drop(func, *args, **kwargs)
+        if func is _ATTENTION:
+            return self._attend(*args, **kwargs)
+        if func in _LAYERS:
+            self._note(id(each) for each in (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+    def _note(self, ids: Iterator[int]) -> None:
+        for each in ids:
+            if each in self._last:
+                self._place = Place.AFTER
+            elif each in self._first and self._place is Place.BEFORE:
+                self._place = Place.INSIDE
+
+    def _drop(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,  # noqa: A002  # torch's name
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool | None = None,
+    ) -> Tensor:
+        rate = p if (training if train is None else train) else 0.0
+        if not 0.0 < rate <= 1.0:
+            return func(input, p, False)  # torch refuses what is no probability
+        if isinstance(self._masks, Undropped):
+            self._see(tuple(input.shape), rate, input.requires_grad)
+            return input
+        dropped = self._masks_here(self._masks).apply(input, rate)
+        return input.copy_(dropped) if inplace else dropped
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **others: Any,
+    ) -> Tensor:
+        if not dropout_p:
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, **others)
+        if isinstance(self._masks, Undropped):
+            takes_grad = any(each.requires_grad for each in (query, key, value))
+            self._see((*query.shape[:-1], key.shape[-2]), dropout_p, takes_grad)
+            return _ATTENTION(query, key, value, attn_mask, 0.0, **others)
+        with _seeded(self._masks_here(self._masks).next_seed(), query.device):
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, **others)
+
+    def _masks_here(self, masks: DropoutMasks) -> DropoutMasks:
+        """Those of the slice inside, and those of all slices elsewhere; they share a count."""
+        return masks if self._place is Place.INSIDE else replace(masks, first=0)
+
+    def _see(self, shape: tuple[int, ...], rate: float, takes_grad: bool) -> None:
+        assert isinstance(self._masks, Undropped)
+        self._masks.seen.append(Dropout(self._place, shape, rate, takes_grad))
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A context in which torch's generators begin at ``seed``; afterwards they are as before."""
+    generators = generators_of(device)
+    before = states_of(generators)
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_states(generators, before)
