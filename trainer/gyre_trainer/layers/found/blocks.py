@@ -7,7 +7,8 @@ key/value heads there are. Nothing is concluded from names of classes. A small t
 then shows whether its slices make its output, and which numbers a slice must read smaller.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, combinations, islice, product
 
@@ -41,20 +42,41 @@ def find_rule(module: nn.Module, num_slices: int, *, regrouped: bool = False) ->
             packed parameters, and those where slices share key/value heads. Where nothing is
             recomputed they cost more than they spare.
     """
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)  # no other device has the fork
-        found = _find_block(module, num_slices, regrouped) if _has_plain_layers(module) else None
+    with trying():
+        rules = rules_by_shape(module, num_slices, regrouped=regrouped)
+        found = first_that_fits(module, rules, num_slices)
     return found or find_experts_rule(module, num_slices) or find_embedding_rule(module, num_slices)
 
 
-def _find_block(module: nn.Module, num_slices: int, regrouped: bool) -> Rule | None:
-    rules = chain(
-        _mlp_rules(module, regrouped), _attention_rules(module, num_slices, regrouped=regrouped)
-    )
+@contextmanager
+def trying() -> Iterator[None]:
+    """A context for trials, whose random numbers are always the same and change no later ones."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)  # no other device has the fork
+        yield
+
+
+def rules_by_shape(
+    module: nn.Module, num_slices: int, *, regrouped: bool
+) -> Iterator[MLPRule | AttentionRule]:
+    """The rules that the shapes of a module's layers allow; see `find_rule`."""
+    if has_plain_layers(module):
+        yield from _mlp_rules(module, regrouped)
+        yield from _attention_rules(module, num_slices, regrouped=regrouped)
+
+
+def first_that_fits(
+    module: nn.Module, rules: Iterable[MLPRule | AttentionRule], num_slices: int
+) -> MLPRule | AttentionRule | None:
+    """The first of ``rules`` by which the slices of a twin make its output, in `trying`.
+
+    It names what the trial has found, such as numbers that the forward reads.
+    """
     for rule in rules:
         twin = _twin(module, rule, num_slices)
         if twin is None:
             continue
+        assert isinstance(twin.rule, MLPRule | AttentionRule)
         if twin.fits():
             return twin.rule
         if isinstance(twin.rule, AttentionRule):
@@ -75,7 +97,7 @@ def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
         return None
 
 
-def _has_plain_layers(module: nn.Module) -> bool:
+def has_plain_layers(module: nn.Module) -> bool:
     """Whether all matrices are those of linear layers and embeddings directly inside."""
     others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]
