@@ -91,7 +91,7 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     * 2,
     "Pix2StructVision": ({"attention": A, "mlp": M},) * 2,
     "Mpt": ({}, {"attn": A}),
-    "Bert": ({}, {}),
+    "Bert": ({"attention": A, "0": M, "1": M},) * 2,  # the layer has the last layer of its MLP
     "Falcon": ({}, {}),
 }
 # Linear layers of a class of its own, with another forward, rotate by a rule alone. Embeddings of
