@@ -108,7 +108,7 @@ def core_of(module: nn.Module, path: str) -> nn.Module:
     Raises:
         RotationError: there is none.
     """
-    found = dict(module.named_modules()).get(path)
+    found: nn.Module | None = dict(module.named_modules()).get(path)
     if found is None:
         raise RotationError(
             f"{type(module).__name__} has no module {path}, but the rule needs the core of a block "

@@ -85,7 +85,7 @@ class RotatedInGraph:
 
 
 class SplitInGraph(RotatedInGraph):
-    """The same of a split block, whose own forward is traced, and whose core calls `ring_forward`."""
+    """The same of a split block: its own forward is traced, and its core calls `ring_forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without a compiler."""

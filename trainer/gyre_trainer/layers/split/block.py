@@ -8,7 +8,7 @@ module's own code runs once, as ever. It calls the core, which goes round the ri
 it, so no path through the module's code can be silently wrong.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -88,10 +88,16 @@ def rotate_by(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     mix_in(last, SplitLast, "Split")
 
 
+def rotates_whole(module: nn.Module) -> bool:
+    """Whether a module goes round the ring itself, and not only a part of what it calls."""
+    return isinstance(module, RotatedModule) and not isinstance(module, SplitBlock)
+
+
 def entry_of(module: RotatedModule) -> nn.Module:
     """The module that is called with the arguments of a rotation's call."""
-    found: Any = module
-    return found.get_submodule(module.core_path) if isinstance(module, SplitBlock) else found
+    path = module.core_path if isinstance(module, SplitBlock) else ""
+    found: nn.Module = cast("nn.Module", module).get_submodule(path)
+    return found
 
 
 def block_of(entry: nn.Module) -> RotatedModule:

@@ -23,7 +23,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     if isinstance(module, PartOfSplit):
         found: Callable[..., Any] = super(PartOfSplit, module).forward  # type: ignore[misc]
         return found
-    return MethodType(type(module).forward, module)  # type: ignore[attr-defined]
+    return MethodType(type(module).forward, module)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,13 @@ class Unfinished:
             raise AttributeError(name)
         _refuse(f"reads .{name}")
 
+    def __add__(self, _other: object = None) -> NoReturn:
+        """Refuse to compute."""
+        _refuse("computes with it")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __add__
+    __getitem__ = __neg__ = __iter__ = __bool__ = __len__ = __add__
+
     @classmethod
     def __torch_function__(
         cls,
