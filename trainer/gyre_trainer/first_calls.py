@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gyre_trainer.errors import TrainError
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
+from gyre_trainer.layers.split.block import SplitBlock, block_of, entry_of
 from gyre_trainer.layers.whole_graph import mark_first_call_hook
 from gyre_trainer.rotation.backward.kept_outputs import nothing_kept
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
@@ -28,7 +29,7 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         verify: as `rotate_all` has it.
     """
     # A module of which a part rotates, such as torch's attention, is of a kind with tests.
-    if not isinstance(module, RotatedModule) or type(module).forward is not RotatedModule.forward:
+    if not isinstance(module, RotatedModule) or not _has_one_way(module):
         return
     numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
     is_large = verify is None and rule is not None and numel > _MAX_VERIFIED_NUMEL
@@ -40,8 +41,8 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
     module.unchecked_modes = frozenset((True, False))
 
     @uncompiled
-    def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(rotated, RotatedModule)
+    def first_call(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rotated = block_of(called)
         left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
@@ -57,12 +58,17 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
                 error.add_note(_told_of_slices(rotated))
             raise
         rotated.unchecked_modes = left - {rotated.training}
-        hooks = rotated._forward_pre_hooks
+        hooks = called._forward_pre_hooks
         if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
-            del hooks[hook.id], rotated._forward_pre_hooks_with_kwargs[hook.id]
+            del hooks[hook.id], called._forward_pre_hooks_with_kwargs[hook.id]
 
     mark_first_call_hook(first_call)
-    hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
+    hook = entry_of(module).register_forward_pre_hook(first_call, with_kwargs=True)
+
+
+def _has_one_way(module: RotatedModule) -> bool:
+    """Whether each of its calls goes round the ring with the arguments of the call."""
+    return isinstance(module, SplitBlock) or type(module).forward is RotatedModule.forward
 
 
 def _told_of_slices(module: RotatedModule) -> str:

@@ -31,6 +31,8 @@ from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
+from gyre_trainer.layers.split.block import SplitBlock, rotate_by
+from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.read_rule import (
@@ -51,7 +53,7 @@ from gyre_trainer.quantized_models import quantize_frozen
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.wrap import RotationTarget, wrap
+from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.fused_optimizers import support_dtensors
 from gyre_trainer.shards.initial.sharded_init import materialize
 
@@ -138,7 +140,7 @@ def rotate(
     if isinstance(rule, ReadRule):
         shard_own(module, rule, target)
     elif rule is not None:
-        wrap(module, rule, target)
+        rotate_by(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     check_at_first_calls(module, rule, verify)
@@ -255,10 +257,10 @@ class _Walk:
 
     def visit(self, path: str, module: nn.Module, *, keeps_whole: bool = False) -> None:
         """Rotate the module, or the modules inside it; with ``keeps_whole`` only by rules."""
-        if isinstance(module, RotatedModule):
-            return
         key = self._key(path, module)
-        if key is not None:
+        if isinstance(module, RotatedModule | PartOfSplit):
+            pass
+        elif key is not None:
             self._used.add(key)
             rule = self._rules[key]
             if rule is None:
@@ -277,6 +279,8 @@ class _Walk:
             if reads_much(module, min_numel):
                 shard_own(module, ReadRule(min_numel), self._target)
             self._visit_inside(path, module, keeps_whole=False)
+        if isinstance(module, SplitBlock):
+            self._visit_inside(path, module, keeps_whole=keeps_whole)
 
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.accounting.dry_run import on_fake_ranks
-from gyre_trainer.layers.found.finder import BlockFinder
+from gyre_trainer.layers.found.finder import block_rules
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 
@@ -90,7 +90,7 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     * 2,
     "Pix2StructVision": ({"attention": A, "mlp": M},) * 2,
     "Mpt": ({}, {"attn": A}),
-    "Bert": ({}, {}),
+    "Bert": ({"attention": A, "0": M, "1": M},) * 2,  # the layer has the last layer of its MLP
     "Falcon": ({"query_key_value": L, "dense": L, "mlp": M},) * 2,
 }
 # Its embeddings of positions, of a class of their own, are a twentieth of a model as small as this.
@@ -111,12 +111,7 @@ def on_meta(family: str) -> Any:
 def found(family: str, num_ranks: int, *, recompute: bool) -> tuple[dict[str, str], float]:
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
     model: nn.Module = on_meta(family)
-    finder = BlockFinder(model, num_ranks, regrouped=recompute)
-    rules: dict[Any, Any] = {}
-    for path, module in model.named_modules():
-        rule = finder.rule_of(module)
-        if rule is not None and not any(path.startswith(f"{outer}.") for outer in rules):
-            rules[path] = rule
+    rules: dict[Any, Any] = dict(block_rules(model, num_ranks, regrouped=recompute))
     with on_fake_ranks(num_ranks) as mesh:
         policy = RotationPolicy(recompute=recompute)
         plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules, find_blocks=False)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,9 +22,8 @@ from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.found.finder import BlockFinder, experts_rules
+from gyre_trainer.layers.found.finder import block_rules, experts_rules
 from gyre_trainer.rotate import Rules, make_mesh
-from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, plain
 from gyre_trainer.training.config import TrainConfig
@@ -89,17 +87,7 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
         model = plain(config.model)
     if has_adapters(config.model):
         return experts_rules(model, num_ranks)
-    finder = BlockFinder(model, num_ranks, regrouped=config.memory.recompute)
-    rules: dict[type[nn.Module] | str, Rule | None] = {}
-    inside = ""
-    for path, module in model.named_modules():
-        if inside and path.startswith(inside):
-            continue
-        rule = finder.rule_of(module)
-        if rule is not None:
-            rules[path] = rule
-            inside = f"{path}."
-    return rules
+    return {**block_rules(model, num_ranks, regrouped=config.memory.recompute)}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout, slice_masks
-from gyre_trainer.layers.projections import features_of, layer_of, projections
+from gyre_trainer.layers.projections import core_of, features_of, layer_of, projections
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import mix_in
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
@@ -63,6 +63,8 @@ class MLPRule(Rule):
         batch_dim: the dim of the batch in the input.
         num_packed: how many layers each of ``ups`` packs, the features of one after those of the
             other: 2 for gate and up.
+        core: the path of the module inside whose forward computes what ``down`` takes, where
+            ``down`` lies outside of it. Names of layers are paths in the module around both.
     """
 
     ups: tuple[str, ...] = ("up",)
@@ -71,6 +73,7 @@ class MLPRule(Rule):
     batch_dim: int = 0
     num_packed: int = 1
     drops_out: bool = False
+    core: str = ""
 
     @property
     def uses_dropout(self) -> bool:
@@ -85,7 +88,7 @@ class MLPRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
         if not self.drops_out:
-            refuse_dropout(module, self.dropouts)
+            refuse_dropout(module, self.dropouts, self.core)
         for name in self.dropouts:
             use_slice_mask(module, name)
         return projections(module, self.ups, self.down, self._sections(module))
@@ -112,13 +115,14 @@ class MLPRule(Rule):
             return current.forward(*args, **kwargs)
 
 
-def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
-    """Refuse dropout that is not ``allowed``: each slice would draw its own mask.
+def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = (), core: str = "") -> None:
+    """Refuse dropout in ``core`` that is not ``allowed``: each slice would draw its own mask.
 
     Raises:
         RotationError: names the dropout.
     """
-    for name, child in module.named_modules():
+    for path, child in core_of(module, core).named_modules():
+        name = f"{core}.{path}".strip(".")
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and name not in allowed:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}; "

@@ -16,6 +16,7 @@ from gyre_trainer.layers.head.deferred_logits import DefersLogits
 from gyre_trainer.layers.linear import AddsBias
 from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.layers.quantized_linear import is_quantized
+from gyre_trainer.layers.split.block import SplitBlock, SplitCore, SplitLast, entry_of
 from gyre_trainer.layers.whole.read_parameters import FIRST_READ
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
@@ -34,6 +35,9 @@ _IN_GRAPHS = {
     RecomputedNorm,
     RecomputedPart,
     SliceDropout,
+    SplitBlock,
+    SplitCore,
+    SplitLast,
 }
 _FIRST_CALL = "_checks_a_first_call"  # marks hooks
 
@@ -65,14 +69,33 @@ class RotatedInGraph:
         """The module's output, as without a compiler."""
         if not torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        output = self.ring_pass(args, kwargs)
+        if isinstance(self, AddsBias):
+            module: Any = self
+            return output + cast(local_of(parameter_at(module, "bias")), output.dtype)
+        return output
+
+    def ring_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a ring pass as an operator."""
         module: Any = self
         names = [*(cut.name for cut in self.rotation.layout.cuts), *self.rotation.replicated]
         parameters = [parameter_at(module, name) for name in names]
         args, kwargs = tree_map(_or_nothing, (args, kwargs))
-        output = self.traced(self.number_in_graphs, parameters, args, kwargs)
-        if isinstance(self, AddsBias):
-            return output + cast(local_of(parameter_at(module, "bias")), output.dtype)
-        return output
+        return self.traced(self.number_in_graphs, parameters, args, kwargs)
+
+
+class SplitInGraph(RotatedInGraph):
+    """The same of a split block: its own forward is traced, and its core calls `ring_forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without a compiler."""
+        return super(RotatedInGraph, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+    def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output, as without a compiler."""
+        if not torch.compiler.is_compiling():
+            return super().ring_forward(*args, **kwargs)  # type: ignore[misc]
+        return self.ring_pass(args, kwargs)
 
 
 def _or_nothing(leaf: Any) -> Any:
@@ -195,11 +218,11 @@ def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "indu
     for module in modules.values():
         each: Any = module  # the checks tell types of `module` alone
         if isinstance(module, RotatedModule):
-            mix_in(each, RotatedInGraph, "")
+            mix_in(each, SplitInGraph if isinstance(module, SplitBlock) else RotatedInGraph, "")
             _number(each)
             each.traced = traced
-            _keep_checks_outside(each)
-        elif isinstance(module, ReplicatedModule | RecomputedNorm | RecomputedPart):
+            _keep_checks_outside(entry_of(each))
+        if isinstance(module, ReplicatedModule | RecomputedNorm | RecomputedPart):
             mix_in(each, ReplicatedInGraph, "")
     mix_in(model, WholeGraph, "")
     whole: Any = model

@@ -7,7 +7,8 @@ key/value heads there are. Nothing is concluded from names of classes. A small t
 then shows whether its slices make its output, and which numbers a slice must read smaller.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, combinations, islice, product
 
@@ -45,11 +46,9 @@ def find_rule(
             recomputed they cost more than they spare.
         drops_out: whether rules of modules that drop out count.
     """
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)  # no other device has the fork
-        found = None
-        if _has_plain_layers(module):
-            found = _find_block(module, num_slices, regrouped, drops_out)
+    with trying():
+        rules = rules_by_shape(module, num_slices, regrouped=regrouped)
+        found = first_that_fits(module, rules, num_slices, drops_out=drops_out)
     return (
         found
         or find_experts_rule(module, num_slices)
@@ -58,12 +57,35 @@ def find_rule(
     )
 
 
-def _find_block(
-    module: nn.Module, num_slices: int, regrouped: bool, drops_out: bool
-) -> Rule | None:
-    rules: Iterator[MLPRule | AttentionRule] = chain(
-        _mlp_rules(module, regrouped), _attention_rules(module, num_slices, regrouped=regrouped)
-    )
+@contextmanager
+def trying() -> Iterator[None]:
+    """A context for trials, whose random numbers are always the same and change no later ones."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)  # no other device has the fork
+        yield
+
+
+def rules_by_shape(
+    module: nn.Module, num_slices: int, *, regrouped: bool
+) -> Iterator[MLPRule | AttentionRule]:
+    """The rules that the shapes of a module's layers allow; see `find_rule`."""
+    if has_plain_layers(module):
+        yield from _mlp_rules(module, regrouped)
+        yield from _attention_rules(module, num_slices, regrouped=regrouped)
+
+
+def first_that_fits(
+    module: nn.Module,
+    rules: Iterable[MLPRule | AttentionRule],
+    num_slices: int,
+    *,
+    drops_out: bool,
+) -> MLPRule | AttentionRule | None:
+    """The first of ``rules`` by which the slices of a twin make its output, in `trying`.
+
+    It names what the trial has found, such as numbers that the forward reads. With ``drops_out`` it
+    may be that of a module that drops out.
+    """
     for rule in rules:
         twin = _twin(module, replace(rule, drops_out=drops_out), num_slices)
         if twin is None:
@@ -77,7 +99,7 @@ def _find_block(
     return None
 
 
-def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
+def _twin(module: nn.Module, rule: MLPRule | AttentionRule, num_slices: int) -> Twin | None:
     """A twin to try the rule on; None where the rule or the forward cannot be tried."""
     try:
         return Twin.of(module, rule, num_slices)
@@ -87,7 +109,7 @@ def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
         return None
 
 
-def _has_plain_layers(module: nn.Module) -> bool:
+def has_plain_layers(module: nn.Module) -> bool:
     """Whether all matrices are those of linear layers and embeddings directly inside."""
     others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]

@@ -25,16 +25,17 @@ _MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_positi
 _SOURCES = "key_value_states", "encoder_hidden_states"
 
 
-def plain_arguments(module: nn.Module, *, attends: bool) -> dict[str, Any]:
+def plain_arguments(module: nn.Module, *, attends: bool, width: int = WIDTH) -> dict[str, Any]:
     """Arguments that a forward requires: activations first; others, and no mask, by their names.
 
-    Of an attention (``attends``), one that has another name is left out.
+    Of an attention (``attends``), one that has another name is left out. Activations have
+    ``width`` features.
 
     Raises:
         TypeError: the forward requires something else.
     """
     first, *others = parameters_of(module)
-    arguments: dict[str, Any] = {first.name: _random(_BATCH, _TIME, WIDTH)}
+    arguments: dict[str, Any] = {first.name: _random(_BATCH, _TIME, width)}
     for parameter in others:
         if parameter.name == _ROTARY and attends:
             angles = _random(_BATCH, _TIME, _head_dim(module))

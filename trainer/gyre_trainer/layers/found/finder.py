@@ -1,7 +1,6 @@
 """The blocks of one model: modules that are alike are tried once, as the experts of all layers."""
 
-from collections.abc import Hashable, Iterator
-from functools import partial
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -9,14 +8,20 @@ from torch import nn
 
 from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
+from gyre_trainer.layers.found.split import find_split_rule
 from gyre_trainer.rotation.rule import Rule
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class BlockFinder:
     """Finds by which rules a model's modules rotate as a whole.
+
+    Split blocks are found in modules of a list alone, such as layers. What is there once may be
+    called by its own parts, and a split block's core by itself computes nothing.
+
 
     ``regrouped`` and ``drops_out`` are as of `find_rule`.
     """
@@ -29,21 +34,50 @@ class BlockFinder:
         regrouped: bool = False,
         drops_out: bool = True,
     ) -> None:
-        self._find = partial(
-            find_rule, num_slices=num_slices, regrouped=regrouped, drops_out=drops_out
-        )
+        self._num_slices = num_slices
+        self._options = {"regrouped": regrouped, "drops_out": drops_out}
         self._shares_caches = not any(map(_has_cache_of_its_own, model.modules()))
+        lists = (each for each in model.modules() if isinstance(each, _LISTS))
+        self._repeated = {id(each) for one in lists for each in one.modules() if each is not one}
         self._tried: dict[Hashable, Rule | None] = {}
 
     def rule_of(self, module: nn.Module) -> Rule | None:
         """The rule that was found for a module; None where none was."""
-        key = tuple(_likeness(module))
+        repeats = id(module) in self._repeated
+        key = (repeats, *_likeness(module))
         if key not in self._tried:
-            self._tried[key] = self._find(module)
+            rule = find_rule(module, self._num_slices, **self._options)
+            if rule is None and repeats:
+                rule = find_split_rule(module, self._num_slices, **self._options)
+            self._tried[key] = rule
         rule = self._tried[key]
         if rule is not None and rule.caches_heads and not self._shares_caches:
             return None
         return rule
+
+
+def block_rules(model: nn.Module, num_slices: int, *, regrouped: bool = False) -> dict[str, Rule]:
+    """The rules of a model's blocks by their paths, as `rotate_all` finds them."""
+    finder = BlockFinder(model, num_slices, regrouped=regrouped)
+    found: dict[str, Rule] = {}
+    taken: set[str] = set()
+    for path, module in model.named_modules():  # from the outside to the inside
+        rule = None if _is_in(path, taken) else finder.rule_of(module)
+        if rule is None:
+            continue
+        found[path] = rule
+        if rule.core:
+            names = (rule.core, *(name.rpartition(".")[0] for name in rule.linear_in))
+            taken |= {f"{path}.{name}" for name in names}
+        else:
+            taken.add(path)
+    return found
+
+
+def _is_in(path: str, taken: Collection[str]) -> bool:
+    """Whether a module is one of ``taken``, or inside of one."""
+    parts = path.split(".")
+    return any(".".join(parts[:length]) in taken for length in range(1, len(parts) + 1))
 
 
 def experts_rules(model: nn.Module, num_slices: int) -> dict[type[nn.Module] | str, Rule | None]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from gyre_trainer.layers.experts.lists import CallsEveryExpert, recomputes_experts
+from gyre_trainer.layers.split.block import rotates_whole
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 
@@ -51,7 +52,8 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         outer
         for path, module in modules.items()
         if isinstance(module, RotatedModule) and module.rotation.rule.recompute_pays
-        for outer in _around(path)
+        for outer in (path, *_around(path))
+        if not rotates_whole(modules[outer])
     }
     found: set[str] = set()
     for path, module in modules.items():
@@ -106,7 +108,7 @@ def _repeats(path: str, modules: dict[str, nn.Module]) -> bool:
     module = modules[path]
     return (
         any(isinstance(modules[outer], _LISTS) for outer in _around(path))
-        and not any(isinstance(modules[each], RotatedModule) for each in (path, *_around(path)))
+        and not any(rotates_whole(modules[each]) for each in (path, *_around(path)))
         and not any(map(_changes, module.modules()))
     )
 

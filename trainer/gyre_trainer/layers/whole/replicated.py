@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.split.block import rotates_whole
 from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
 from gyre_trainer.layers.whole.averaged_gradients import (
     ReplicatedGradients,
@@ -177,7 +178,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
                 copies[parameter] = _replicated(parameter, where, mesh)
                 note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
-        if loose and not isinstance(child, RotatedModule):
+        if loose and not rotates_whole(child):
             attends = isinstance(child, nn.MultiheadAttention)
             if not isinstance(child, ReplicatedModule):
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")

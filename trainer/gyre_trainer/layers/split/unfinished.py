@@ -1,0 +1,75 @@
+"""What the core of a split block returns: an output that only the block's last layer takes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gyre_trainer.errors import RotationError
+
+
+class Unfinished:
+    """Stands in the place of a core's first tensor, from the core to the block's last layer.
+
+    The slices of a block add up only behind the last layer, so what goes into that layer never
+    exists. Whatever else uses this object is refused by name.
+    """
+
+    __slots__ = ("_content",)
+
+    def __init__(self, content: Tensor) -> None:
+        """``content`` is for the last layer."""
+        self._content = content
+
+    def take(self) -> Tensor:
+        """The content, for the last layer alone."""
+        return self._content
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and its tools ask any object for
+            raise AttributeError(name)
+        _refuse(f"reads .{name}")
+
+    def __add__(self, _other: object = None) -> NoReturn:
+        """Refuse to compute."""
+        _refuse("computes with it")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __add__
+    __getitem__ = __neg__ = __iter__ = __bool__ = __len__ = __add__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse all functions of torch."""
+        _refuse(f"gives it to {getattr(func, '__name__', func)}")
+
+
+def _refuse(use: str) -> NoReturn:
+    raise RotationError(
+        "the input of a block's last layer does not exist, because the block rotates as a whole "
+        f"with that layer, which lies in another module; but something else {use}, such as a hook "
+        "on the module before, or a call of that module alone. Let the layers rotate one by one "
+        "(find_blocks=False, and no rule for the module)"
+    )
+
+
+def with_first(output: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A core's output with another first tensor.
+
+    Raises:
+        RotationError: it is no tensor, nor a tuple or list that begins with one.
+    """
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], Tensor):
+        return type(output)((change(output[0]), *output[1:]))
+    raise RotationError(
+        f"the core of a block returns {type(output).__name__}, but it must return a tensor, or a "
+        "tuple or list that begins with one, for the block's last layer; let its layers rotate one "
+        "by one (find_blocks=False, and no rule for the module)"
+    )
