@@ -79,12 +79,16 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         name=name,
         format="mixture",
         uri=f"mixture:{name}",
-        storage=MixedStorage([its.storage for _, its in sources]),
+        storage=MixedStorage(
+            [its.storage for _, its in sources],
+            [each if its.drawing else "" for each, its in sources],
+        ),
         shards=[shard for _, its in sources for shard in its.shards],
         index=index,
         fingerprint=hashlib.blake2b(said, digest_size=16, person=b"gyre.mixture").hexdigest(),
         corrupt=np.concatenate([NO_SAMPLES, *corrupt]),
         num_left_out=sum(its.num_left_out for _, its in sources),
+        drawing=tuple(name for _, its in sources for name in its.drawing),
         mixture=Mixture(mixed, phases, config.block, num_samples, shares),
         source_names=tuple(name for part in parts for name in part.source_names),
     )

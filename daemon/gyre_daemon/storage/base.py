@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.runtime.fair import NO_JOB, Claims, Flow
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
@@ -106,6 +107,8 @@ class Reads:
         arena: where targets lie. The caller of `read` holds a lease of it while it waits. A thread
             that writes there holds its own, because it continues if the caller is cancelled.
         claims: the job, and others that may come to need the same bytes; None if nobody else can.
+        draws: the seed and epochs [n], where bytes depend on them; see [Note: Samples of sources
+            that depend on chance] in `order.mixing.draws`. None where they do not.
     """
 
     shard: npt.NDArray[np.int64]
@@ -121,6 +124,7 @@ class Reads:
     delays: Delays | None = None
     arena: WritableArena | None = None
     claims: Claims | None = None
+    draws: Draws | None = None
 
     def __len__(self) -> int:
         """The number of reads."""
@@ -140,6 +144,7 @@ class Reads:
             size=self.size[which],
             target=self.target[which],
             sample=self.sample[which],
+            draws=self.draws and self.draws.part(which),
         )
 
     def claimed(self) -> Claims:

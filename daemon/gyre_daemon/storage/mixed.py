@@ -26,10 +26,16 @@ class MixedStorage:
     checksums = None
     block_cache = None
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(self, storages: Sequence[Storage], drawing: Sequence[str]) -> None:
+        """Join K storages.
+
+        Args:
+            storages: of the sources.
+            drawing: K, the name of each source whose bytes depend on chance; empty for the others.
+        """
         self.shards: Sequence[Shard] = [shard for each in storages for shard in each.shards]
         self.is_node_local = all(each.is_node_local for each in storages)
-        self._storages = storages
+        self._storages, self._drawing = storages, drawing
         counts = [len(each.shards) for each in storages]
         self._first = [0, *np.cumsum(counts).tolist()]
 
@@ -44,7 +50,9 @@ class MixedStorage:
         async with asyncio.TaskGroup() as tasks:
             for number in np.unique(source).tolist():
                 its = reads.part(np.flatnonzero(source == number))
-                own = replace(its, shard=its.shard - self._first[number])
+                name = self._drawing[number]
+                draws = its.draws.of_source(name) if its.draws and name else None
+                own = replace(its, shard=its.shard - self._first[number], draws=draws)
                 tasks.create_task(self._storages[number].read(own))
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:

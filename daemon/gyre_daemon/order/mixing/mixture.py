@@ -5,8 +5,6 @@ n-th position of a job on that source alone would read, with a seed that follows
 and the source's name. A source may be a mixture itself.
 """
 
-import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +12,7 @@ import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
+from gyre_daemon.order.mixing.draws import source_seed
 from gyre_daemon.order.mixing.quotas import Phase, Quotas, Reading
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.shuffle.blocks import BlockIndex, BlockTable
@@ -173,7 +172,5 @@ class MixturePlanner(BatchPlanner):
 
 def source_order(order: Order, name: str) -> Order:
     """The order of a job on one source of a mixture: one sample a step, under a seed of its own."""
-    text = struct.pack("<Q", order.seed) + name.encode()
-    digest = hashlib.blake2b(text, digest_size=8, person=b"gyre.source").digest()
-    seed = int.from_bytes(digest, "little")
+    seed = source_seed(order.seed, name)
     return replace(order, tail="wrap", seed=seed, global_batch_size=1, skipped=())
