@@ -74,7 +74,8 @@ def check(batch: Batch, logits: Tensor, alone: Callable[[Tensor], Tensor]) -> No
 def library_model(family: str, attention: str) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **SMALL[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    library: Any = AutoModelForCausalLM
+    model = library.from_config(config, attn_implementation=attention).eval()
     for parameter in model.parameters():  # so that attention matters
         parameter.data.mul_(4)
     return model
@@ -107,7 +108,9 @@ def by_documents(
     assert more.get("max_length_q", LENGTH) >= ends.diff().max()
     parts = [
         scaled_dot_product_attention(
-            *(each[:, :, begin:end] for each in (query, key, value)),
+            query[:, :, begin:end],
+            key[:, :, begin:end],
+            value[:, :, begin:end],
             is_causal=True,
             scale=more.get("scaling"),
             enable_gqa=True,
@@ -135,7 +138,8 @@ def test_masks_keep_documents_apart(batch: Batch, page: dict[str, Any]) -> None:
         return [table(tokens).unflatten(-1, (2, 16)).transpose(1, 2) for table in tables]
 
     def alone(tokens: Tensor) -> Tensor:
-        return scaled_dot_product_attention(*heads(tokens), is_causal=True).transpose(1, 2)
+        q, k, v = heads(tokens)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     q, k, v = heads(batch["tokens"].long())
     mask = page["document_mask"](batch["position"])

@@ -183,7 +183,7 @@ def test_images_are_augmented_by_source(gyred: StartDaemon, tmp_path: Path) -> N
     )
     with loader(daemon) as source:
         batches = take(source, 4)
-    crop_it, flip, resize = RandomResizedCrop(16), HorizontalFlip(), Resize([16, 16])
+    crop_it, flip, resize = RandomResizedCrop(16), HorizontalFlip(), Resize((16, 16))
     place = 0
     for batch in batches:
         for row, sample in enumerate(batch["sample_id"].tolist()):

@@ -72,9 +72,11 @@ def expected(document: int, epoch: int) -> list[int]:
         name, own = "longer", document - len(TEXTS)
         number = LEFT[own]
     whole = np.frombuffer(TEXTS[number].encode(), np.uint8)
-    if len(whole) <= KEPT:
-        return whole.tolist()
-    return cropped(whole, KEPT, source_seed(SEED, name), epoch, own).tolist()
+    kept = whole
+    if len(whole) > KEPT:
+        kept = cropped(whole, KEPT, source_seed(SEED, name), epoch, own)
+    found: list[int] = kept.tolist()
+    return found
 
 
 def rows(batch: Batch) -> list[tuple[int, list[int]]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -194,6 +194,55 @@ class CenterCrop(_Crop):
 
 
 @dataclass(frozen=True)
+class RandomCrop(_Crop):
+    """Cuts out a rectangle of one size at a random place, as for CIFAR.
+
+    Attributes:
+        size: of the result: of a square, or height and width.
+        padding: pixels that are added at each side before.
+        pad_if_needed: whether images that are smaller than the result get as many more, at both
+            sides, as they lack; else they are refused.
+        fill: the level of pixels that are added, where `padding_mode` is `constant`.
+        padding_mode: `constant`, or how the image goes on: with its edge, or mirrored without
+            (`reflect`) or with its edge (`symmetric`).
+        field: the image.
+    """
+
+    size: Size
+    padding: Annotated[int, Meta(ge=0, le=4096)] = 0
+    pad_if_needed: bool = False
+    fill: Annotated[int, Meta(ge=0, le=255)] = 0
+    padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = "constant"
+    field: str = "image"
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        height, width = pair(self.size)
+        lacking = [
+            max(0, wanted - length - 2 * self.padding)
+            for wanted, length in zip((height, width), image.shape, strict=False)
+        ]
+        if any(lacking) and not self.pad_if_needed:
+            raise ValueError(
+                f"an image of {image.shape[1]} x {image.shape[0]} pixels is smaller than the crop "
+                f"of {width} x {height}; set pad_if_needed, or resize before"
+            )
+        sides = [(self.padding + more,) * 2 for more in lacking]
+        if any(side for side, _ in sides):
+            fill = {"constant_values": self.fill} if self.padding_mode == "constant" else {}
+            image = np.pad(image, [*sides, (0, 0)], self.padding_mode, **fill)  # type: ignore[call-overload]
+        top = int(rng.integers(image.shape[0] - height + 1))
+        left = int(rng.integers(image.shape[1] - width + 1))
+        self.put(self.field, image[top : top + height, left : left + width], sample, out)
+
+
+@dataclass(frozen=True)
 class HorizontalFlip(ImageTransform):
     """Mirrors some images.
 
@@ -205,6 +254,8 @@ class HorizontalFlip(ImageTransform):
     p: Probability = 0.5
     field: str = "image"
 
+    _axis: ClassVar[int] = 1  # as OpenCV numbers them
+
     @property
     def is_random(self) -> bool:
         """See `Transform.is_random`."""
@@ -215,9 +266,21 @@ class HorizontalFlip(ImageTransform):
         image: Pixels = sample[self.field]
         if rng.random() < self.p:
             pixels = whole(image)
-            flipped: Pixels = cv2.flip(pixels, 1).reshape(pixels.shape)  # type: ignore[assignment]
+            flipped: Pixels = cv2.flip(pixels, self._axis).reshape(pixels.shape)  # type: ignore[assignment]
             image = flipped[:, :, : image.shape[2]]
         self.put(self.field, image, sample, out)
+
+
+@dataclass(frozen=True)
+class VerticalFlip(HorizontalFlip):
+    """Turns some images upside down by mirroring them.
+
+    Attributes:
+        p: the probability that an image is mirrored.
+        field: the image.
+    """
+
+    _axis: ClassVar[int] = 0
 
 
 def pair(size: Size) -> tuple[int, int]:
