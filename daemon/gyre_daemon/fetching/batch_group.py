@@ -10,10 +10,9 @@ from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.fetching.layout import GroupLayout
 from gyre_daemon.fetching.packed import PackedRows, lay_out_packed
 from gyre_daemon.memory.arena import Slot
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.storage.base import NextUse, WritableArena
+from gyre_daemon.storage.base import Draws, NextUse, WritableArena
 
 
 class Place(Protocol):

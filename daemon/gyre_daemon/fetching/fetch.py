@@ -24,11 +24,10 @@ from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place,
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import locate_packed, write_packed
 from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.base import Draws, Reads
 from gyre_daemon.storage.delays import Delays
 
 _Integers = npt.NDArray[np.int64]

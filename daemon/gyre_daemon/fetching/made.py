@@ -1,10 +1,9 @@
 """The storage of records; see [Note: How transformed samples are cached] in `transforms.kept`.
 
 A read has its samples transformed; where transforms draw random numbers, with the seed and the
-epochs that it brings: see [Note: Samples of sources that depend on chance] in
-`order.mixing.draws`. Reads that come at the same time, as those of a cache do, which
-fetches block by block, are transformed together, at the first turn of the jobs that wait for any of
-them.
+epochs that it brings: see [Note: Samples of sources that depend on chance] in `storage.base`. Reads
+that come at the same time, as those of a cache do, which fetches block by block, are transformed
+together, at the first turn of the jobs that wait for any of them.
 """
 
 import asyncio
@@ -22,12 +21,11 @@ from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import Staging
 from gyre_daemon.fetching.transformed import TransformingFetcher
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.base import BlockCache, Draws, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage

@@ -5,7 +5,7 @@ mixture reads records as it reads stored samples: see [Note: How transformed sam
 `transforms.kept`. So it can be mixed, packed and transformed again like any other. The records are
 not kept, unless the source's chain says `cache`. Where the chain draws random numbers, each read
 brings the seed and the epoch: see [Note: Samples of sources that depend on chance] in
-`order.mixing.draws`.
+`storage.base`.
 """
 
 import hashlib

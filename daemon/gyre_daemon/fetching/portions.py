@@ -19,10 +19,10 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.batch_group import Ahead, Fetch
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.dtypes import name_of

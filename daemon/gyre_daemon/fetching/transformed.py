@@ -18,10 +18,10 @@ from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place,
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.messages import Kind

@@ -18,9 +18,9 @@ from gyre_daemon.errors import CorruptSample, Overloaded, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
-from gyre_daemon.order.mixing.draws import Draws
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths

@@ -5,6 +5,8 @@ n-th position of a job on that source alone would read, with a seed that follows
 and the source's name. A source may be a mixture itself.
 """
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +14,6 @@ import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.mixing.draws import source_seed
 from gyre_daemon.order.mixing.quotas import Phase, Quotas, Reading
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.shuffle.blocks import BlockIndex, BlockTable
@@ -168,6 +169,13 @@ class MixturePlanner(BatchPlanner):
                 places = reading.place[which]
                 parts.append((number, which, int(places[0]), places - places[0]))
         return parts
+
+
+def source_seed(seed: int, name: str) -> int:
+    """The seed of a source, from that of the job and the source's name in the mixture."""
+    text = struct.pack("<Q", seed) + name.encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"gyre.source").digest()
+    return int.from_bytes(digest, "little")
 
 
 def source_order(order: Order, name: str) -> Order:
