@@ -1,5 +1,6 @@
 """Transforms of the recipes for classification and self-supervision, computed another way here."""
 
+import io
 from collections import Counter
 from typing import Any
 
@@ -10,11 +11,14 @@ from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.fields import Copy
 from gyre_daemon.transforms.images.augment import OPERATIONS
 from gyre_daemon.transforms.images.colors import ColorJitter, Normalize
+from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.erasing import RandomErasing
 from gyre_daemon.transforms.images.geometry import (
+    CenterCrop,
     HorizontalFlip,
     RandomCrop,
     RandomResizedCrop,
+    Resize,
     VerticalFlip,
 )
 from gyre_daemon.transforms.images.policies import IMAGENET, AutoAugment, TrivialAugment
@@ -96,7 +100,7 @@ def test_flips_and_crops_with_borders() -> None:
     for mode in ("constant", "edge", "reflect", "symmetric"):
         fill = {"constant_values": 7} if mode == "constant" else {}
         crop = RandomCrop((32, 30), padding=4, fill=7, padding_mode=mode)  # type: ignore[arg-type]
-        padded = np.pad(image, [(4, 4), (4, 4), (0, 0)], mode, **fill)  # type: ignore[call-overload]
+        padded = np.pad(image, [(4, 4), (4, 4), (0, 0)], mode, **fill)
         places = {
             (top, left): padded[top : top + 32, left : left + 30].tobytes()
             for top in range(9)
@@ -226,3 +230,59 @@ def test_views_of_one_image_are_made_from_copies() -> None:
     assert np.array_equal(image, before)
     assert not np.array_equal(out["one"], out["other"])
     assert all(np.isfinite(each).all() for each in out.values())
+
+
+MASKED: list[Transform] = [
+    RandomResizedCrop(24, masks=("mask",)),
+    RandomResizedCrop(24, interpolation="nearest", antialias=False, masks=("mask",)),
+    Resize((30, 20), masks=("mask",)),
+    Resize(30, interpolation="nearest", antialias=False, masks=("mask",)),
+    CenterCrop(52, masks=("mask",)),
+    RandomCrop((70, 60), padding=3, pad_if_needed=True, masks=("mask",), mask_fill=9),
+    HorizontalFlip(masks=("mask",)),
+    VerticalFlip(masks=("mask",)),
+]
+
+
+@pytest.mark.parametrize("transform", MASKED, ids=lambda each: type(each).__name__)
+def test_masks_are_cut_as_their_image(transform: Transform) -> None:
+    """The image is its own mask, so where nothing is interpolated both must be the same."""
+    rng = np.random.default_rng(4)
+    levels = np.array([0, 80, 255], np.uint8)[rng.integers(0, 3, (10, 9, 1))]
+    mask = levels.repeat(6, 0).repeat(6, 1)
+    image = mask.repeat(3, 2)
+    fields = {
+        name: Field(np.dtype(np.uint8), (None, None, n)) for name, n in (("image", 3), ("mask", 1))
+    }
+    made = transform.outputs(fields)
+    assert {name: each.shape[2] for name, each in made.items()} == {"image": 3, "mask": 1}
+    for seed in range(20):
+        sample = {"image": image, "mask": mask}
+        transform.apply(sample, np.random.default_rng(seed), {})
+        found, its = sample["image"], sample["mask"]
+        assert found.shape[:2] == its.shape[:2]
+        assert set(np.unique(its).tolist()) <= {0, 9, 80, 255}
+        if getattr(transform, "interpolation", "nearest") == "nearest":
+            assert np.array_equal(found[:, :, :1], np.where(its == 9, 0, its))
+    with pytest.raises(
+        ValueError, match="the mask 'mask' has 9 x 10 pixels, and the image 54 x 60"
+    ):
+        transform.apply({"image": image, "mask": levels}, np.random.default_rng(0), {})
+
+
+def test_masks_are_decoded_as_they_are_stored() -> None:
+    classes = np.random.default_rng(0).integers(0, 21, (12, 14), np.uint8)
+    stored = Image.fromarray(classes, "P")
+    stored.putpalette(np.random.default_rng(1).integers(0, 256, 768, np.uint8).tobytes())
+    for image in (stored, Image.fromarray(classes)):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        sample = {"png": np.frombuffer(buffer.getvalue(), np.uint8)}
+        DecodeImage("png", "mask", colors="index").apply(sample, np.random.default_rng(0), {})
+        assert np.array_equal(sample["mask"][:, :, 0], classes)
+    buffer = io.BytesIO()
+    Image.fromarray(picture(9, 9)).save(buffer, "PNG")
+    with pytest.raises(ValueError, match="its pixels are RGB, no numbers"):
+        DecodeImage("png", colors="index").apply(
+            {"png": np.frombuffer(buffer.getvalue(), np.uint8)}, np.random.default_rng(0), {}
+        )
