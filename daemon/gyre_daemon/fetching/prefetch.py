@@ -175,6 +175,8 @@ class Prefetcher:
         `delays` are told what it took.
         """
         group = BatchGroup(fetch.plan, fetch.layout, slot)
+        if self._is_drawn and fetch.draws is None:
+            fetch = self._drawn(fetch)
         try:
             await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
             return GroupResult(group, {})
@@ -253,8 +255,6 @@ class Prefetcher:
                 plans.stop_step, sizes.num_planned, spec.rank, spec.world_size
             )
         fetches = self._fetcher.prepare(plans[: sizes.num_wanted], sizes.num_together)
-        if self._is_drawn:
-            fetches = [self._drawn(fetch) for fetch in fetches]
         return fetches, plans[sizes.num_wanted :]
 
     def _drawn(self, fetch: Fetch) -> Fetch:
