@@ -60,6 +60,8 @@ def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
                 "cut": both | {"transforms": [crop(2)]},
                 "cut_long": {"weights": {"long": 1}, "transforms": [crop(2)]},
                 "deep": deep,
+                "blind": both | {"transforms": [{"name": "drop", "field": "source"}]},
+                "over_blind": {"weights": {"blind": 1}},
                 "cached": both | {"transforms": [crop(2, "center"), {"name": "cache"}]},
             },
         }
@@ -155,6 +157,8 @@ def test_mixtures_with_transforms_are_sources_and_caches_come_before_chance(
             seen[sample] += 1
     with pytest.raises(ConfigError, match=r"cache.*behind crop_or_pad of a source"):
         loader(daemon, "cached")
+    with pytest.raises(ConfigError, match=r"`blind` make or drop the field `source`"):
+        loader(daemon, "over_blind")
 
 
 def test_images_are_augmented_by_source(gyred: StartDaemon, tmp_path: Path) -> None:
