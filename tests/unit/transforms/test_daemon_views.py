@@ -99,8 +99,8 @@ def test_flips_and_crops_with_borders() -> None:
     assert difference(applied(VerticalFlip(p=1), image), image[::-1]) == 0
     for mode in ("constant", "edge", "reflect", "symmetric"):
         fill = {"constant_values": 7} if mode == "constant" else {}
-        crop = RandomCrop((32, 30), padding=4, fill=7, padding_mode=mode)  # type: ignore[arg-type]
-        padded = np.pad(image, [(4, 4), (4, 4), (0, 0)], mode, **fill)
+        crop = RandomCrop((32, 30), padding=4, fill=7, padding_mode=mode)
+        padded = np.pad(image, [(4, 4), (4, 4), (0, 0)], mode, **fill)  # type: ignore[call-overload]
         places = {
             (top, left): padded[top : top + 32, left : left + 30].tobytes()
             for top in range(9)
