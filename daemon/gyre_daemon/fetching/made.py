@@ -242,7 +242,9 @@ class MadeStorage:
             return await self._threads.run_of(claims, memory.nbytes, work)
 
     def _joined(self, memory: _Record, places: Int64Array) -> Sequence[_Record]:
-        """The records, out of the tensors of a batch."""
+        """The records, out of the tensors of a batch: views of it where they have one field."""
+        if places.shape[1] == 1:
+            return [memory[begin:end] for ((begin, end),) in places.tolist()]
         return [
             np.concatenate([memory[begin:end] for begin, end in its]) for its in places.tolist()
         ]
