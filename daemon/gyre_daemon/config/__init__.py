@@ -13,7 +13,7 @@ from gyre_daemon.config.load import (
     parse_limits,
     parse_pack,
 )
-from gyre_daemon.config.mixtures import sources_below
+from gyre_daemon.config.mixtures import mixture_height, sources_below
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
     DaemonConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "Size",
     "UserLimits",
     "load",
+    "mixture_height",
     "parse_dataset",
     "parse_limits",
     "parse_options",

@@ -75,6 +75,14 @@ def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str
     return tuple(each for source in own for each in (source, *sources_below(source, datasets)))
 
 
+def mixture_height(config: DatasetConfig, datasets: Mapping[str, DatasetConfig]) -> int:
+    """How many mixtures lie in a dataset, one in another: 0 for one that is no mixture."""
+    if not config.mixture:
+        return 0
+    sources = [datasets[each] for each in config.mixture.sources if each in datasets]
+    return 1 + max((mixture_height(each, datasets) for each in sources), default=0)
+
+
 def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple[str, ...]) -> None:
     mixture = datasets[name].mixture
     for source in mixture.sources if mixture else ():
@@ -91,10 +99,9 @@ def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple
                 f"{where} has the source `{source}`, a mixture with a schedule, whose steps would "
                 f"be none of the job's; put the schedule into {where}"
             )
-        for key in ("transforms", "pack") if config.mixture else ("pack",):
-            if getattr(config, key):
-                raise ConfigError(
-                    f"{where} has the source `{source}` with `{key}`, which cannot be mixed; name "
-                    f"it a second time without it, and give {where} `{key}`"
-                )
+        if config.pack:
+            raise ConfigError(
+                f"{where} has the source `{source}` with `pack`, which cannot be mixed; name it a "
+                f"second time without it, and give {where} `pack`"
+            )
         _check_source(source, datasets, (*above, source))

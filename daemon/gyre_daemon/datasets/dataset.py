@@ -37,6 +37,8 @@ class Dataset:
             is that of the documents.
         transforms: tells what is done to its samples from anything else; empty for nothing.
         transform_names: of what is done to them.
+        drawing: the names of transforms that made what its storage reads and may draw random
+            numbers, where it is a mixture or a source of one: then reads need `Draws`.
         mixture: what makes it a mixture, whose index has the samples of all sources.
         source_names: of the datasets of a mixture, by the numbers of its field `source`.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
@@ -57,6 +59,7 @@ class Dataset:
     packed: Packed | None = None
     transforms: str = ""
     transform_names: tuple[str, ...] = ()
+    drawing: tuple[str, ...] = ()
     mixture: Mixture | None = None
     source_names: tuple[str, ...] = ()
     what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)

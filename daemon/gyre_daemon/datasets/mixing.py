@@ -167,6 +167,11 @@ class MixedIndex:
 
 def _without_source(part: Part) -> Sequence[FieldSpec]:
     if part.leaves:
+        if all(spec.name != SOURCE for spec in indexed_fields(part.fields)):
+            raise ConfigError(
+                f"the transforms of the mixture `{part.name}` make or drop the field `{SOURCE}`, "
+                "which mixtures of it need; leave it as it is"
+            )
         return [spec for spec in part.fields if spec.name != SOURCE]
     if any(spec.name == SOURCE for spec in part.fields):
         raise ConfigError(

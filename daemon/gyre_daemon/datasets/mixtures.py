@@ -11,7 +11,7 @@ from gyre_daemon.config import DatasetConfig, MixtureConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.mixing import MixedIndex, Part
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.order.mixing.mixture import MixedSource, Mixture
+from gyre_daemon.order.mixing.mixture import MixedSource, Mixture, source_seed
 from gyre_daemon.order.mixing.quotas import Phase, whole_weights
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.mixed import MixedStorage
@@ -79,12 +79,16 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
         name=name,
         format="mixture",
         uri=f"mixture:{name}",
-        storage=MixedStorage([its.storage for _, its in sources]),
+        storage=MixedStorage(
+            [its.storage for _, its in sources],
+            [partial(source_seed, name=each) if its.drawing else None for each, its in sources],
+        ),
         shards=[shard for _, its in sources for shard in its.shards],
         index=index,
         fingerprint=hashlib.blake2b(said, digest_size=16, person=b"gyre.mixture").hexdigest(),
         corrupt=np.concatenate([NO_SAMPLES, *corrupt]),
         num_left_out=sum(its.num_left_out for _, its in sources),
+        drawing=tuple(name for _, its in sources for name in its.drawing),
         mixture=Mixture(mixed, phases, config.block, num_samples, shares),
         source_names=tuple(name for part in parts for name in part.source_names),
     )

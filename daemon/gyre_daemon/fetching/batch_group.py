@@ -1,7 +1,9 @@
 """Batch groups: laid out, and read. Plain values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from gyre_daemon.datasets.formats import Extents
 from gyre_daemon.datasets.packing import Packed
@@ -10,7 +12,7 @@ from gyre_daemon.fetching.packed import PackedRows, lay_out_packed
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
-from gyre_daemon.storage.base import NextUse, WritableArena
+from gyre_daemon.storage.base import Draws, NextUse, WritableArena
 
 
 class Place(Protocol):
@@ -39,12 +41,14 @@ class Fetch:
             their documents.
         layout: where the samples go in the slot.
         rows: what each sequence consists of, where the dataset is packed.
+        draws: of all that is read, where that depends on chance; None for those of seed 0.
     """
 
     plan: GroupPlan
     extents: Extents
     layout: GroupLayout
     rows: PackedRows | None = None
+    draws: Draws | None = None
 
     @property
     def ids(self) -> Int64Array:
@@ -59,7 +63,15 @@ class Fetch:
             which = self.rows.which(begin * size, end * size)
             rows = self.rows.part(begin * size, end * size)
         plan, layout = self.plan[begin:end], self.layout.part(begin, end)
-        return Fetch(plan, self.extents.part(which), layout, rows)
+        draws = self.draws and self.draws.part(which)
+        return Fetch(plan, self.extents.part(which), layout, rows, draws)
+
+    def drawn(self, seed: int, epochs: Int64Array) -> "Fetch":
+        """The same, with the job's seed and the epoch of each sample, int64 [K, B]."""
+        epochs = epochs.reshape(-1)
+        if self.rows is not None:
+            epochs = np.repeat(epochs, np.diff(self.rows.bounds))
+        return replace(self, draws=Draws(seed, epochs))
 
 
 def packed_fetches(

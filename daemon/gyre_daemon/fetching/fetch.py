@@ -27,7 +27,7 @@ from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.base import Draws, Reads
 from gyre_daemon.storage.delays import Delays
 
 _Integers = npt.NDArray[np.int64]
@@ -47,6 +47,7 @@ class Fetcher:
         self._specs = [*packed.read.values()] if packed else stored_fields(dataset.fields)
         self.stored = [StoredField.of(spec) for spec in self._specs]
         self.indexed_names = [spec.name for spec in indexed_fields(dataset.fields)]
+        self.is_drawn = bool(dataset.drawing)
         self._finishes = packed is not None or any(field.finishes for field in self.stored)
         self._layouts = LayoutMaker(dataset.fields)
 
@@ -265,7 +266,15 @@ class _GroupReads:
             self.delays,
             self._slot.arena,
             self._claims,
+            self._draws_of(which, sample),
         )
+
+    def _draws_of(self, which: slice, sample: _Integers) -> Draws | None:
+        """The seed and epoch of each read, where bytes depend on them."""
+        if not self._fetcher.is_drawn:
+            return None
+        draws = self._fetch.draws or Draws.first(len(self))
+        return draws.part(which).part(sample)
 
     def _add_reads(
         self, samples: Samples, column: int, everyone: _Integers, pieces: list[_Columns]

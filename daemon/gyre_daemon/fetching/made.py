@@ -1,8 +1,9 @@
 """The storage of records; see [Note: How transformed samples are cached] in `transforms.kept`.
 
-A read has its samples transformed. Reads that come at the same time, as those of a cache do, which
-fetches block by block, are transformed together, at the first turn of the jobs that wait for any of
-them.
+A read has its samples transformed; where transforms draw random numbers, with the seed and the
+epochs that it brings: see [Note: Samples of sources that depend on chance] in `storage.base`. Reads
+that come at the same time, as those of a cache do, which fetches block by block, are transformed
+together, at the first turn of the jobs that wait for any of them.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
-from gyre_daemon.storage.base import BlockCache, ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.base import BlockCache, Draws, ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
@@ -97,6 +98,7 @@ class _Wish:
     """A record that somebody waits for; `claims` are those of all who do."""
 
     sample_id: int
+    epoch: int
     claims: Claims
     record: "asyncio.Future[_Record]"
 
@@ -128,8 +130,9 @@ class MadeStorage:
         self._starts = index.starts
         self._most = _MAX_TOGETHER[prefix.cost]
         self._threads = threads
-        self._fetcher = TransformingFetcher(prefix, threads, 0, _no_epochs)
-        self._wishes: dict[Flow, list[_Wish]] = {}
+        self._fetcher = TransformingFetcher(prefix, threads)
+        self._is_drawn = bool(prefix.random or prefix.drawing)
+        self._wishes: dict[tuple[Flow, int], list[_Wish]] = {}  # by job and seed
         self._tasks: set[asyncio.Task[None]] = set()
         self._held = prefix.held
 
@@ -145,8 +148,12 @@ class MadeStorage:
         self._bounds.check(reads)
         reads, claims = reads.nonempty(), reads.claimed()
         pieces = pieces_of(reads, self._starts)
-        ids, rows = np.unique(pieces.sample, return_inverse=True)
-        wishes = [self._wish(sample_id, claims) for sample_id in ids.tolist()]
+        draws = (self._is_drawn and pieces.draws) or Draws.first(len(pieces))
+        epochs, numbers = np.unique(draws.epochs, return_inverse=True)
+        keys, rows = np.unique(numbers * len(self._starts) + pieces.sample, return_inverse=True)
+        which, ids = np.divmod(keys, len(self._starts))
+        pairs = zip(epochs[which].tolist(), ids.tolist(), strict=True)
+        wishes = [self._wish(draws.seed, epoch, number, claims) for epoch, number in pairs]
         records = await asyncio.gather(*wishes)
         begins = pieces.start - self._starts[pieces.sample]
         work = partial(self._copy, records, rows, begins, pieces)
@@ -175,36 +182,38 @@ class MadeStorage:
             for row, begin, size, target in ranges:
                 memory_at(int(target), size)[:] = records[row][begin : begin + size].data
 
-    def _wish(self, sample_id: int, claims: Claims) -> "asyncio.Future[_Record]":
+    def _wish(
+        self, seed: int, epoch: int, sample_id: int, claims: Claims
+    ) -> "asyncio.Future[_Record]":
         """A record, which is made with all that the same job asks for meanwhile."""
-        wish = _Wish(sample_id, claims, asyncio.get_running_loop().create_future())
+        wish = _Wish(sample_id, epoch, claims, asyncio.get_running_loop().create_future())
         held = self._held.take(sample_id) if self._held else None
         if held is not None:
             wish.record.set_result(held)
             return wish.record
-        flow, _ = claims.first
-        if flow not in self._wishes:
-            self._wishes[flow] = []
-            self.begin(self._make_all(flow), "make records")
-        self._wishes[flow].append(wish)
+        key = claims.first[0], seed
+        if key not in self._wishes:
+            self._wishes[key] = []
+            self.begin(self._make_all(*key), "make records")
+        self._wishes[key].append(wish)
         return wish.record
 
-    async def _make_all(self, flow: Flow) -> None:
+    async def _make_all(self, flow: Flow, seed: int) -> None:
         await asyncio.sleep(0)  # until all that is ready to ask has asked
-        wishes = sorted(self._wishes.pop(flow), key=lambda wish: wish.claims.first[1])
+        wishes = sorted(self._wishes.pop((flow, seed)), key=lambda wish: wish.claims.first[1])
         together = range(0, len(wishes), self._most)
         await asyncio.gather(
-            *(self._make(wishes[begin : begin + self._most]) for begin in together)
+            *(self._make(seed, wishes[begin : begin + self._most]) for begin in together)
         )
 
-    async def _make(self, wishes: Sequence[_Wish]) -> None:
+    async def _make(self, seed: int, wishes: Sequence[_Wish]) -> None:
         """Make some records; one that cannot be made fails for those alone who asked for it."""
         try:
-            records = await self._made(wishes)
+            records = await self._made(seed, wishes)
         except Exception as error:
             if len(wishes) > 1:
                 for wish in wishes:
-                    await self._make([wish])
+                    await self._make(seed, [wish])
             elif not wishes[0].record.done():
                 wishes[0].record.set_exception(error)
         except BaseException:
@@ -216,12 +225,13 @@ class MadeStorage:
                 if not wish.record.done():
                     wish.record.set_result(record)
 
-    async def _made(self, wishes: Sequence[_Wish]) -> Sequence[_Record]:
+    async def _made(self, seed: int, wishes: Sequence[_Wish]) -> Sequence[_Record]:
         """Records that are made together; whoever needs one of them has all of them hastened."""
         claims = Claims(*wishes[0].claims.first)
         ids = np.array([[wish.sample_id for wish in wishes]], np.int64)
         plan = GroupPlan(0, ids, None, np.zeros(1, np.int64))
-        (fetch,) = self._fetcher.prepare(plan, 1)
+        (laid_out,) = self._fetcher.prepare(plan, 1)
+        fetch = laid_out.drawn(seed, np.array([wish.epoch for wish in wishes], np.int64))
         memory = np.empty(fetch.layout.num_bytes, np.uint8)
         with contextlib.ExitStack() as told:
             for wish in wishes:
@@ -232,7 +242,9 @@ class MadeStorage:
             return await self._threads.run_of(claims, memory.nbytes, work)
 
     def _joined(self, memory: _Record, places: Int64Array) -> Sequence[_Record]:
-        """The records, out of the tensors of a batch."""
+        """The records, out of the tensors of a batch: views of it where they have one field."""
+        if places.shape[1] == 1:
+            return [memory[begin:end] for ((begin, end),) in places.tolist()]
         return [
             np.concatenate([memory[begin:end] for begin, end in its]) for its in places.tolist()
         ]
@@ -253,12 +265,5 @@ def pieces_of(reads: Reads, starts: Int64Array) -> Reads:
     begin = np.maximum(reads.start[of], starts[record])
     end = np.minimum(stop[of], starts[record + 1])
     target = reads.target[of] + (begin - reads.start[of]).astype(np.uint64)
-    pieces = replace(
-        reads, shard=reads.shard[of], start=begin, size=end - begin, target=target, sample=record
-    )
+    pieces = replace(reads.part(of), start=begin, size=end - begin, target=target, sample=record)
     return pieces.nonempty()
-
-
-def _no_epochs(first_step: int, num_steps: int) -> Int64Array:
-    """No transform before `cache` draws random numbers, so all epochs are alike."""
-    return np.zeros((num_steps, max(_MAX_TOGETHER.values())), np.int64)

@@ -3,7 +3,9 @@
 What such a source's transforms make of a sample is a record, as behind the step `cache`, and a
 mixture reads records as it reads stored samples: see [Note: How transformed samples are cached] in
 `transforms.kept`. So it can be mixed, packed and transformed again like any other. The records are
-not kept, unless the source's chain says `cache`.
+not kept, unless the source's chain says `cache`. Where the chain draws random numbers, each read
+brings the seed and the epoch: see [Note: Samples of sources that depend on chance] in
+`storage.base`.
 """
 
 import hashlib
@@ -12,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.made import MadeStorage
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
@@ -49,26 +50,18 @@ class MadeSources:
         self._transforms, self._threads = transforms, threads
         self._made: dict[str, _Made] = {}
 
-    def of(self, name: str, dataset: Made) -> KeptDataset:
+    def of(self, name: str, dataset: Made, height: int) -> KeptDataset:
         """What the transforms make of a dataset, as a dataset of records.
 
         Args:
             name: of the source.
             dataset: transformed, and measured where that makes fields of different lengths.
-
-        Raises:
-            ConfigError: a transform draws random numbers.
+            height: how many mixtures lie below the source, one in another.
         """
-        if isinstance(dataset, TransformedDataset) and dataset.random:
-            raise ConfigError(
-                f"the source `{name}` has the transform {dataset.random[0]}, which draws random "
-                "numbers for each epoch, and a mixture reads sources as they always are; give the "
-                "mixture that transform"
-            )
         last = self._made.get(name)
         if last and _is_same(last, dataset):
             return last.made
-        made = dataset if isinstance(dataset, KeptDataset) else self._make(dataset)
+        made = dataset if isinstance(dataset, KeptDataset) else self._make(dataset, height)
         both = f"{dataset.fingerprint} {dataset.transforms}".encode()
         fingerprint = hashlib.blake2b(both, digest_size=16, person=b"gyre.made").hexdigest()
         shards = made.storage.shards
@@ -76,14 +69,15 @@ class MadeSources:
         self._made[name] = _Made(dataset.stored, dataset, made)
         return made
 
-    def _make(self, dataset: TransformedDataset) -> KeptDataset:
+    def _make(self, dataset: TransformedDataset, height: int) -> KeptDataset:
         passed = dataset.fields[len(dataset.made) :]
-        prefix = self._transforms.for_records(dataset.sized_fully())
+        prefix = self._transforms.for_records(dataset.sized_fully(), height)
         prefix = replace(prefix, chosen=as_records(dataset.made, passed))
         index = RecordIndex(dataset.source, prefix.fields, prefix.measured)
         shard = record_shard(index, dataset.source, dataset.recipe)
         storage = MadeStorage(prefix, index, shard, self._threads)
-        return kept_as(dataset.source, prefix, index, storage)
+        made = kept_as(dataset.source, prefix, index, storage)
+        return replace(made, drawing=(*dataset.drawing, *dataset.random))
 
 
 def _is_same(last: _Made, dataset: Made) -> bool:

@@ -22,6 +22,7 @@ from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.dtypes import name_of
@@ -82,7 +83,7 @@ class PortionPlan:
 
     Attributes:
         sample_ids: int64 [n].
-        epochs: int64 [n].
+        draws: the seed and epoch of each.
         extents: where they are stored.
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
             Those that need it may come to need it more urgently.
@@ -91,7 +92,7 @@ class PortionPlan:
     """
 
     sample_ids: Int64Array
-    epochs: Int64Array
+    draws: Draws
     extents: Extents
     urgency: int
     lengths: Int64Array | None
@@ -103,13 +104,13 @@ class PortionPlan:
     def part(self, some: slice) -> "PortionPlan":
         """Some of its samples."""
         lengths = None if self.lengths is None else self.lengths[some]
-        ids, epochs, extents = self.sample_ids[some], self.epochs[some], self.extents.part(some)
-        return PortionPlan(ids, epochs, extents, self.urgency, lengths, self.keeps)
+        ids, draws, extents = self.sample_ids[some], self.draws.part(some), self.extents.part(some)
+        return PortionPlan(ids, draws, extents, self.urgency, lengths, self.keeps)
 
     @property
     def alone(self) -> GroupPlan:
         """These samples as if they were a batch."""
-        return GroupPlan(self.urgency, self.sample_ids[None], None, self.epochs[:1])
+        return GroupPlan(self.urgency, self.sample_ids[None], None, self.draws.epochs[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +136,16 @@ class ReadPortion:
 
 
 class PortionReader:
-    """Reads portions of one dataset for one job, and has them transformed or measured."""
+    """Reads portions of one dataset, and has them transformed or measured."""
 
-    def __init__(self, dataset: TransformedDataset, threads: FairExecutor, seed: int) -> None:
+    def __init__(self, dataset: TransformedDataset, threads: FairExecutor) -> None:
         """Read nothing yet.
 
         Args:
             dataset: what is read.
             threads: the daemon's.
-            seed: of the job.
         """
-        self._dataset, self._seed = dataset, seed
+        self._dataset = dataset
         self._reader = Fetcher(dataset.source, threads)
         self._staged = LayoutMaker(dataset.source.fields)
         self._stored = [spec.name for spec in stored_fields(dataset.source.fields)]
@@ -201,7 +201,7 @@ class PortionReader:
             memory = exchange.memory[: staged.num_bytes]
             staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
             own = Delays()
-            fetch = Fetch(plan.alone, plan.extents, staged)
+            fetch = Fetch(plan.alone, plan.extents, staged, draws=plan.draws)
             await self._reader.fill_for(claims, fetch, staging, ahead, own)
             delays.add_requests(own)
             delays.read_s = max(delays.read_s, time.monotonic() - began)
@@ -278,9 +278,10 @@ class PortionReader:
                 offsets = begins[spec.name] + np.arange(len(plan)) * spec.element_bytes
             columns = offsets.astype("<i8").tobytes(), sizes.astype("<i8").tobytes()
             inputs.append(Input(spec.name, name_of(spec.dtype), spec.shape, spec.ragged, *columns))
-        ids, epochs = plan.sample_ids.tobytes(), plan.epochs.tobytes()
+        ids, epochs = plan.sample_ids.tobytes(), plan.draws.epochs.tobytes()
         kept = [room.start, room.stop] if room else []
-        return Portion(self._dataset.recipe, self._seed, ids, epochs, inputs, outputs, kept)
+        seed = plan.draws.seed
+        return Portion(self._dataset.recipe, seed, ids, epochs, inputs, outputs, kept)
 
     def _corrupt(self, plan: PortionPlan, number: int, failure: SampleFailed) -> CorruptSample:
         """The error for a sample that was refused."""

@@ -105,11 +105,9 @@ class Spec:
 
 
 def _fetcher_of(spec: Spec, workers: FairExecutor) -> Fetcher | TransformingFetcher:
-    if not isinstance(spec.dataset, TransformedDataset):
-        return Fetcher(spec.dataset, workers)
-    rank, world_size = spec.rank, spec.world_size
-    epochs = partial(spec.planner.epochs, rank=rank, world_size=world_size)
-    return TransformingFetcher(spec.dataset, workers, spec.order.seed, epochs)
+    if isinstance(spec.dataset, TransformedDataset):
+        return TransformingFetcher(spec.dataset, workers)
+    return Fetcher(spec.dataset, workers)
 
 
 class Prefetcher:
@@ -128,6 +126,8 @@ class Prefetcher:
         self._workers = workers
         self._num_rewinds = 0
         self._fetcher = _fetcher_of(spec, workers)
+        is_transformed = isinstance(spec.dataset, TransformedDataset)
+        self._is_drawn = is_transformed or bool(spec.dataset.drawing)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
@@ -175,6 +175,8 @@ class Prefetcher:
         `delays` are told what it took.
         """
         group = BatchGroup(fetch.plan, fetch.layout, slot)
+        if self._is_drawn and fetch.draws is None:
+            fetch = self._drawn(fetch)
         try:
             await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
             return GroupResult(group, {})
@@ -254,6 +256,13 @@ class Prefetcher:
             )
         fetches = self._fetcher.prepare(plans[: sizes.num_wanted], sizes.num_together)
         return fetches, plans[sizes.num_wanted :]
+
+    def _drawn(self, fetch: Fetch) -> Fetch:
+        """A batch group with what the random numbers of its samples follow from."""
+        spec, plan = self._spec, fetch.plan
+        ranks = spec.rank, spec.world_size
+        epochs = spec.planner.epochs(plan.first_step, len(plan), *ranks)
+        return fetch.drawn(spec.order.seed, epochs)
 
     def _add(
         self, fetches: Sequence[Fetch], plans: GroupPlan, sizes: "_Sizes", end_step: int | None

@@ -7,7 +7,7 @@ and the fields that pass, into the slot.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortio
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.messages import Kind
@@ -35,20 +36,15 @@ class TransformingFetcher:
         self,
         dataset: TransformedDataset,
         threads: FairExecutor,
-        seed: int,
-        epochs: Callable[[int, int], Int64Array],
     ) -> None:
         """Read nothing yet.
 
         Args:
             dataset: what is read.
             threads: the daemon's.
-            seed: of the job.
-            epochs: takes the first step and the number of the steps of a batch group, and returns
-                the epoch of each of its samples, int64 [K, B].
         """
-        self._dataset, self._threads, self._epochs = dataset, threads, epochs
-        self._portions = PortionReader(dataset, threads, seed)
+        self._dataset, self._threads = dataset, threads
+        self._portions = PortionReader(dataset, threads)
         self._layouts = LayoutMaker(dataset.fields)
         stored = [spec.name for spec in stored_fields(dataset.source.fields)]
         # those of documents, where they are packed
@@ -107,16 +103,15 @@ class TransformingFetcher:
         """The same, at the first turns of the jobs that need it; see `Fetcher.fill_for`."""
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
-        epochs = self._epochs(plan.first_step, len(plan)).reshape(-1)
-        if fetch.rows is not None:
-            epochs = np.repeat(epochs, np.diff(fetch.rows.bounds))
+        draws = fetch.draws or Draws.first(len(ids))
         lengths = np.empty((len(ids), 0), np.int64)
         if self._dataset.measured:
             lengths = self._dataset.measured.lengths[ids].astype(np.int64)
         async with asyncio.TaskGroup() as tasks:
             for some in self._portions.cut(fetch.extents, lengths):
                 extents = fetch.extents.part(some)
-                part = PortionPlan(ids[some], epochs[some], extents, plan.first_step, lengths[some])
+                its, step = draws.part(some), plan.first_step
+                part = PortionPlan(ids[some], its, extents, step, lengths[some])
                 fill = self._fill_portion(claims, part, fetch, some.start, slot, ahead, delays)
                 tasks.create_task(fill)
         work = partial(self._write_own, fetch, slot)

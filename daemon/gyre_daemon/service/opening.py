@@ -9,7 +9,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.config import DatasetConfig, mixture_height
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import asked_of
@@ -178,7 +178,8 @@ class SessionOpener:
         if not config.transforms:
             return await self._catalog.open(name, config)
         dataset = await self._transformed(name, config, config.transforms, by_client=False)
-        return self._sources.of(name, await self._measured(dataset, config))
+        measured = await self._measured(dataset, config)
+        return self._sources.of(name, measured, mixture_height(config, self._catalog.datasets))
 
     async def _measured_documents(
         self, config: DatasetConfig, documents: Dataset
@@ -278,7 +279,13 @@ class SessionOpener:
         by_client: bool,
     ) -> Made:
         ready = partial(self._ready, config)
-        dataset = await self._transforms.apply(documents, tables, ready, by_client=by_client)
+        dataset = await self._transforms.apply(
+            documents,
+            tables,
+            ready,
+            by_client=by_client,
+            height=mixture_height(config, self._catalog.datasets),
+        )
         if isinstance(dataset, KeptDataset):
             return dataset
         return await self._engines.fastest(dataset)

@@ -7,6 +7,14 @@ batch group, blocks, ranges) whose reads can be asked for in parts. A storage de
 arrays of reads are worked out. A local one cuts the plan and works out each part in the thread that
 copies it; the others ask for all of it at once. `Reads`, whose arrays exist already, are a plan
 too. What the layers above must know about a storage is a declared property of it, never its type.
+
+[Note: Samples of sources that depend on chance]
+
+A mixture reads a sample of a source as bytes at a place. Where the source's transforms draw random
+numbers, these bytes depend on a seed and an epoch, too: so its reads bring both, `Draws`, the epoch
+being that of the sample in its own source. Each mixture that a read passes turns the seed into that
+of the source, as its order does. So a sample is what a job on that source alone would get, under
+the source's seed.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -48,6 +56,28 @@ class WritableArena(Protocol):
 
     def lease(self) -> AbstractContextManager[None]:
         """Keep the arena's memory inside the context; raises ArenaClosed if it is gone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What the random numbers of n samples or reads follow from, beside the samples' ids.
+
+    Attributes:
+        seed: of the job, or of a source of its mixture.
+        epochs: int64 [n], of each one's own source.
+    """
+
+    seed: int
+    epochs: npt.NDArray[np.int64]
+
+    @classmethod
+    def first(cls, num: int) -> "Draws":
+        """Those under which samples are measured and verified: seed 0 and epoch 0."""
+        return cls(0, np.zeros(num, np.int64))
+
+    def part(self, which: slice | npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Draws":
+        """Those of some."""
+        return Draws(self.seed, self.epochs[which])
 
 
 class ReadPlan(Protocol):
@@ -106,6 +136,8 @@ class Reads:
         arena: where targets lie. The caller of `read` holds a lease of it while it waits. A thread
             that writes there holds its own, because it continues if the caller is cancelled.
         claims: the job, and others that may come to need the same bytes; None if nobody else can.
+        draws: the seed and epochs [n], where bytes depend on them; see [Note: Samples of sources
+            that depend on chance]. None where they do not.
     """
 
     shard: npt.NDArray[np.int64]
@@ -121,6 +153,7 @@ class Reads:
     delays: Delays | None = None
     arena: WritableArena | None = None
     claims: Claims | None = None
+    draws: Draws | None = None
 
     def __len__(self) -> int:
         """The number of reads."""
@@ -140,6 +173,7 @@ class Reads:
             size=self.size[which],
             target=self.target[which],
             sample=self.sample[which],
+            draws=self.draws and self.draws.part(which),
         )
 
     def claimed(self) -> Claims:

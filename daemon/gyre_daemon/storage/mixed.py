@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,10 +26,19 @@ class MixedStorage:
     checksums = None
     block_cache = None
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(
+        self, storages: Sequence[Storage], seeds: Sequence[Callable[[int], int] | None]
+    ) -> None:
+        """Join K storages.
+
+        Args:
+            storages: of the sources.
+            seeds: K, each takes the seed of reads and returns that of the source; None where the
+                source's bytes do not depend on chance.
+        """
         self.shards: Sequence[Shard] = [shard for each in storages for shard in each.shards]
         self.is_node_local = all(each.is_node_local for each in storages)
-        self._storages = storages
+        self._storages, self._seeds = storages, seeds
         counts = [len(each.shards) for each in storages]
         self._first = [0, *np.cumsum(counts).tolist()]
 
@@ -44,7 +53,11 @@ class MixedStorage:
         async with asyncio.TaskGroup() as tasks:
             for number in np.unique(source).tolist():
                 its = reads.part(np.flatnonzero(source == number))
-                own = replace(its, shard=its.shard - self._first[number])
+                seed_of = self._seeds[number]
+                draws = None
+                if its.draws and seed_of:
+                    draws = replace(its.draws, seed=seed_of(its.draws.seed))
+                own = replace(its, shard=its.shard - self._first[number], draws=draws)
                 tasks.create_task(self._storages[number].read(own))
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:

@@ -154,10 +154,10 @@ class Transforms:
             allow_modules: whether clients may name classes of their own.
         """
         self._pool = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
-        # Who waits for records holds an exchange meanwhile, so these have a room of their own.
-        self._pool_of_records = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
-        # So do sources of mixtures, which may wait for records themselves.
-        self._pool_of_sources = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
+        # Who waits for records holds an exchange meanwhile, so these have rooms of their own. A
+        # source of a mixture waits for its own records, and a mixture for its sources: so there are
+        # two for each number of mixtures that lie below.
+        self._pools_of_records: dict[int, TransformPool] = {}
         self._installed = installed
         self._keep = keep
         self._allow_modules = allow_modules
@@ -170,6 +170,7 @@ class Transforms:
         ready: Ready,
         *,
         by_client: bool,
+        height: int,
     ) -> Made:
         """The dataset with its samples transformed.
 
@@ -178,6 +179,7 @@ class Transforms:
             declared: tables with a `name` and options; at least one.
             ready: see `Ready`.
             by_client: whether a client declares them, and not the operator.
+            height: how many mixtures lie in the dataset, one in another.
 
         Raises:
             ConfigError: a transform is unknown, or does not fit the dataset or its options.
@@ -187,12 +189,12 @@ class Transforms:
         """
         steps = self._steps(declared, by_client=by_client)
         described = await self._described(dataset, steps)
-        place = cut(steps, described.random)
+        place = cut(steps, described.random, dataset.drawing)
         if place < 0:
             made = self._transformed(dataset, steps, described, self._pool)
             return replace(made, transforms=_fingerprint(declared, described))
         is_last = place + 1 == len(steps)
-        prefix = await self._prefix(dataset, steps[:place], declared[:place])
+        prefix = await self._prefix(dataset, steps[:place], declared[:place], height)
         source = self._records(dataset, await ready(prefix, is_last))
         if is_last:
             return source
@@ -215,10 +217,10 @@ class Transforms:
             GyreError: as `apply`.
         """
         steps = self._steps(declared, by_client=False)
-        place = cut(steps, (await self._described(dataset, steps)).random)
+        place = cut(steps, (await self._described(dataset, steps)).random, dataset.drawing)
         if place < 0:
             return None
-        prefix = await self._prefix(dataset, steps[:place], declared[:place])
+        prefix = await self._prefix(dataset, steps[:place], declared[:place], 0)
         return prefix, place + 1 == len(steps)
 
     def _steps(self, declared: Sequence[Mapping[str, Any]], *, by_client: bool) -> list[Step]:
@@ -236,7 +238,11 @@ class Transforms:
         return described
 
     async def _prefix(
-        self, dataset: Dataset, steps: Sequence[Step], declared: Sequence[Mapping[str, Any]]
+        self,
+        dataset: Dataset,
+        steps: Sequence[Step],
+        declared: Sequence[Mapping[str, Any]],
+        height: int,
     ) -> TransformedDataset:
         """What the transforms before `cache` make."""
         if self._keep is None:
@@ -244,7 +250,7 @@ class Transforms:
                 "a chain has the transform `cache`, and this daemon has no cache; set cache_memory"
             )
         described = await self._described(dataset, steps)
-        prefix = self._transformed(dataset, steps, described, self._pool_of_records)
+        prefix = self._transformed(dataset, steps, described, self._pool_at(2 * height))
         return replace(prefix, transforms=_fingerprint(declared, described))
 
     def _records(self, dataset: Dataset, prefix: TransformedDataset) -> KeptDataset:
@@ -284,9 +290,21 @@ class Transforms:
             random=[steps[place].name for place in described.random],
         )
 
-    def for_records(self, dataset: TransformedDataset) -> TransformedDataset:
-        """The same, for who reads what it makes while others hold the memory of jobs."""
-        return replace(dataset, pool=self._pool_of_sources)
+    def for_records(self, dataset: TransformedDataset, height: int) -> TransformedDataset:
+        """The same, for who reads what it makes while others hold the memory of jobs.
+
+        Args:
+            dataset: a source of a mixture.
+            height: see `apply`.
+        """
+        return replace(dataset, pool=self._pool_at(2 * height + 1))
+
+    def _pool_at(self, level: int) -> TransformPool:
+        """A pool whose memory is only held by those who wait for lower levels, or for none."""
+        if level not in self._pools_of_records:
+            room = ExchangeRoom(_MAX_BYTES_AT_ONCE)
+            self._pools_of_records[level] = TransformPool(self._pool.workers, room)
+        return self._pools_of_records[level]
 
     async def with_engine(self, dataset: TransformedDataset, engine: str) -> TransformedDataset:
         """The dataset, transformed by a faster program; what it makes must be verified.
@@ -306,8 +324,8 @@ class Transforms:
         """End the processes and give back the memory."""
         self._pool.workers.close()
         self._pool.room.close()
-        self._pool_of_records.room.close()
-        self._pool_of_sources.room.close()
+        for pool in self._pools_of_records.values():
+            pool.room.close()
 
 
 def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) -> str:

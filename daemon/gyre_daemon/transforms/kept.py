@@ -179,12 +179,13 @@ class KeptDataset(Dataset):
         return len(self.made)
 
 
-def cut(steps: Sequence[Step], random: Sequence[int]) -> int:
+def cut(steps: Sequence[Step], random: Sequence[int], drawing: Sequence[str] = ()) -> int:
     """The place of the step `cache`; -1 if there is none.
 
     Args:
         steps: of a chain.
         random: the places of those that may draw random numbers.
+        drawing: the transforms that did so before the chain, of sources of a mixture.
 
     Raises:
         ConfigError: what is before it cannot be cached.
@@ -198,10 +199,16 @@ def cut(steps: Sequence[Step], random: Sequence[int]) -> int:
         raise ConfigError(f"transforms[{places[1]}] is a second `{STEP}`; a chain has one at most")
     if not first:
         raise ConfigError(f"{where} is the first transform, so there is nothing to cache")
-    drawing = [place for place in random if place < first]
     if drawing:
         raise ConfigError(
-            f"{where} is behind transforms[{drawing[0]}] ({steps[drawing[0]].name}), which draws "
+            f"{where} is behind {drawing[0]} of a source, which draws random numbers: every epoch "
+            f"has others, so it would be cached in vain; put `{STEP}` into the transforms of the "
+            "sources, before those that draw"
+        )
+    before = [place for place in random if place < first]
+    if before:
+        raise ConfigError(
+            f"{where} is behind transforms[{before[0]}] ({steps[before[0]].name}), which draws "
             "random numbers: every epoch has others, so it would be cached in vain; put "
             f"`{STEP}` before it"
         )

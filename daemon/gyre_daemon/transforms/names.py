@@ -12,6 +12,8 @@ GROUP = "gyre.transforms"
 _HERE = "gyre_daemon.transforms"
 BUILT_IN: Mapping[str, str] = {
     "cache": f"{_HERE}.cache:Cache",
+    "copy": f"{_HERE}.fields:Copy",
+    "drop": f"{_HERE}.fields:Drop",
     "cast": f"{_HERE}.cast:Cast",
     "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
     "decode_image": f"{_HERE}.images.decode:DecodeImage",
@@ -19,6 +21,14 @@ BUILT_IN: Mapping[str, str] = {
     "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",
     "resize": f"{_HERE}.images.geometry:Resize",
     "center_crop": f"{_HERE}.images.geometry:CenterCrop",
+    "random_crop": f"{_HERE}.images.geometry:RandomCrop",
+    "vertical_flip": f"{_HERE}.images.geometry:VerticalFlip",
+    "random_grayscale": f"{_HERE}.images.views:RandomGrayscale",
+    "gaussian_blur": f"{_HERE}.images.views:GaussianBlur",
+    "random_solarize": f"{_HERE}.images.views:RandomSolarize",
+    "random_erasing": f"{_HERE}.images.erasing:RandomErasing",
+    "trivial_augment": f"{_HERE}.images.policies:TrivialAugment",
+    "auto_augment": f"{_HERE}.images.policies:AutoAugment",
     "horizontal_flip": f"{_HERE}.images.geometry:HorizontalFlip",
     "color_jitter": f"{_HERE}.images.colors:ColorJitter",
     "rand_augment": f"{_HERE}.images.augment:RandAugment",
@@ -34,8 +44,9 @@ BUILT_IN: Mapping[str, str] = {
 }
 # Options that are paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
-# A chain has a dozen transforms at most; more would let one request take the memory of a worker.
-_MAX_STEPS = 64
+# Most chains have a dozen transforms, and ten views of an image some eighty. More would let one
+# request take the memory of a worker.
+_MAX_STEPS = 128
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -223,7 +223,7 @@ CHAINS: list[tuple[str, list[dict[str, Any]], tuple[str, str], str]] = [
         NOT_ALLOWED,
         "opens no files that clients name",
     ),
-    ("100 transforms", [{"name": "cast"}] * 100, CONFIG, "at most 64"),
+    ("200 transforms", [{"name": "cast"}] * 200, CONFIG, "at most 128"),
 ]
 
 

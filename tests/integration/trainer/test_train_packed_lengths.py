@@ -29,7 +29,7 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {**TINY_GPT, "vocab_size": VOCABULARY},
+    "gpt": {**TINY_GPT, "vocab_size": VOCABULARY, "inside_documents": True},
     "llama": {"config": LLAMA},
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.errors import ConfigError, CursorRejected
+from gyre_client.errors import CursorRejected
 
 from tests.batches import Batch, same, take
 from tests.conftest import StartDaemon, to_toml
@@ -33,16 +33,9 @@ def config(tmp_path: Path) -> dict[str, Any]:
         "datasets": {
             "web": sources["web"] | {"transforms": [TOKENIZE]},
             "lines": {"uri": str(tmp_path / "lines"), "transforms": [JSON]},
-            "crops": sources["code"]
-            | {
-                "transforms": [
-                    {"name": "crop_or_pad", "field": "text", "length": 4, "start": "random"}
-                ]
-            },
         },
         "mixtures": {
             "all": {"weights": {"web": 3, "lines": 1}, "block": 16},
-            "random": {"weights": {"web": 1, "crops": 1}},
             "deeper": {
                 "weights": {"all": 1},
                 "transforms": [{"name": "crop_or_pad", "field": "tokens", "length": 6}],
@@ -117,8 +110,6 @@ def test_each_source_is_transformed_by_itself(
     with loader("all", pack={"field": "tokens", "length": 48}) as packed:
         packed.load_state_dict(resumed)
         assert same(take(packed, 3), following)
-    with pytest.raises(ConfigError, match=r"`crops` has the transform crop_or_pad, which draws"):
-        loader("random")
     config["datasets"]["web"]["transforms"] = [{**TOKENIZE, "end": 7}]
     daemon.reconfigure(to_toml({"listen": [daemon.address], **config}))
     with loader("all") as other, pytest.raises(CursorRejected, match="of the source `web`"):

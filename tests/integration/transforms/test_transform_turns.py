@@ -66,7 +66,7 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
     try:
         dataset = await catalog.open("set", config)
         chain: list[dict[str, Any]] = [{**told, "waiting": 0}, {"name": "cache"}]
-        kept = await transforms.apply(dataset, chain, of_one_shape, by_client=True)
+        kept = await transforms.apply(dataset, chain, of_one_shape, by_client=True, height=0)
         assert isinstance(kept, KeptDataset)
         light = asyncio.create_task(read(kept.storage, range(NUM_SAMPLES), LIGHT))
         await until(lambda: workers._line.num_waiting == NUM_SAMPLES - 1)

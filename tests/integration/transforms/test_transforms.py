@@ -318,7 +318,7 @@ def test_a_state_belongs_to_its_transforms(daemon: Daemon, reference: Batches) -
 @pytest.mark.parametrize(
     ("transform", "error", "reason"),
     [
-        ([{"name": "sharpen"}], ConfigError, "no such transform; there are absent, cache, "),
+        ([{"name": "sharpen"}], ConfigError, "no such transform; there are absent, auto_augment, "),
         ([{"name": "absent"}], ConfigError, "there is no such transform"),
         ([{"name": "no_transform"}], ConfigError, "is no Transform"),
         ([{"name": "os:system"}], NotAllowed, "runs no code that clients name"),
@@ -331,7 +331,7 @@ def test_a_state_belongs_to_its_transforms(daemon: Daemon, reference: Batches) -
         ([{**CROP, "field": "text"}], ConfigError, "needs the field 'text'; there are tokens"),
         ([{"name": "center_crop", "size": 0}], ConfigError, "each length must be from 1"),
         ([{"name": "resize", "size": [3]}], ConfigError, "size in transforms.0. .resize. is"),
-        ([CROP] * 65, ConfigError, "at most 64"),
+        ([CROP] * 129, ConfigError, "at most 128"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -79,6 +79,20 @@ def _apply_rope(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1).type_as(x_BHTC)
 
 
+def inside_documents(positions_BT: Tensor) -> Tensor:
+    """Which token attends to which: to itself and those before it in its own document.
+
+    Args:
+        positions_BT: of each token in its document; a document begins where it is 0.
+
+    Returns:
+        Bool (B, 1, T, T), what attention takes for ``allowed_B1TT``.
+    """
+    document_BT = (positions_BT == 0).cumsum(1)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
+
 class Attention(nn.Module):
     """Self-attention with rotary positions and grouped key/value heads.
 
@@ -98,7 +112,11 @@ class Attention(nn.Module):
         self.o = nn.Linear(dim, dim, bias=bias)
 
     def forward(
-        self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rope_TC: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        allowed_B1TT: Tensor | None = None,
     ) -> Tensor:
         """The output: each position attends to itself and those before; to all if not causal.
 
@@ -106,8 +124,9 @@ class Attention(nn.Module):
             x_BTD: the input.
             rope_TC: the table of `rope_table` for T positions; None for no rotary positions.
             padding_BT: true at positions that no other may attend to; None for none.
+            allowed_B1TT: true where a position attends to another, in place of all that.
         """
-        return self.attend(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+        return self.attend(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT, allowed_B1TT)
 
     def attend(
         self,
@@ -116,6 +135,7 @@ class Attention(nn.Module):
         values: Tensor,
         rope_TC: Tensor | None,
         padding_BT: Tensor | None,
+        allowed_B1TT: Tensor | None = None,
     ) -> Tensor:
         """The output, given the outputs of the layers k and v."""
         q, k, v = (
@@ -124,7 +144,9 @@ class Attention(nn.Module):
         )
         if rope_TC is not None:
             q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
-        mask = None if padding_BT is None else self._mask(padding_BT)
+        mask = allowed_B1TT
+        if mask is None and padding_BT is not None:
+            mask = self._mask(padding_BT)
         causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
         y_BHTC = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped

@@ -64,10 +64,15 @@ class RotatedQueries(RotatedModule):
     v: nn.Module
 
     def forward(
-        self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rope_TC: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        allowed_B1TT: Tensor | None = None,
     ) -> Any:
         """The module's output for this rank's part of the batch, as without rotation."""
-        return self.ring_forward(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+        keys, values = self.k(x_BTD), self.v(x_BTD)
+        return self.ring_forward(x_BTD, keys, values, rope_TC, padding_BT, allowed_B1TT)
 
 
 def rotate_attention(module: Attention, target: RotationTarget) -> None:

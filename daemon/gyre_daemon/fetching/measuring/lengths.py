@@ -196,7 +196,7 @@ class Measurer:
         index, num_shards = dataset.stored.index, len(dataset.shards)
         counts = await asyncio.to_thread(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
-        reader = PortionReader(dataset, self.threads, seed=0)
+        reader = PortionReader(dataset, self.threads)
         failures: list[CorruptRecord] = []
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)

@@ -20,6 +20,7 @@ from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
@@ -111,11 +112,11 @@ class ShardMeasurer:
                 some = ids[begin : begin + AT_ONCE]
                 extents = dataset.index.locate(some)
                 for its in part.reader.cut(extents, None):
-                    epochs = np.zeros(its.stop - its.start, np.int64)
+                    draws = Draws.first(its.stop - its.start)
                     into = _Into(lengths, failures, begin + its.start)
                     await room.acquire()
                     keeps = bool(part.held and part.held.has_room)
-                    plan = PortionPlan(some[its], epochs, extents.part(its), begin, None, keeps)
+                    plan = PortionPlan(some[its], draws, extents.part(its), begin, None, keeps)
                     tasks.create_task(self._portion(part, plan, into, room))
         return lengths, sorted(failures, key=lambda each: each.sample)
 

@@ -9,6 +9,7 @@ from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, Claims, FairExecutor
+from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.messages import Kind
@@ -69,13 +70,13 @@ class EngineVerifier:
         Raises:
             CorruptSample: names one of which it makes something else.
         """
-        reader = PortionReader(dataset, self._threads, seed=0)
+        reader = PortionReader(dataset, self._threads)
         ids = np.arange(min(_NUM_SAMPLES, dataset.index.num_samples))
         ids = ids[~np.isin(ids, dataset.corrupt)]
         extents = dataset.index.locate(ids)
         for some in reader.cut(extents, None):
-            epochs = np.zeros(len(ids[some]), np.int64)
-            plan = PortionPlan(ids[some], epochs, extents.part(some), some.start, None)
+            draws = Draws.first(len(ids[some]))
+            plan = PortionPlan(ids[some], draws, extents.part(some), some.start, None)
             claims = Claims(NO_JOB, some.start)
             async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
                 await reader.work(Kind.VERIFY, portion, claims)

@@ -171,9 +171,14 @@ class MixturePlanner(BatchPlanner):
         return parts
 
 
+def source_seed(seed: int, name: str) -> int:
+    """The seed of a source, from that of the job and the source's name in the mixture."""
+    text = struct.pack("<Q", seed) + name.encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"gyre.source").digest()
+    return int.from_bytes(digest, "little")
+
+
 def source_order(order: Order, name: str) -> Order:
     """The order of a job on one source of a mixture: one sample a step, under a seed of its own."""
-    text = struct.pack("<Q", order.seed) + name.encode()
-    digest = hashlib.blake2b(text, digest_size=8, person=b"gyre.source").digest()
-    seed = int.from_bytes(digest, "little")
+    seed = source_seed(order.seed, name)
     return replace(order, tail="wrap", seed=seed, global_batch_size=1, skipped=())

@@ -39,6 +39,7 @@ class ColorJitter(ImageTransform):
         contrast: x, around the mean of the image's gray.
         saturation: x, around each pixel's gray.
         hue: the most by which the hue turns, as a fraction of the circle.
+        p: the probability that an image is changed.
         field: the image.
     """
 
@@ -46,6 +47,7 @@ class ColorJitter(ImageTransform):
     contrast: _Factor = 0.0
     saturation: _Factor = 0.0
     hue: _Hue = 0.0
+    p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     field: str = "image"
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
@@ -61,6 +63,9 @@ class ColorJitter(ImageTransform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
+        if self.p < 1 and rng.random() >= self.p:
+            self.put(self.field, sample[self.field], sample, out)
+            return
         image: Pixels = contiguous(sample[self.field])
         order, factors = self.draw(rng)
         for name in order:
@@ -197,13 +202,13 @@ def brightened(image: Pixels, factor: float) -> Pixels:
 
 def contrasted(image: Pixels, factor: float) -> Pixels:
     """The image with its levels further from its mean gray, or nearer."""
-    mean = np.floor(_gray(image)).mean(dtype=np.float64)
+    mean = gray_levels(image).mean(dtype=np.float64)
     return _by_table(image, _LEVELS * np.float32(factor) + np.float32((1 - factor) * mean))
 
 
 def saturated(image: Pixels, factor: float) -> Pixels:
     """The image with its colours further from gray, or nearer."""
-    gray = np.floor(_gray(image))[:, :, None]
+    gray = gray_levels(image)[:, :, None]
     made: npt.NDArray[Any] = image * np.float32(factor) + gray * np.float32(1 - factor)
     return made.clip(0, 255).astype(np.uint8)
 
@@ -217,8 +222,9 @@ def turned(image: Pixels, turn: float) -> Pixels:
     return rounded
 
 
-def _gray(image: Pixels) -> npt.NDArray[np.float32]:
-    gray: npt.NDArray[np.float32] = image.astype(np.float32) @ _GRAY
+def gray_levels(image: Pixels) -> npt.NDArray[np.float32]:
+    """The gray of each pixel, a whole number, [height, width]."""
+    gray: npt.NDArray[np.float32] = np.floor(image.astype(np.float32) @ _GRAY)
     return gray
 
 

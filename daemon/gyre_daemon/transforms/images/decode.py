@@ -31,7 +31,8 @@ class DecodeImage(OfField):
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
         to: the pixels, uint8 [height, width, channels].
-        colors: `rgb` for 3 channels, `gray` for 1.
+        colors: `rgb` for 3 channels, `gray` for 1; `index` for 1 with the numbers that are stored,
+            as masks have them: those of a palette, or gray levels.
         max_pixels: an image that declares more is refused before it is decoded.
         exact: whether JPEG is decoded to the bit as Pillow does; if not, colours between pixels are
             interpolated more coarsely, which takes a few percent less time.
@@ -40,7 +41,7 @@ class DecodeImage(OfField):
     """
 
     to: str = "image"
-    colors: Literal["rgb", "gray"] = "rgb"
+    colors: Literal["rgb", "gray", "index"] = "rgb"
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 100_000_000
     exact: bool = True
     min_size: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
@@ -123,11 +124,21 @@ class DecodeImage(OfField):
         try:
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 self._check_size(image.height, image.width)
-                converted = image.convert("RGB" if self.colors == "rgb" else "L")
+                converted = self._converted(image)
         except _NO_IMAGE as error:
             raise ValueError(f"it is no image that can be decoded: {error}") from error
         pixels = np.asarray(converted)
         return pixels if self.colors == "rgb" else pixels[:, :, None]
+
+    def _converted(self, image: Image.Image) -> Image.Image:
+        if self.colors != "index":
+            return image.convert("RGB" if self.colors == "rgb" else "L")
+        if image.mode not in ("P", "L"):
+            raise ValueError(
+                f"its pixels are {image.mode}, no numbers of a palette and no gray levels of 8 bits"
+            )
+        image.load()
+        return image
 
     def _check_size(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:

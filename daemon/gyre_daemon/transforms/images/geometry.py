@@ -1,17 +1,17 @@
 """Crops, sizes and flips of images."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import cv2
 import numpy as np
 from msgspec import Meta
 
 from gyre_daemon.transforms.images.pixels import (
-    ImageTransform,
     Interpolation,
+    MaskedTransform,
     Pixels,
     check_image,
     resized,
@@ -28,7 +28,7 @@ _MAX_TRIES = 10  # torchvision's
 _MAX_PIXELS = 100_000_000
 
 
-class _Crop(ImageTransform):
+class _Crop(MaskedTransform):
     """An image becomes a part of it, of one size.
 
     Attributes:
@@ -41,11 +41,10 @@ class _Crop(ImageTransform):
         """Refuse sizes that are none."""
         pair(self.size)
 
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        before = fields[self.field]
-        channels = check_image(self.field, before)
-        return {self.field: Field(before.dtype, (*pair(self.size), channels))}
+    def made_of(self, name: str, before: Field) -> Field:
+        """See `MaskedTransform.made_of`."""
+        channels = check_image(name, before)
+        return Field(before.dtype, (*pair(self.size), channels))
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class RandomResizedCrop(_Crop):
         ratio: the least and the greatest of its width divided by its height.
         interpolation: see `resized`.
         antialias: see `resized`.
+        masks: see `MaskedTransform`.
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
@@ -69,6 +69,7 @@ class RandomResizedCrop(_Crop):
     ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
+    masks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes and ranges that are none."""
@@ -87,13 +88,14 @@ class RandomResizedCrop(_Crop):
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         box = self.box(image.shape[0], image.shape[1], rng)
-        self.put(self.field, self.cut(image, box), sample, out)
+        self.put_all(lambda pixels, is_mask: self.cut(pixels, box, is_mask), sample, out)
 
-    def cut(self, image: Pixels, box: tuple[int, int, int, int]) -> Pixels:
-        """A rectangle of an image, in the size of the result."""
+    def cut(self, image: Pixels, box: tuple[int, int, int, int], is_mask: bool = False) -> Pixels:
+        """A rectangle of an image or of a mask, in the size of the result."""
         top, left, height, width = box
         part = image[top : top + height, left : left + width]
-        return resized(part, *pair(self.size), self.interpolation, antialias=self.antialias)
+        how: Interpolation = "nearest" if is_mask else self.interpolation
+        return resized(part, *pair(self.size), how, antialias=self.antialias)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
         """Top, left, height and width of a random rectangle, as torchvision finds one.
@@ -122,7 +124,7 @@ class RandomResizedCrop(_Crop):
 
 
 @dataclass(frozen=True)
-class Resize(ImageTransform):
+class Resize(MaskedTransform):
     """Gives images another size.
 
     Attributes:
@@ -130,6 +132,7 @@ class Resize(ImageTransform):
         field: the image.
         interpolation: see `resized`.
         antialias: see `resized`.
+        masks: see `MaskedTransform`.
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
@@ -138,17 +141,17 @@ class Resize(ImageTransform):
     field: str = "image"
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
+    masks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
         pair(self.size)
 
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        before = fields[self.field]
-        channels = check_image(self.field, before)
+    def made_of(self, name: str, before: Field) -> Field:
+        """See `MaskedTransform.made_of`."""
+        channels = check_image(name, before)
         height, width = (None, None) if isinstance(self.size, int) else self.size
-        return {self.field: Field(before.dtype, (height, width, channels))}
+        return Field(before.dtype, (height, width, channels))
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -165,8 +168,12 @@ class Resize(ImageTransform):
                 f"an image of {image.shape[1]} x {image.shape[0]} pixels would become one of "
                 f"{width} x {height}; at most {_MAX_PIXELS} pixels are made"
             )
-        made = resized(image, height, width, self.interpolation, antialias=self.antialias)
-        self.put(self.field, made, sample, out)
+
+        def change(pixels: Pixels, is_mask: bool) -> Pixels:
+            how: Interpolation = "nearest" if is_mask else self.interpolation
+            return resized(pixels, height, width, how, antialias=self.antialias)
+
+        self.put_all(change, sample, out)
 
 
 @dataclass(frozen=True)
@@ -176,34 +183,52 @@ class CenterCrop(_Crop):
     Attributes:
         size: of the result: of a square, or height and width.
         field: the image.
+        masks: see `MaskedTransform`.
     """
 
     size: Size
     field: str = "image"
+    masks: tuple[str, ...] = ()
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        image: Pixels = sample[self.field]
+        self.put_all(lambda pixels, _: self._middle(pixels), sample, out)
+
+    def _middle(self, image: Pixels) -> Pixels:
         height, width = pair(self.size)
         above, before = max(0, height - image.shape[0]), max(0, width - image.shape[1])
         if above or before:
             sides = (above // 2, -(-above // 2)), (before // 2, -(-before // 2)), (0, 0)
             image = np.pad(image, sides)
         top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
-        self.put(self.field, image[top : top + height, left : left + width], sample, out)
+        return image[top : top + height, left : left + width]
 
 
 @dataclass(frozen=True)
-class HorizontalFlip(ImageTransform):
-    """Mirrors some images.
+class RandomCrop(_Crop):
+    """Cuts out a rectangle of one size at a random place, as for CIFAR.
 
     Attributes:
-        p: the probability that an image is mirrored.
+        size: of the result: of a square, or height and width.
+        padding: pixels that are added at each side before.
+        pad_if_needed: whether images that are smaller than the result get as many more, at both
+            sides, as they lack; else they are refused.
+        fill: the level of pixels that are added, where `padding_mode` is `constant`.
+        padding_mode: `constant`, or how the image goes on: with its edge, or mirrored without
+            (`reflect`) or with its edge (`symmetric`).
         field: the image.
+        masks: see `MaskedTransform`.
+        mask_fill: the level of pixels that masks get in place of `fill`.
     """
 
-    p: Probability = 0.5
+    size: Size
+    padding: Annotated[int, Meta(ge=0, le=4096)] = 0
+    pad_if_needed: bool = False
+    fill: Annotated[int, Meta(ge=0, le=255)] = 0
+    padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = "constant"
     field: str = "image"
+    masks: tuple[str, ...] = ()
+    mask_fill: Annotated[int, Meta(ge=0, le=255)] = 0
 
     @property
     def is_random(self) -> bool:
@@ -213,11 +238,86 @@ class HorizontalFlip(ImageTransform):
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
-        if rng.random() < self.p:
-            pixels = whole(image)
-            flipped: Pixels = cv2.flip(pixels, 1).reshape(pixels.shape)  # type: ignore[assignment]
-            image = flipped[:, :, : image.shape[2]]
-        self.put(self.field, image, sample, out)
+        height, width = pair(self.size)
+        lacking = [
+            max(0, wanted - length - 2 * self.padding)
+            for wanted, length in zip((height, width), image.shape, strict=False)
+        ]
+        if any(lacking) and not self.pad_if_needed:
+            raise ValueError(
+                f"an image of {image.shape[1]} x {image.shape[0]} pixels is smaller than the crop "
+                f"of {width} x {height}; set pad_if_needed, or resize before"
+            )
+        sides = [(self.padding + more,) * 2 for more in lacking]
+        spare = [
+            length + 2 * side - wanted
+            for length, (side, _), wanted in zip(image.shape, sides, (height, width), strict=False)
+        ]
+        top, left = (int(rng.integers(each + 1)) for each in spare)
+
+        def change(pixels: Pixels, is_mask: bool) -> Pixels:
+            level = self.mask_fill if is_mask else self.fill
+            bordered = _bordered(pixels, sides, self.padding_mode, level)
+            return bordered[top : top + height, left : left + width]
+
+        self.put_all(change, sample, out)
+
+
+@dataclass(frozen=True)
+class HorizontalFlip(MaskedTransform):
+    """Mirrors some images.
+
+    Attributes:
+        p: the probability that an image is mirrored.
+        field: the image.
+        masks: see `MaskedTransform`.
+    """
+
+    p: Probability = 0.5
+    field: str = "image"
+    masks: tuple[str, ...] = ()
+
+    _axis: ClassVar[int] = 1  # as OpenCV numbers them
+
+    @property
+    def is_random(self) -> bool:
+        """See `Transform.is_random`."""
+        return True
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        is_mirrored = rng.random() < self.p
+        self.put_all(
+            lambda pixels, _: self._mirrored(pixels) if is_mirrored else pixels, sample, out
+        )
+
+    def _mirrored(self, image: Pixels) -> Pixels:
+        pixels = whole(image)
+        flipped: Pixels = cv2.flip(pixels, self._axis).reshape(pixels.shape)  # type: ignore[assignment]
+        return flipped[:, :, : image.shape[2]]
+
+
+@dataclass(frozen=True)
+class VerticalFlip(HorizontalFlip):
+    """Turns some images upside down by mirroring them.
+
+    Attributes:
+        p: the probability that an image is mirrored.
+        field: the image.
+        masks: see `MaskedTransform`.
+    """
+
+    _axis: ClassVar[int] = 0
+
+
+def _bordered(image: Pixels, sides: Sequence[tuple[int, int]], mode: str, level: int) -> Pixels:
+    """The image with more pixels at its sides; `level` fills them where `mode` is constant."""
+    if not any(side for side, _ in sides):
+        return image
+    if mode == "constant":
+        return np.pad(image, [*sides, (0, 0)], constant_values=level)
+    padded: Pixels = np.pad(image, [*sides, (0, 0)], mode)  # type: ignore[call-overload]
+    return padded
 
 
 def pair(size: Size) -> tuple[int, int]:

@@ -24,8 +24,8 @@ NAME = "checkpoint.json"
 _MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**22
 
-# Keys of a model of transformers that earlier checkpoints lack, with what they meant.
-_LATER_KEYS = {"objective": "auto"}
+# Keys of models that earlier checkpoints lack, with what these meant.
+_LATER_KEYS = {"objective": "auto", "inside_documents": False}
 
 Files = Mapping[str, tuple[int, int]]
 """Of each file, by its name: the bytes that it has, and their CRC-32."""
@@ -84,7 +84,8 @@ def read(path: Path, model_config: ModelConfig) -> Manifest:
     """
     manifest = _converted(path)
     wanted = json.loads(json.dumps(asdict(model_config)))
-    saved = _LATER_KEYS | manifest.model if "objective" in wanted else manifest.model
+    later = {key: value for key, value in _LATER_KEYS.items() if key in wanted}
+    saved = later | manifest.model
     differences = [
         f"{key} is {saved.get(key)!r:.40} there and {wanted.get(key)!r} here"
         for key in sorted(saved.keys() | wanted.keys())

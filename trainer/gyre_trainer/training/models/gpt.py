@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.attention import Attention, Heads, rope_table
+from gyre_trainer.layers.attention import Attention, Heads, inside_documents, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initial.sharded_init import Constant, Init, Normal
@@ -43,6 +43,7 @@ class GPTConfig:
         gated_mlp: silu(gate) · up instead of gelu(up).
         norm: RMSNorm or LayerNorm.
         bias: whether the linear layers of attention and MLP have one.
+        inside_documents: whether tokens of packed rows see those of their own document alone.
     """
 
     vocab_size: AtLeast1
@@ -57,6 +58,7 @@ class GPTConfig:
     gated_mlp: bool = True
     norm: Literal["rms", "layer"] = "rms"
     bias: bool = False
+    inside_documents: bool = False
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -92,9 +94,10 @@ class Block(nn.Module):
         mlp = GatedMLP if config.gated_mlp else MLP
         self.mlp = mlp(config.dim, config.hidden_dim, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
-        """The residual stream after this block, (B, T, D)."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC)
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor, allowed_B1TT: Tensor | None = None) -> Tensor:
+        """The residual stream after this block, (B, T, D); for masks see `Attention.forward`."""
+        mask = () if allowed_B1TT is None else (None, allowed_B1TT)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC, *mask)
         output: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return output
 
@@ -112,12 +115,17 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each of ``tokens_BT``, integers in [0, V)."""
-        logits_BTV: Tensor = self.head(self._features(tokens_BT))
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of the token after each of ``tokens_BT``, integers in [0, V).
+
+        Args:
+            tokens_BT: the tokens.
+            positions_BT: see `loss`.
+        """
+        logits_BTV: Tensor = self.head(self._features(tokens_BT, positions_BT))
         return logits_BTV
 
-    def _features(self, tokens_BT: Tensor) -> Tensor:
+    def _features(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """The input of the head, (B, T, D)."""
         config, num_tokens = self.config, tokens_BT.shape[1]
         if num_tokens > config.max_seq_len:
@@ -125,8 +133,11 @@ class GPT(nn.Module):
         head_dim = config.dim // config.num_heads
         rope_TC = rope_table(num_tokens, head_dim, config.rope_theta, tokens_BT.device)
         x_BTD = self.embedding(tokens_BT)
+        mask: tuple[Tensor, ...] = ()
+        if config.inside_documents and positions_BT is not None:
+            mask = (inside_documents(positions_BT),)  # once for all layers and slices
         for block in self.blocks:
-            x_BTD = block(x_BTD, rope_TC)
+            x_BTD = block(x_BTD, rope_TC, *mask)
         normed_BTD: Tensor = self.norm(x_BTD)
         return normed_BTD
 
@@ -147,10 +158,10 @@ class GPT(nn.Module):
             weights_BT: the weight of each target in the mean, such as a mask of 0 and 1; None for
                 equal weights. Where the sums of the weights differ among ranks, the average of the
                 ranks' gradients is not the gradient of the mean over the whole batch.
-            positions_BT: of each token in its document, which this model does not look at: tokens
-                see those of earlier documents of their row.
+            positions_BT: of each token in its document, 0 where one begins; only read with
+                `inside_documents`. Without, tokens see those of earlier documents of their row.
         """
-        x_BTD = self._features(tokens_BT)
+        x_BTD = self._features(tokens_BT, positions_BT)
         if weights_BT is None:
             return linear_cross_entropy(self.head, x_BTD, targets_BT)
         return weighted_cross_entropy(self.head, x_BTD, targets_BT, weights_BT)
