@@ -214,8 +214,7 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
-        if not self.drops_out:
-            refuse_dropout(module)
+        refuse_dropout(module, allows_plain=self.drops_out)
         if num_slices > 1:
             require_changeable(module, (*self.counts, *self.kv_counts, *self.groups))
         sections = self._sections(module) if self.packed else ()
