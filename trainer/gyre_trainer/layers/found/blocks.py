@@ -17,7 +17,7 @@ from torch import nn
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.embeddings import find_embedding_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
-from gyre_trainer.layers.found.twin import Twin
+from gyre_trainer.layers.found.twin import BlockRule, Twin
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of, is_projection, is_table
 from gyre_trainer.rotation.rule import Rule
@@ -55,7 +55,7 @@ def find_rule(
 def _find_block(
     module: nn.Module, num_slices: int, regrouped: bool, drops_out: bool
 ) -> Rule | None:
-    rules: Iterator[MLPRule | AttentionRule] = chain(
+    rules: Iterator[BlockRule] = chain(
         _mlp_rules(module, regrouped), _attention_rules(module, num_slices, regrouped=regrouped)
     )
     for rule in rules:
@@ -71,7 +71,7 @@ def _find_block(
     return None
 
 
-def _twin(module: nn.Module, rule: Rule, num_slices: int) -> Twin | None:
+def _twin(module: nn.Module, rule: BlockRule, num_slices: int) -> Twin | None:
     """A twin to try the rule on; None where the rule or the forward cannot be tried."""
     try:
         return Twin.of(module, rule, num_slices)
