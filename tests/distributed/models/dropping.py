@@ -85,7 +85,7 @@ def masks_recorded() -> Iterator[Seen]:
         seen.append((masks.first, apply(again, torch.ones_like(x), p).detach()))
         return apply(masks, x, p)
 
-    DropoutMasks.apply = recording  # type: ignore[method-assign]
+    DropoutMasks.apply = recording  # type: ignore[method-assign,assignment]
     try:
         yield seen
     finally:

@@ -31,7 +31,7 @@ from tests.distributed.models.dropping import (
     masks_of_whole,
     masks_recorded,
 )
-from tests.distributed.models.test_rotation_whole_graph import begin
+from tests.distributed.models.test_rotation_whole_graph import begin, num_graphs
 from tests.distributed.training import whole
 
 KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
@@ -133,7 +133,8 @@ def drawn(policy: RotationPolicy, *, fused: bool) -> Drawn:
         output: Tensor = model(where).sin().mean()
         return output
 
-    results = (torch.manual_seed(8), outcome(model, x))[1]
+    torch.manual_seed(8)
+    results = outcome(model, x)
     state = torch.get_rng_state()
     with torch.no_grad():
         difference = (at(x + 1e-5 * along) - at(x - 1e-5 * along)) / 2e-5
@@ -146,11 +147,16 @@ def drawn_in_each_way() -> dict[str, Drawn]:
 
 
 def test_backward_has_the_masks_of_forward(ranks: StartRanks) -> None:
-    """Attention by torch's kernel, which draws by itself."""
+    """Attention by torch's kernel, which draws by itself; a call takes one number."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        for _ in range(4):  # blocks
+            torch.randint(2**62, ())
+        state = torch.get_rng_state()
     for found in ranks(2).run(drawn_in_each_way):
         for each in found.values():
             assert each.by_gradient == pytest.approx(each.by_differences, rel=1e-6)
-            assert torch.equal(each.state, found["kept"].state)
+            assert torch.equal(each.state, state)
             for name, result in each.results.items():
                 assert apart(result, found["kept"].results[name]) <= 1e-12
 
@@ -183,14 +189,21 @@ def off_by_a_compiler() -> dict[str, float]:
     """How far outputs and gradients are from those of the same model without a compiler."""
     begin()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    compiled = made(4, fused=True)
+    policy = RotationPolicy(recompute=True, compiler="aot_eager")
+    rotate_all(compiled, mesh=make_mesh("cpu"), policy=policy)
+    compiled(given())
+    found = {"graphs in training": float(num_graphs())}
     expected, models = rotated(RECOMPUTED, 4, fused=True), {}
-    models["slices"] = rotated(RotationPolicy(recompute=True, compiler="aot_eager"), 4, fused=True)
+    models["slices"] = rotated(policy, 4, fused=True)
     models["whole"] = rotated(RECOMPUTED, 4, fused=True)
     compile_whole(models["whole"], backend="aot_eager")
     models["whole"](given())  # without a compiler
-    found = {}
     for name, model in models.items():
-        results = [(torch.manual_seed(8), outcome(each, given()))[1] for each in (model, expected)]
+        results = []
+        for each in (model, expected):
+            torch.manual_seed(8)
+            results.append(outcome(each, given()))
         found[name] = max(apart(results[0][key], results[1][key]) for key in results[1])
     return found
 
@@ -234,26 +247,31 @@ class Odd(nn.Module):
 
 
 def behind(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
-    return module.drop(module.down(hidden))
+    output: Tensor = module.drop(module.down(hidden))
+    return output
 
 
 def beside(module: Odd, x: Tensor, hidden: Tensor) -> Tensor:
     """The input, which is whole, after the last layer."""
-    return module.down(hidden) * module.drop(x)
+    output: Tensor = module.down(hidden) * module.drop(x)
+    return output
 
 
 def between(module: Odd, x: Tensor, hidden: Tensor) -> Tensor:
     """The input, which is whole, between the layers."""
-    return module.down(hidden * module.drop(x).sum(-1, keepdim=True))
+    output: Tensor = module.down(hidden * module.drop(x).sum(-1, keepdim=True))
+    return output
 
 
 def late(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
     """The hidden width after the last layer."""
-    return module.down(hidden) + module.drop(hidden).sum() * 0
+    output: Tensor = module.down(hidden) + module.drop(hidden).sum() * 0
+    return output
 
 
 def by_features(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:
-    return module.down(F.dropout1d(hidden, 0.5, module.training))
+    output: Tensor = module.down(F.dropout1d(hidden, 0.5, module.training))
+    return output
 
 
 def shifted(module: Odd, _x: Tensor, hidden: Tensor) -> Tensor:

@@ -97,20 +97,23 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 FEW = {"OPT": 0.94}
 
 
-def on_meta(family: str) -> Any:
+def on_meta(family: str, dropout: float = 0.0) -> Any:
     import transformers  # seconds, for these tests alone
 
     library: Any = transformers
     names = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     configure, build = (getattr(library, name) for name in names)
-    config = configure(**SIZES | HEADS | NO_DROPOUT | OTHERS.get(family, {}) | {"pad_token_id": 0})
+    rates = dict.fromkeys(NO_DROPOUT, dropout)
+    config = configure(**SIZES | HEADS | rates | OTHERS.get(family, {}) | {"pad_token_id": 0})
     with torch.device("meta"):
         return build(config)
 
 
-def found(family: str, num_ranks: int, *, recompute: bool) -> tuple[dict[str, str], float]:
+def found(
+    family: str, num_ranks: int, *, recompute: bool, dropout: float
+) -> tuple[dict[str, str], float]:
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
-    model: nn.Module = on_meta(family)
+    model: nn.Module = on_meta(family, dropout)
     rules: dict[Any, Any] = dict(block_rules(model, num_ranks, regrouped=recompute))
     with on_fake_ranks(num_ranks) as mesh:
         policy = RotationPolicy(recompute=recompute)
@@ -123,7 +126,8 @@ def found(family: str, num_ranks: int, *, recompute: bool) -> tuple[dict[str, st
 
 @pytest.mark.parametrize("family", FOUND)
 def test_blocks_of_the_families_are_found(family: str) -> None:
-    for num_ranks, recompute, expected in zip((2, 4), (False, True), FOUND[family], strict=True):
-        blocks, share = found(family, num_ranks, recompute=recompute)
+    cases = zip((2, 4), (False, True), (0.0, 0.1), FOUND[family], strict=True)
+    for num_ranks, recompute, dropout, expected in cases:
+        blocks, share = found(family, num_ranks, recompute=recompute, dropout=dropout)
         assert blocks == expected
         assert share > FEW.get(family, 0.97)

@@ -241,8 +241,7 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
-        if not self.drops_out:
-            refuse_dropout(module, core=self.core)
+        refuse_dropout(module, core=self.core, allows_plain=self.drops_out)
         reader = core_of(module, self.core)
         if num_slices > 1:
             require_changeable(reader, (*self.counts, *self.kv_counts, *self.groups))

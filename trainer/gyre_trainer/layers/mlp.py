@@ -87,8 +87,7 @@ class MLPRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
-        if not self.drops_out:
-            refuse_dropout(module, self.dropouts, self.core)
+        refuse_dropout(module, self.dropouts, self.core, allows_plain=self.drops_out)
         for name in self.dropouts:
             use_slice_mask(module, name)
         return projections(module, self.ups, self.down, self._sections(module))
@@ -115,15 +114,24 @@ class MLPRule(Rule):
             return current.forward(*args, **kwargs)
 
 
-def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = (), core: str = "") -> None:
+def refuse_dropout(
+    module: nn.Module,
+    allowed: tuple[str, ...] = (),
+    core: str = "",
+    *,
+    allows_plain: bool = False,
+) -> None:
     """Refuse dropout in ``core`` that is not ``allowed``: each slice would draw its own mask.
+
+    ``allows_plain`` is whether every `nn.Dropout` is allowed, which drops single entries.
 
     Raises:
         RotationError: names the dropout.
     """
     for path, child in core_of(module, core).named_modules():
         name = f"{core}.{path}".strip(".")
-        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and name not in allowed:
+        is_allowed = name in allowed or (allows_plain and isinstance(child, nn.Dropout))
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and not is_allowed:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}; "
                 "each slice would draw its own mask: set p=0, or let the rule know of it: "

@@ -52,7 +52,8 @@ class RotationPolicy:
         compiler: a backend of `torch.compile`, such as "inductor", for what a module with several
             parameters computes with a slice; None to run modules as they are. All slices of one
             size share one compiled graph. Weight gradients are then formed beside the buffer that
-            travels, so they take memory of their own.
+            travels, so they take memory of their own. Blocks that drop out run as they are in
+            training.
         bundle_numel: modules with at most this many parameters travel together, up to 294,912 of
             them in one bundle, and are computed whole, once, instead of slice by slice. A rank
             holds few bundles whole at a time, and gathers others again for backward. 0 for none;

@@ -58,7 +58,7 @@ class RunConfig:
             ranks.
         log_every: steps between two writes to history, boards and progress; each write costs
             one small collective.
-        seed: the seed of the initial weights.
+        seed: the seed of the initial weights, and of dropout in each step.
         replicas: rings of ranks; each ring has all parameters, and all have as many ranks.
         timeout_s: the job ends when a rank has waited for another for longer than this, in one hop
             or collective.

@@ -19,7 +19,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.embeddings import find_embedding_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.linears import find_linear_rule, is_projection
-from gyre_trainer.layers.found.twin import Twin
+from gyre_trainer.layers.found.twin import BlockRule, Twin
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of, is_table
 from gyre_trainer.rotation.rule import Rule
@@ -65,9 +65,7 @@ def trying() -> Iterator[None]:
         yield
 
 
-def rules_by_shape(
-    module: nn.Module, num_slices: int, *, regrouped: bool
-) -> Iterator[MLPRule | AttentionRule]:
+def rules_by_shape(module: nn.Module, num_slices: int, *, regrouped: bool) -> Iterator[BlockRule]:
     """The rules that the shapes of a module's layers allow; see `find_rule`."""
     if has_plain_layers(module):
         yield from _mlp_rules(module, regrouped)
@@ -76,11 +74,11 @@ def rules_by_shape(
 
 def first_that_fits(
     module: nn.Module,
-    rules: Iterable[MLPRule | AttentionRule],
+    rules: Iterable[BlockRule],
     num_slices: int,
     *,
     drops_out: bool,
-) -> MLPRule | AttentionRule | None:
+) -> BlockRule | None:
     """The first of ``rules`` by which the slices of a twin make its output, in `trying`.
 
     It names what the trial has found, such as numbers that the forward reads. With ``drops_out`` it
@@ -99,7 +97,7 @@ def first_that_fits(
     return None
 
 
-def _twin(module: nn.Module, rule: MLPRule | AttentionRule, num_slices: int) -> Twin | None:
+def _twin(module: nn.Module, rule: BlockRule, num_slices: int) -> Twin | None:
     """A twin to try the rule on; None where the rule or the forward cannot be tried."""
     try:
         return Twin.of(module, rule, num_slices)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.blocks import (
     first_that_fits,
     has_plain_layers,
@@ -25,13 +24,13 @@ from gyre_trainer.layers.found.blocks import (
 )
 from gyre_trainer.layers.found.calls import plain_arguments
 from gyre_trainer.layers.found.linears import is_projection
+from gyre_trainer.layers.found.twin import BlockRule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of
 from gyre_trainer.layers.split.joined import LAST, joined, own_forward
 from gyre_trainer.layers.split.unfinished import Unfinished, with_first
 from gyre_trainer.rotation.rule import Rule
 
-_BlockRule = MLPRule | AttentionRule
 _CONTAINERS = nn.ModuleList, nn.ModuleDict
 
 
@@ -87,7 +86,7 @@ def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
 
 def _rules(
     module: nn.Module, core: str, last: str, num_slices: int, regrouped: bool
-) -> Iterator[_BlockRule]:
+) -> Iterator[BlockRule]:
     """The rules that the shapes allow, for the module of `joined`."""
     both = joined(module.get_submodule(core), module.get_submodule(last))
     for rule in rules_by_shape(both, num_slices, regrouped=regrouped):
@@ -95,11 +94,11 @@ def _rules(
             yield rule
 
 
-def _last_of(rule: _BlockRule) -> str:
+def _last_of(rule: BlockRule) -> str:
     return rule.down if isinstance(rule, MLPRule) else rule.output
 
 
-def _in_place(rule: _BlockRule, core: str, last: str) -> _BlockRule:
+def _in_place(rule: BlockRule, core: str, last: str) -> BlockRule:
     """A rule for the module of `joined` as one for the module around."""
 
     def paths(names: tuple[str, ...]) -> tuple[str, ...]:
