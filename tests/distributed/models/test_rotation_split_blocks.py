@@ -223,7 +223,8 @@ def decoded() -> tuple[set[str], float, bool]:
         rows = part(inputs_of(model)["input_ids"])
         states: dict[str, Any] = {"encoder_hidden_states": part(source)}
         logits = model(input_ids=rows, use_cache=False, **states).logits
-        F.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+        loss: Any = F.cross_entropy(logits.flatten(0, 1), rows.flatten())
+        loss.backward()
         results.append({name: whole(p.grad) for name, p in model.named_parameters()})
         model.eval()
         states = {"encoder_hidden_states": source[:2]}
