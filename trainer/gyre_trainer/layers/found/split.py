@@ -23,7 +23,7 @@ from gyre_trainer.layers.found.blocks import (
     rules_by_shape,
     trying,
 )
-from gyre_trainer.layers.found.calls import plain_arguments
+from gyre_trainer.layers.found.calls import MASK, other_arguments, plain_arguments
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of, is_projection
 from gyre_trainer.layers.split.joined import LAST, joined, own_forward
@@ -115,16 +115,22 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
     """
     found: set[str] = set()
     for training in (True, False):
+        copied = _on_meta(module).train(training)
+        taken = _watched(copied, core, lasts)
+        if not _finishes(copied, core):
+            return None
+        found |= set(taken)
+    return found.pop() if len(found) == 1 else None
+
+
+def _finishes(module: nn.Module, core: str) -> bool:
+    """Whether a call succeeds, without a mask or with one, and returns no `Unfinished`."""
+    for with_mask in (False, True):
         # foreign code, called with arguments that it may not take
         with suppress(Exception):
-            copied = _on_meta(module).train(training)
-            taken = _watched(copied, core, lasts)
-            output = copied(**_arguments(copied, core))
-            if taken and not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output)):
-                found |= set(taken)
-                continue
-        return None
-    return found.pop() if len(found) == 1 else None
+            output = module(**_arguments(module, core, with_mask))
+            return not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output))
+    return False
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -165,12 +171,11 @@ def _taking(layer: nn.Module, path: str, taken: list[str]) -> Any:
     return take
 
 
-def _arguments(module: nn.Module, core: str) -> dict[str, Any]:
+def _arguments(module: nn.Module, core: str, with_mask: bool) -> dict[str, Any]:
     layers = filter(is_projection, module.get_submodule(core).children())
     width, _ = features_of(next(layers))
-    arguments: dict[str, Any] = tree_map_only(
-        Tensor,
-        lambda each: each.to("meta"),
-        plain_arguments(module, attends=False, width=width),
-    )
-    return arguments
+    arguments = plain_arguments(module, attends=False, width=width)
+    if with_mask:
+        arguments[MASK] = other_arguments(module)[MASK]
+    on_meta: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to("meta"), arguments)
+    return on_meta
