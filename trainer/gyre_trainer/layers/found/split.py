@@ -64,10 +64,14 @@ def find_split_rule(module: nn.Module, num_slices: int, *, regrouped: bool = Fal
 
 
 def _cores(module: nn.Module) -> Iterator[str]:
-    """The names of modules directly inside that have linear layers of their own, and no others."""
+    """The names of modules directly inside that have linear layers of their own, and no others.
+
+    A hook would not get what such a module returns.
+    """
     for name, child in module.named_children():
         is_core = has_plain_layers(child) and any(map(is_projection, child.children()))
-        if is_core and not is_projection(child) and "forward" not in vars(child):
+        is_free = "forward" not in vars(child) and not child._forward_hooks
+        if is_core and is_free and not is_projection(child):
             yield name
 
 
@@ -75,10 +79,14 @@ def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
     """The paths of linear layers directly in the module, and in those beside the core."""
     for name, child in module.named_children():
         if is_projection(child):
-            yield name
+            found = {name: child}
         elif name != core:
-            inside = child.named_children()
-            yield from (f"{name}.{last}" for last, each in inside if is_projection(each))
+            found = {f"{name}.{last}": each for last, each in child.named_children()}
+        else:
+            continue
+        for path, each in found.items():
+            if is_projection(each) and not each._forward_pre_hooks:
+                yield path
 
 
 def _rules(
@@ -115,7 +123,10 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
     """
     found: set[str] = set()
     for training in (True, False):
-        copied = _on_meta(module).train(training)
+        try:
+            copied = _on_meta(module).train(training)
+        except Exception:  # foreign code: it has something that cannot be copied
+            return None
         taken = _watched(copied, core, lasts)
         if not _finishes(copied, core):
             return None
@@ -134,7 +145,7 @@ def _finishes(module: nn.Module, core: str) -> bool:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no values."""
+    """A copy whose parameters and buffers have no values, and that calls no hooks."""
     instead: dict[int, Any] = {
         id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float64, device="meta"))
         for each in module.parameters()
@@ -143,7 +154,11 @@ def _on_meta(module: nn.Module) -> nn.Module:
     for each in module.modules():
         if hasattr(each, "config"):
             instead[id(each.config)] = each.config
-    return deepcopy(module, instead)
+    copied = deepcopy(module, instead)
+    for each in copied.modules():
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+    return copied
 
 
 def _watched(module: Any, core: str, lasts: list[str]) -> list[str]:
