@@ -149,6 +149,9 @@ def used_otherwise() -> tuple[float, list[str]]:
         with core.register_forward_hook(use), pytest.raises(RotationError) as error:
             model(mine(x))
         told.append(str(error.value))
+    with pytest.raises(RotationError) as error:
+        model[1].second(core(mine(x)), mine(x))
+    told.append(str(error.value))
     return max(apart(each, off[1][name]) for name, each in off[0].items()), told
 
 
