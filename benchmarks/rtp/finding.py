@@ -50,9 +50,9 @@ def num_found(model: nn.Module, num_ranks: int) -> int:
     while left:
         module = left.pop()
         if not is_of_known_class(module):
-            if finder.rule_of(module) is not None:
-                found += 1
-            else:
+            rule = finder.rule_of(module)
+            found += rule is not None
+            if rule is None or rule.core:
                 left += module.children()
     return found
 

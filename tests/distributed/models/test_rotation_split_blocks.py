@@ -1,115 +1,38 @@
-"""Blocks whose last layer lies in another module, as BERT's: found, exact, guarded."""
+"""Blocks whose last layer lies in another module, as BERT's: models of them are exact."""
 
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.finder import block_rules
-from gyre_trainer.layers.found.split import find_split_rule
-from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
-from torch import Tensor, nn
+from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.models.split_models import (
+    BLOCKS,
+    MODELS,
+    MORE,
+    NUM_STEPS,
+    OF_ROWS,
+    POLICIES,
+    SIZES,
+    as_is,
+    inputs_of,
+    made,
+    mine,
+    outcome,
+    trained,
+)
 from tests.distributed.training import whole
-
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 20,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 0,
-}
-IMAGES = {"image_size": 8, "patch_size": 4, "num_labels": 5}
-# The class, and what its configuration has beside `SIZES`.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Bert": ("ForMaskedLM", {}),
-    "Roberta": ("ForMaskedLM", {}),
-    "ViT": ("ForImageClassification", IMAGES),
-}
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "Electra": ("ForMaskedLM", {"embedding_size": 24}),
-    "Camembert": ("ForMaskedLM", {}),
-    "XLMRoberta": ("ForMaskedLM", {}),
-    "RobertaPreLayerNorm": ("ForMaskedLM", {}),
-    "Data2VecText": ("ForMaskedLM", {}),
-    "Ernie": ("ForMaskedLM", {}),
-    "DeiT": ("ForImageClassification", IMAGES),
-    "Beit": ("ForImageClassification", IMAGES | {"drop_path_rate": 0.0}),
-    "Dinov2": ("ForImageClassification", IMAGES | {"drop_path_rate": 0.0}),
-}
-BLOCKS = {"AttentionRule", "MLPRule"}
-POLICIES = {
-    "plain": RotationPolicy(),
-    "recompute": RotationPolicy(recompute=True),
-    "layers": RotationPolicy(recompute=True, recompute_layers=True),
-}
-NUM_STEPS = 3
-
-
-def made(family: str, **sizes: Any) -> Any:
-    """A tiny model in float64, without rotation."""
-    import transformers  # seconds, for these tests alone
-
-    library: Any = transformers
-    kind, own = (MODELS | MORE)[family]
-    torch.manual_seed(0)
-    config = getattr(library, f"{family}Config")(**SIZES | own | sizes)
-    model = getattr(library, family + kind)(config).double()
-    for parameter in model.parameters():
-        if not parameter.is_meta and not parameter.any():
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def inputs_of(model: Any, step: int = 0) -> dict[str, Tensor]:
-    """Twelve samples, with padding where the model takes it."""
-    generator = torch.Generator().manual_seed(step)
-    if hasattr(model.config, "image_size"):
-        pixels = torch.randn(12, 3, 8, 8, dtype=torch.float64, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.randint(5, (12,), generator=generator)}
-    rows = torch.randint(1, 31, (12, 6), generator=generator)
-    mask = torch.ones_like(rows)
-    mask[::2, 4:] = 0
-    return {"input_ids": rows, "attention_mask": mask, "labels": rows}
-
-
-def trained(model: Any, *, rotates: bool) -> dict[str, Tensor]:
-    """Parameters and the sum of losses after steps of AdamW, and an evaluation's outputs."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    total = torch.zeros((), dtype=torch.float64)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        inputs = inputs_of(model, step)
-        if rotates:
-            rank, size = dist.get_rank(), dist.get_world_size()
-            inputs = {name: each.chunk(size)[rank] for name, each in inputs.items()}
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
-    found = {name: whole(each.detach()) for name, each in model.named_parameters()}
-    if rotates:
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    model.eval()
-    with torch.no_grad():
-        found["logits"] = model(**inputs_of(model)).logits
-    return found | {"loss": total}
 
 
 def compared(family: str, policy: RotationPolicy, **sizes: Any) -> tuple[set[str], float]:
@@ -129,10 +52,9 @@ def require_exact(ranks: Any, *args: Any) -> None:
         assert off <= 1e-11
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", MODELS)
-def test_models_train_exactly(ranks: StartRanks, family: str, policy: str) -> None:
-    require_exact(ranks(2), family, POLICIES[policy])
+def test_models_train_exactly(ranks: StartRanks, family: str) -> None:
+    require_exact(ranks(2), family, POLICIES["recompute"])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -158,29 +80,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-OF_ROWS = "logits", "scores"  # what each rank has for its own rows alone
-
-
-def outcome(model: Any, part: Any, **arguments: Any) -> dict[str, Tensor]:
-    inputs = {name: part(each) for name, each in inputs_of(model).items()}
-    output = model(**inputs, **arguments)
-    output.loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    scores = {
-        f"scores {place}": each.detach()
-        for place, each in enumerate(output.get("attentions") or ())
-    }
-    return grads | scores | {"logits": output.logits.detach()}
-
-
-def as_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def mine(tensor: Tensor) -> Tensor:
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def called_in_ways(policy: RotationPolicy) -> dict[str, float]:
     found: dict[str, float] = {}
     for way, (sizes, arguments) in WAYS.items():
@@ -198,11 +97,43 @@ def called_in_ways(policy: RotationPolicy) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["plain", "layers"])
+@pytest.mark.parametrize("policy", [pytest.param("plain", marks=pytest.mark.models), "layers"])
 def test_chunks_scores_and_masks_of_heads_are_exact(ranks: StartRanks, policy: str) -> None:
     for found in ranks(2).run(called_in_ways, POLICIES[policy]):
         assert found.keys() == WAYS.keys()
         assert all(off <= 1e-12 for off in found.values()), found
+
+
+def compiled(family: str) -> tuple[float, int]:
+    """How far a model that is one graph is from one process's, and how often a graph was broken."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    models: list[Any] = [made(family), made(family)]
+    rotate_all(models[0], mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
+    compile_whole(models[0], backend="aot_eager")
+    for model, part in zip(models, (mine, as_is), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(NUM_STEPS):
+            inputs = {name: part(each) for name, each in inputs_of(model, step).items()}
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            loss: Any = F.cross_entropy(logits.reshape(labels.numel(), -1), labels.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(models[1].named_parameters())
+    found = {name: whole(each.detach()) for name, each in models[0].named_parameters()}
+    off = max(apart(each, expected[name].detach()) for name, each in found.items())
+    return off, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", ["Bert", "ViT"])
+def test_a_model_is_one_graph(ranks: StartRanks, family: str) -> None:
+    for off, num_breaks in ranks(2).run(compiled, family):
+        assert off <= 1e-12
+        assert num_breaks == 0
 
 
 def decoded() -> tuple[set[str], float, bool]:
@@ -223,7 +154,8 @@ def decoded() -> tuple[set[str], float, bool]:
         rows = part(inputs_of(model)["input_ids"])
         states: dict[str, Any] = {"encoder_hidden_states": part(source)}
         logits = model(input_ids=rows, use_cache=False, **states).logits
-        F.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+        loss: Any = F.cross_entropy(logits.flatten(0, 1), rows.flatten())
+        loss.backward()
         results.append({name: whole(p.grad) for name, p in model.named_parameters()})
         model.eval()
         states = {"encoder_hidden_states": source[:2]}
@@ -267,180 +199,3 @@ def test_weights_are_written_and_read_bit_by_bit(ranks: StartRanks, tmp_path: Pa
     read = transformers.BertForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64).state_dict()
     expected = made("Bert").state_dict()
     assert all(torch.equal(each, read[name]) for name, each in expected.items())
-
-
-class First(nn.Module):
-    """The core of an MLP."""
-
-    def __init__(self, hidden: int = 12) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, hidden)
-
-    def forward(self, x: Tensor) -> Any:
-        """The hidden width."""
-        return self.up(x).relu()
-
-
-class Second(nn.Module):
-    """The last layer, and what comes after it."""
-
-    def __init__(self, hidden: int = 12) -> None:
-        super().__init__()
-        self.down = nn.Linear(hidden, 8)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, hidden: Tensor, x: Tensor) -> Any:
-        """The output, with a residual."""
-        return self.norm(self.down(hidden) + x)
-
-
-class Layer(nn.Module):
-    """A layer as BERT has it; the number of hidden features may be that of the input."""
-
-    def __init__(self, hidden: int = 12) -> None:
-        super().__init__()
-        self.first, self.second = First(hidden), Second(hidden)
-        self.scale = nn.Parameter(torch.ones(8))  # a small one of its own
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(self.first(x), x) * self.scale
-
-
-class Unfed(Layer):
-    """The second module is given something else than the first one returns."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(x, self.first(x))
-
-
-class Between(Layer):
-    """There is a function between the first module and the last layer."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(self.first(x).exp(), x)
-
-
-class Twice(Layer):
-    """What the first module returns is used once more."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        hidden = self.first(x)
-        return self.second(hidden, x) + hidden.mean()
-
-
-class Returned(Layer):
-    """What the first module returns is returned, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output, and the hidden activations."""
-        hidden = self.first(x)
-        return self.second(hidden, x), hidden
-
-
-class InTraining(Layer):
-    """The first module is used in training alone."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(self.first(x) if self.training else x, x)
-
-
-class Others(Layer):
-    """The last layer is called with something else, too, and its weight is read."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        y = super().forward(x)
-        other = self.second.down(y.repeat(1, 1, 2)[..., :12])
-        return y + other * self.second.down.weight.square().mean()
-
-
-def test_only_what_the_first_module_feeds_is_a_block() -> None:
-    rule = MLPRule(ups=("first.up",), down="second.down", core="first")
-    assert find_split_rule(Layer(), 2) == rule
-    assert find_split_rule(Others(), 2) == rule
-    for other in (Unfed(8), Between(), Twice(), Returned(), InTraining(8)):
-        assert find_split_rule(other, 2) is None, type(other).__name__
-    assert list(block_rules(nn.Sequential(Layer()), 2)) == ["0"]
-    assert not block_rules(Layer(), 2)  # no item of a list: its parts may be called by others
-
-
-def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    model(x).square().mean().backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def used_otherwise() -> tuple[float, list[str]]:
-    """How far a model is off that uses its last layers otherwise, too; what is refused, and how."""
-    x = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(Others(), Layer()).double())
-    model: Any = models[0]
-    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
-    assert [each.rule for each in plan.entries if each.rule] == ["MLPRule"] * 2
-    off = gradients(model, mine(x)), gradients(models[1], x)
-    told = []
-    core: Any = model[0].first
-    for use in (
-        lambda _module, _args, output: output + 1,
-        lambda _module, _args, output: 1 + output,
-        lambda _module, _args, output: output.shape,
-        lambda _module, _args, output: torch.relu(output),
-    ):
-        with core.register_forward_hook(use), pytest.raises(RotationError) as error:
-            model(mine(x))
-        told.append(str(error.value))
-    return max(apart(each, off[1][name]) for name, each in off[0].items()), told
-
-
-def test_a_last_layer_may_be_called_otherwise_but_a_core_may_not(ranks: StartRanks) -> None:
-    for off, told in ranks(2).run(used_otherwise):
-        assert off <= 1e-12
-        assert all("the input of a block's last layer does not exist" in each for each in told)
-
-
-def by_hand() -> float:
-    """How far a model is off whose blocks are named."""
-    expected = outcome(made("Bert"), as_is)
-    model = made("Bert")
-    names = ("self.query", "self.key", "self.value")
-    counts = ("num_attention_heads", "all_head_size")
-    attention = AttentionRule(6, names, "output.dense", counts=counts, core="self")
-    mlp = MLPRule(ups=("intermediate.dense",), down="output.dense", core="intermediate")
-    mesh = make_mesh("cpu")
-    for layer in model.bert.encoder.layer:
-        rotate(layer, mesh=mesh, rule=mlp)  # the attention inside may come afterwards
-        rotate(layer.attention, mesh=mesh, rule=attention)
-    rotate_all(model, mesh=mesh, find_blocks=False)
-    found = outcome(model, mine)
-    found["logits"], expected["logits"] = found["logits"], mine(expected["logits"])
-    return max(apart(found[name], expected[name]) for name in expected)
-
-
-def refused() -> list[str]:
-    """Why rules are refused."""
-    told = []
-    for rule in (
-        MLPRule(ups=("first.up",), down="second.down", core="third"),
-        MLPRule(ups=("first.up",), down="second.norm", core="first"),
-        MLPRule(ups=("first.up",), down="first.up", core="first"),
-    ):
-        with pytest.raises(RotationError) as error:
-            rotate(Layer(), mesh=make_mesh("cpu"), rule=rule)
-        told.append(str(error.value))
-    return told
-
-
-def test_rules_by_hand_name_a_core(ranks: StartRanks) -> None:
-    for off in ranks(2).run(by_hand):
-        assert off <= 1e-12
-    for told in ranks(2).run(refused):
-        assert "Layer has no module third" in told[0]
-        assert "Layer.second.norm is LayerNorm, but the rule needs a Linear there" in told[1]
-        assert "Layer.first.up is inside of the core first" in told[2]

@@ -114,7 +114,7 @@ def found(
 ) -> tuple[dict[str, str], float]:
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
     model: nn.Module = on_meta(family, dropout)
-    rules: dict[Any, Any] = dict(block_rules(model, num_ranks, regrouped=recompute))
+    rules: dict[Any, Any] = block_rules(model, num_ranks, regrouped=recompute)
     with on_fake_ranks(num_ranks) as mesh:
         policy = RotationPolicy(recompute=recompute)
         plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules, find_blocks=False)

@@ -87,7 +87,7 @@ def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
         model = plain(config.model)
     if has_adapters(config.model):
         return experts_rules(model, num_ranks)
-    return {**block_rules(model, num_ranks, regrouped=config.memory.recompute)}
+    return block_rules(model, num_ranks, regrouped=config.memory.recompute)
 
 
 @contextmanager

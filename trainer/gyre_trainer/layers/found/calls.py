@@ -21,7 +21,7 @@ from gyre_trainer.rotation.call import may_be_returned
 WIDTH = 8
 _BATCH, _TIME, _SOURCE_TIME = 2, 3, 4
 # Names that `transformers` has for arguments of attention.
-_MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
+MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
 _SOURCES = "key_value_states", "encoder_hidden_states"
 
 
@@ -42,7 +42,7 @@ def plain_arguments(module: nn.Module, *, attends: bool, width: int = WIDTH) -> 
             arguments[parameter.name] = angles.cos(), angles.sin()
         elif parameter.name == _PLACES and attends:
             arguments[parameter.name] = torch.arange(_TIME)
-        elif parameter.name == _MASK:
+        elif parameter.name == MASK:
             arguments[parameter.name] = None
         elif parameter.default is parameter.empty and not attends:
             raise TypeError(parameter.name)
@@ -58,7 +58,7 @@ def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
 def other_arguments(module: nn.Module) -> dict[str, Tensor]:
     """A mask, and activations of a source to attend to, by the names of the parameters for them."""
     mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
-    known = {_MASK: mask.expand(_BATCH, -1, -1, -1)}
+    known = {MASK: mask.expand(_BATCH, -1, -1, -1)}
     known |= dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
     names = {parameter.name for parameter in parameters_of(module)}
     return {name: tensor for name, tensor in known.items() if name in names}
@@ -81,7 +81,7 @@ def arguments_by_heads(
     with _quiet():
         before = outputs_of(module, arguments)
         for parameter in parameters_of(module)[1:]:
-            if parameter.name in (_MASK, *_SOURCES) or parameter.name in arguments:
+            if parameter.name in (MASK, *_SOURCES) or parameter.name in arguments:
                 continue
             if parameter.default is not None and parameter.default is not parameter.empty:
                 continue

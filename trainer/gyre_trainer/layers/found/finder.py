@@ -56,10 +56,12 @@ class BlockFinder:
         return rule
 
 
-def block_rules(model: nn.Module, num_slices: int, *, regrouped: bool = False) -> dict[str, Rule]:
+def block_rules(
+    model: nn.Module, num_slices: int, *, regrouped: bool = False
+) -> dict[type[nn.Module] | str, Rule | None]:
     """The rules of a model's blocks by their paths, as `rotate_all` finds them."""
     finder = BlockFinder(model, num_slices, regrouped=regrouped)
-    found: dict[str, Rule] = {}
+    found: dict[type[nn.Module] | str, Rule | None] = {}
     taken: set[str] = set()
     for path, module in model.named_modules():  # from the outside to the inside
         rule = None if _is_in(path, taken) else finder.rule_of(module)

@@ -22,7 +22,7 @@ from gyre_trainer.layers.found.blocks import (
     rules_by_shape,
     trying,
 )
-from gyre_trainer.layers.found.calls import plain_arguments
+from gyre_trainer.layers.found.calls import MASK, other_arguments, plain_arguments
 from gyre_trainer.layers.found.linears import is_projection
 from gyre_trainer.layers.found.twin import BlockRule
 from gyre_trainer.layers.mlp import MLPRule
@@ -67,10 +67,14 @@ def find_split_rule(
 
 
 def _cores(module: nn.Module) -> Iterator[str]:
-    """The names of modules directly inside that have linear layers of their own, and no others."""
+    """The names of modules directly inside that have linear layers of their own, and no others.
+
+    A hook would not get what such a module returns.
+    """
     for name, child in module.named_children():
         is_core = has_plain_layers(child) and any(map(is_projection, child.children()))
-        if is_core and not is_projection(child) and "forward" not in vars(child):
+        is_free = "forward" not in vars(child) and not child._forward_hooks
+        if is_core and is_free and not is_projection(child):
             yield name
 
 
@@ -78,10 +82,14 @@ def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
     """The paths of linear layers directly in the module, and in those beside the core."""
     for name, child in module.named_children():
         if is_projection(child):
-            yield name
+            found = {name: child}
         elif name != core:
-            inside = child.named_children()
-            yield from (f"{name}.{last}" for last, each in inside if is_projection(each))
+            found = {f"{name}.{last}": each for last, each in child.named_children()}
+        else:
+            continue
+        for path, each in found.items():
+            if is_projection(each) and not each._forward_pre_hooks:
+                yield path
 
 
 def _rules(
@@ -118,20 +126,29 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
     """
     found: set[str] = set()
     for training in (True, False):
-        # foreign code, called with arguments that it may not take
-        with suppress(Exception):
+        try:
             copied = _on_meta(module).train(training)
-            taken = _watched(copied, core, lasts)
-            output = copied(**_arguments(copied, core))
-            if taken and not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output)):
-                found |= set(taken)
-                continue
-        return None
+        except Exception:  # foreign code: it has something that cannot be copied
+            return None
+        taken = _watched(copied, core, lasts)
+        if not _finishes(copied, core):
+            return None
+        found |= set(taken)
     return found.pop() if len(found) == 1 else None
 
 
+def _finishes(module: nn.Module, core: str) -> bool:
+    """Whether a call succeeds, without a mask or with one, and returns no `Unfinished`."""
+    for with_mask in (False, True):
+        # foreign code, called with arguments that it may not take
+        with suppress(Exception):
+            output = module(**_arguments(module, core, with_mask))
+            return not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output))
+    return False
+
+
 def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no values."""
+    """A copy whose parameters and buffers have no values, and that calls no hooks."""
     instead: dict[int, Any] = {
         id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float64, device="meta"))
         for each in module.parameters()
@@ -140,7 +157,11 @@ def _on_meta(module: nn.Module) -> nn.Module:
     for each in module.modules():
         if hasattr(each, "config"):
             instead[id(each.config)] = each.config
-    return deepcopy(module, instead)
+    copied = deepcopy(module, instead)
+    for each in copied.modules():
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+    return copied
 
 
 def _watched(module: Any, core: str, lasts: list[str]) -> list[str]:
@@ -168,12 +189,11 @@ def _taking(layer: nn.Module, path: str, taken: list[str]) -> Any:
     return take
 
 
-def _arguments(module: nn.Module, core: str) -> dict[str, Any]:
+def _arguments(module: nn.Module, core: str, with_mask: bool) -> dict[str, Any]:
     layers = filter(is_projection, module.get_submodule(core).children())
     width, _ = features_of(next(layers))
-    arguments: dict[str, Any] = tree_map_only(
-        Tensor,
-        lambda each: each.to("meta"),
-        plain_arguments(module, attends=False, width=width),
-    )
-    return arguments
+    arguments = plain_arguments(module, attends=False, width=width)
+    if with_mask:
+        arguments[MASK] = other_arguments(module)[MASK]
+    on_meta: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to("meta"), arguments)
+    return on_meta

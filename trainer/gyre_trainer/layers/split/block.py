@@ -36,18 +36,13 @@ class SplitBlock(RotatedModule):
 
 
 class SplitCore(PartOfSplit):
-    """Mixed in before the class of a core.
-
-    Attributes:
-        around: the module that rotates, in a tuple, so that it is no module inside of the core.
-    """
-
-    around: tuple[SplitBlock]
+    """Mixed in before the class of a core."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The core's output, with an `Unfinished` in the place of its first tensor."""
         (block,) = self.around
-        return with_first(block.ring_forward(*args, **kwargs), Unfinished)
+        output = block.ring_forward(*args, **kwargs)
+        return with_first(output, lambda content: Unfinished(content, block))
 
 
 class SplitLast(PartOfSplit):
@@ -57,7 +52,7 @@ class SplitLast(PartOfSplit):
         """The block's output; of any other input what the layer makes of it."""
         (x,) = (*args, *kwargs.values())
         if isinstance(x, Unfinished):
-            return x.take()
+            return x.take(self.around[0])
         output: Tensor = super().forward(x)  # type: ignore[misc]
         return output
 
@@ -84,8 +79,8 @@ def rotate_by(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     assert isinstance(module, SplitBlock)
     module.core_path = rule.core
     mix_in(core, SplitCore, "Split")
-    core.around = (module,)  # type: ignore[assignment]
     mix_in(last, SplitLast, "Split")
+    core.around = last.around = (module,)  # type: ignore[assignment]
 
 
 def rotates_whole(module: nn.Module) -> bool:
@@ -103,7 +98,7 @@ def entry_of(module: RotatedModule) -> nn.Module:
 def block_of(entry: nn.Module) -> RotatedModule:
     """The module that rotates when this one is called: itself, or that around a core."""
     if isinstance(entry, SplitCore):
-        (block,) = entry.around
+        block: RotatedModule = entry.around[0]
         return block
     assert isinstance(entry, RotatedModule)
     return entry

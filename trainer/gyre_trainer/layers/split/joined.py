@@ -15,7 +15,13 @@ LAST = "_last_layer"  # its name in the module that has both
 
 
 class PartOfSplit:
-    """The base of what is mixed in before the class of a core, and before that of a last layer."""
+    """The base of what is mixed in before the class of a core, and before that of a last layer.
+
+    Attributes:
+        around: the module that rotates, in a tuple, so that it is no module inside of this one.
+    """
+
+    around: tuple[Any]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

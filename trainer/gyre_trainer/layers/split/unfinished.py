@@ -15,14 +15,17 @@ class Unfinished:
     exists. Whatever else uses this object is refused by name.
     """
 
-    __slots__ = ("_content",)
+    __slots__ = ("_block", "_content")
 
-    def __init__(self, content: Tensor) -> None:
-        """``content`` is for the last layer."""
+    def __init__(self, content: Tensor, block: object = None) -> None:
+        """``content`` is for the last layer of ``block``."""
         self._content = content
+        self._block = block
 
-    def take(self) -> Tensor:
-        """The content, for the last layer alone."""
+    def take(self, block: object = None) -> Tensor:
+        """The content, for the last layer of the block alone."""
+        if block is not self._block:
+            _refuse("gives it to the last layer of another block")
         return self._content
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,202 @@
+"""Which split blocks are found, how their parts may be used, and rules for them by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.finder import block_rules
+from gyre_trainer.layers.found.split import find_split_rule
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.rotate import rotate, rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartRanks
+from tests.distributed.models.split_models import POLICIES, as_is, made, mine, outcome
+from tests.distributed.training import whole
+
+
+class First(nn.Module):
+    """The core of an MLP."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, hidden)
+
+    def forward(self, x: Tensor) -> Any:
+        """The hidden width."""
+        return self.up(x).relu()
+
+
+class Second(nn.Module):
+    """The last layer, and what comes after it."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Any:
+        """The output, with a residual."""
+        return self.norm(self.down(hidden) + x)
+
+
+class Layer(nn.Module):
+    """A layer as BERT has it; the number of hidden features may be that of the input."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.first, self.second = First(hidden), Second(hidden)
+        self.scale = nn.Parameter(torch.ones(8))  # a small one of its own
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        return self.second(self.first(x), x) * self.scale
+
+
+class Unfed(Layer):
+    """The second module is given something else than the first one returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        return self.second(x, self.first(x))
+
+
+class Between(Layer):
+    """There is a function between the first module and the last layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        return self.second(self.first(x).exp(), x)
+
+
+class Twice(Layer):
+    """What the first module returns is used once more."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        hidden = self.first(x)
+        return self.second(hidden, x) + hidden.mean()
+
+
+class Returned(Layer):
+    """What the first module returns is returned, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output, and the hidden activations."""
+        hidden = self.first(x)
+        return self.second(hidden, x), hidden
+
+
+class InTraining(Layer):
+    """The first module is used in training alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        return self.second(self.first(x) if self.training else x, x)
+
+
+class Others(Layer):
+    """The last layer is called with something else, too, and its weight is read."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        y = super().forward(x)
+        other = self.second.down(y.repeat(1, 1, 2)[..., :12])
+        return y + other * self.second.down.weight.square().mean()
+
+
+def test_only_what_the_first_module_feeds_is_a_block() -> None:
+    rule = MLPRule(ups=("first.up",), down="second.down", core="first")
+    assert find_split_rule(Layer(), 2) == rule
+    assert find_split_rule(Others(), 2) == rule
+    for other in (Unfed(8), Between(), Twice(), Returned(), InTraining(8)):
+        assert find_split_rule(other, 2) is None, type(other).__name__
+    hooked = Layer()
+    hooked.first.register_forward_hook(lambda *_: None)
+    assert find_split_rule(hooked, 2) is None
+    assert list(block_rules(nn.Sequential(Layer()), 2)) == ["0"]
+    assert not block_rules(Layer(), 2)  # no item of a list: its parts may be called by others
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model(x).square().mean().backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def used_otherwise() -> tuple[float, list[str]]:
+    """How far a model is off that uses its last layers otherwise, too; what is refused, and how."""
+    x = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(Others(), Layer()).double())
+    model: Any = models[0]
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
+    assert [each.rule for each in plan.entries if each.rule] == ["MLPRule"] * 2
+    off = gradients(model, mine(x)), gradients(models[1], x)
+    told = []
+    core: Any = model[0].first
+    for use in (
+        lambda _module, _args, output: output + 1,
+        lambda _module, _args, output: 1 + output,
+        lambda _module, _args, output: output.shape,
+        lambda _module, _args, output: torch.relu(output),
+    ):
+        with core.register_forward_hook(use), pytest.raises(RotationError) as error:
+            model(mine(x))
+        told.append(str(error.value))
+    with pytest.raises(RotationError) as error:
+        model[1].second(core(mine(x)), mine(x))
+    told.append(str(error.value))
+    return max(apart(each, off[1][name]) for name, each in off[0].items()), told
+
+
+def test_a_last_layer_may_be_called_otherwise_but_a_core_may_not(ranks: StartRanks) -> None:
+    for off, told in ranks(2).run(used_otherwise):
+        assert off <= 1e-12
+        assert all("the input of a block's last layer does not exist" in each for each in told)
+
+
+def by_hand() -> float:
+    """How far a model is off whose blocks are named."""
+    expected = outcome(made("Bert"), as_is)
+    model = made("Bert")
+    names = ("self.query", "self.key", "self.value")
+    counts = ("num_attention_heads", "all_head_size")
+    attention = AttentionRule(6, names, "output.dense", counts=counts, core="self")
+    mlp = MLPRule(ups=("intermediate.dense",), down="output.dense", core="intermediate")
+    mesh = make_mesh("cpu")
+    for layer in model.bert.encoder.layer:
+        rotate(layer, mesh=mesh, rule=mlp)  # the attention inside may come afterwards
+        rotate(layer.attention, mesh=mesh, rule=attention)
+    rotate_all(model, mesh=mesh, find_blocks=False)
+    found = outcome(model, mine)
+    found["logits"], expected["logits"] = found["logits"], mine(expected["logits"])
+    return max(apart(found[name], expected[name]) for name in expected)
+
+
+def refused() -> list[str]:
+    """Why rules are refused."""
+    told = []
+    for rule in (
+        MLPRule(ups=("first.up",), down="second.down", core="third"),
+        MLPRule(ups=("first.up",), down="second.norm", core="first"),
+        MLPRule(ups=("first.up",), down="first.up", core="first"),
+    ):
+        with pytest.raises(RotationError) as error:
+            rotate(Layer(), mesh=make_mesh("cpu"), rule=rule)
+        told.append(str(error.value))
+    return told
+
+
+def test_rules_by_hand_name_a_core(ranks: StartRanks) -> None:
+    for off in ranks(2).run(by_hand):
+        assert off <= 1e-12
+    for told in ranks(2).run(refused):
+        assert "Layer has no module third" in told[0]
+        assert "Layer.second.norm is LayerNorm, but the rule needs a Linear there" in told[1]
+        assert "Layer.first.up is inside of the core first" in told[2]
