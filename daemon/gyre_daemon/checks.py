@@ -8,13 +8,15 @@ from pathlib import Path
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat, make_format
 from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import ConfigError, GyreError, first_error
+from gyre_daemon.errors import ConfigError, GyreError, ShardMissing, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
+from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.local.folders import has_files
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
@@ -66,12 +68,28 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         location = parse_location(dataset.uri)
         if location.scheme != "file":
             continue
-        pattern = make_format(name, dataset).pattern if dataset.format else "*"
+        form = make_format(name, dataset) if dataset.format else None
         try:
             for path in location.paths:
-                list_files(Path(path), pattern, follow_links=dataset.follow_links)
+                _look_for(path, form, follow_links=dataset.follow_links)
         except GyreError as error:
             yield name, error
+
+
+def _look_for(path: str, form: Format | ListedFormat | None, *, follow_links: bool) -> None:
+    """Raise what the listing of a local path would raise; single files lie at any depth."""
+    root = Root(Path(path), follow_links)
+    if isinstance(form, ListedFormat) and not form.is_manifest(path):
+        if not has_files(root, form.is_wanted):
+            raise ShardMissing(
+                f"no file below {path} has an extension that counts; see `extensions`"
+            )
+        return
+    try:
+        list_files(root.folder, form.pattern if form else "*", follow_links=follow_links)
+    except ShardMissing:  # without a format, a folder of folders may hold single files
+        if form or not root.folder.is_dir() or not has_files(root, lambda _: True):
+            raise
 
 
 async def open_datasets(

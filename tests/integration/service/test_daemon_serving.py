@@ -218,6 +218,20 @@ def test_check_config_warns_of_missing_files(
     assert "zz.bin" in warning
 
 
+@pytest.mark.parametrize(
+    "form", [{}, {"format": "files"}, {"format": "files", "extensions": ["x"]}]
+)
+def test_check_config_finds_single_files_at_any_depth(
+    tmp_path: Path, gyred_command: GyredCommand, form: dict[str, object]
+) -> None:
+    (tmp_path / "birds" / "heron").mkdir(parents=True)
+    (tmp_path / "birds" / "heron" / "1.jpg").write_bytes(b"\xff\xd8\xff")
+    path = config_of(tmp_path, birds={"uri": str(tmp_path / "birds"), **form})
+    checked = gyred_command("check-config", "--config", str(path))
+    assert checked.returncode == 0
+    assert ("cannot be served now" in checked.stderr) == ("extensions" in form), checked.stderr
+
+
 def test_check_config_opens_every_dataset(
     tmp_path: Path, token_files: Path, gyred_command: GyredCommand
 ) -> None:

@@ -75,9 +75,8 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
             f"or a link that leads to nothing: {_first(odd)}",
             {"path": path},
         )
-    raise ShardMissing(
-        f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path}
-    )
+    why = f"no file of this folder matches {pattern}" if is_folder else "nothing is there"
+    raise ShardMissing(f"no shard at {path}: {why}; correct the dataset's URI", {"path": path})
 
 
 def list_shards(
