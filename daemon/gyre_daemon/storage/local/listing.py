@@ -75,7 +75,9 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
             f"or a link that leads to nothing: {_first(odd)}",
             {"path": path},
         )
-    why = f"no file of this folder matches {pattern}" if is_folder else "nothing is there"
+    why = "nothing is there"
+    if is_folder:
+        why = "the folder has no file" + ("" if pattern == "*" else f" that matches {pattern}")
     raise ShardMissing(f"no shard at {path}: {why}; correct the dataset's URI", {"path": path})
 
 
