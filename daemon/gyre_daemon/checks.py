@@ -105,7 +105,7 @@ def _look_for(path: str, form: Format | ListedFormat | None, *, follow_links: bo
 async def open_datasets(
     config: DaemonConfig, fallback_index_dir: Path
 ) -> dict[str, Dataset | Exception]:
-    """Open all datasets at once, as the daemon would; missing indexes and lengths are found and kept.
+    """Open all datasets at once, as the daemon would; missing indexes and lengths are kept.
 
     Args:
         config: checked.
