@@ -1,24 +1,36 @@
 """What `gyred check-config` checks beyond the file: are datasets there, and can they be opened."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat, make_format
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import ConfigError, GyreError, first_error
+from gyre_daemon.errors import ConfigError, GyreError, ShardMissing, first_error
+from gyre_daemon.fetching.made import keep_records
+from gyre_daemon.fetching.measuring.lengths import Measurer
+from gyre_daemon.fetching.opening import DatasetOpener
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
+from gyre_daemon.storage.beneath import Root
+from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.local.folders import has_files
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
+from gyre_daemon.transforms.workers import TransformWorkers
 
 
 def check_folders(config: DaemonConfig) -> None:
@@ -66,18 +78,34 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         location = parse_location(dataset.uri)
         if location.scheme != "file":
             continue
-        pattern = make_format(name, dataset).pattern if dataset.format else "*"
+        form = make_format(name, dataset) if dataset.format else None
         try:
             for path in location.paths:
-                list_files(Path(path), pattern, follow_links=dataset.follow_links)
+                _look_for(path, form, follow_links=dataset.follow_links)
         except GyreError as error:
             yield name, error
+
+
+def _look_for(path: str, form: Format | ListedFormat | None, *, follow_links: bool) -> None:
+    """Raise what the listing of a local path would raise; single files lie at any depth."""
+    root = Root(Path(path), follow_links)
+    if isinstance(form, ListedFormat) and not form.is_manifest(path):
+        if not has_files(root, form.is_wanted):
+            raise ShardMissing(
+                f"no file below {path} has an extension that counts; see `extensions`"
+            )
+        return
+    try:
+        list_files(root.folder, form.pattern if form else "*", follow_links=follow_links)
+    except ShardMissing:  # without a format, a folder of folders may hold single files
+        if form or not root.folder.is_dir() or not has_files(root, lambda _: True):
+            raise
 
 
 async def open_datasets(
     config: DaemonConfig, fallback_index_dir: Path
 ) -> dict[str, Dataset | Exception]:
-    """Open all datasets at once, as the daemon would; missing indexes are built and kept.
+    """Open all datasets at once, as the daemon would; missing indexes and lengths are kept.
 
     Args:
         config: checked.
@@ -87,28 +115,55 @@ async def open_datasets(
         Each dataset by name, or why it cannot be opened.
     """
     with ThreadPoolExecutor(config.num_io_threads) as executor:
-        workers = FairExecutor(executor, config.num_io_threads)
-        opener = StorageOpener(
-            workers,
-            EndpointOptions(
-                config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
-            ),
-            Metrics(),
+        workers, metrics = FairExecutor(executor, config.num_io_threads), Metrics()
+        terms = EndpointOptions(
+            config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
         )
+        opener = StorageOpener(workers, terms, metrics)
+        # A daemon that runs may have the cache's folder.
+        size = config.cache_memory
+        cache = NodeCache(size, None, workers, metrics.cache) if size else None
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        catalog = Catalog(config.datasets, opener, sidecars, None, allow_ad_hoc=False)
+        beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
+        reports = CorruptReports(Path(config.report_dir or beside / "reports"))
+        catalog = Catalog(
+            config.datasets,
+            opener,
+            sidecars,
+            cache,
+            allow_ad_hoc=False,
+            unpacked=UnpackedShards(
+                Path(config.unpack_dir or beside / "unpacked"), config.unpack_disk
+            ),
+            reports=reports,
+        )
+        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
+        transforms = Transforms(
+            TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
+            config.installed_transforms,
+            partial(keep_records, cache, workers) if cache else None,
+            allow_modules=False,
+        )
+        measurer = Measurer(sidecars, workers, reports, cache)
+        datasets = DatasetOpener(catalog, transforms, measurer)
         names = sorted(config.datasets)
         try:
-            opened = await asyncio.gather(*(_open(catalog, name) for name in names))
+            opened = await asyncio.gather(
+                *(_open(datasets, name, config.datasets[name]) for name in names)
+            )
         finally:
             catalog.close()
+            measurer.close()
+            transforms.close()
             opener.close()
+            if cache:
+                await cache.close()
     return dict(zip(names, opened, strict=True))
 
 
-async def _open(catalog: Catalog, name: str) -> Dataset | Exception:
+async def _open(datasets: DatasetOpener, name: str, config: DatasetConfig) -> Dataset | Exception:
     try:
-        return await catalog.open(*catalog.resolve(name))
+        return await datasets.made(name, config, config.transforms, by_client=False)
     except GyreError as error:
         return error
     except ExceptionGroup as errors:

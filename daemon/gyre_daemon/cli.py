@@ -36,7 +36,7 @@ from gyre_daemon.config import (
     load,
 )
 from gyre_daemon.copy_workers import CopyWorkers
-from gyre_daemon.datasets.formats import make_format
+from gyre_daemon.datasets.formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
@@ -90,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("serve", help="serve the datasets of a configuration")
+    def add(name: str, about: str) -> argparse.ArgumentParser:
+        summary = f"{about[0].upper()}{about[1:]}."
+        return commands.add_parser(name, help=about, description=summary)
+
+    command = add("serve", "serve the datasets of a configuration")
     command.set_defaults(run=_serve)
     _add_config_flags(command)
     text = "a private daemon: serve ad-hoc datasets, on --socket-dir only"
@@ -100,15 +104,16 @@ def _parser() -> argparse.ArgumentParser:
     text = "with --embedded: end when this process ends"
     command.add_argument("--parent-pid", type=int, default=0, metavar="PID", help=text)
 
-    text = "print the effective configuration and where each value comes from"
-    command = commands.add_parser("check-config", help=text)
+    text = (
+        "print the effective configuration and where each value comes from; exit 2 if it is wrong"
+    )
+    command = add("check-config", text)
     command.set_defaults(run=_check_config)
     _add_config_flags(command)
     text = "open every dataset as the daemon would; exit 1 if one of them cannot be opened"
     command.add_argument("--open", action="store_true", help=text)
 
-    text = "exit 0 if the daemon at an address serves, 1 if not"
-    command = commands.add_parser("health", help=text)
+    command = add("health", "exit 0 if the daemon at an address serves, 1 if not")
     command.set_defaults(run=_health)
     text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
     command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
@@ -152,6 +157,8 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
             continue
         if dataset.format:
             make_format(name, dataset)
+        else:
+            check_keys_of_any(name, dataset)
         try:
             parse_location(dataset.uri)
         except ValueError as error:

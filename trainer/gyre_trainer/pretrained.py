@@ -167,6 +167,11 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return read_header(path)
     index = path / _INDEX
     if not index.exists():
+        if not (path / _ONE_FILE).exists():
+            raise CheckpointRejected(
+                f"{path} has neither {_ONE_FILE} nor {_INDEX}; weights in other files, such as "
+                "pytorch_model.bin, must be saved again by save_pretrained of transformers"
+            )
         return read_header(path / _ONE_FILE)
     try:
         weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]

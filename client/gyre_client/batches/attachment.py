@@ -298,8 +298,9 @@ class Attachment:
         )
 
     def _goodbye(self, goodbye: pb.Goodbye) -> GyreError:
+        # What its reason asks for behind a semicolon, a Loader does by itself.
         return DaemonUnavailable(
-            f"the daemon at {self._connection.address.text} says goodbye: "
-            f"{printable(goodbye.reason)}",
+            f"the daemon at {self._connection.address.text} ended the session: "
+            f"{printable(goodbye.reason.partition('; ')[0])}",
             {RETRY_AFTER: str(goodbye.retry_after_s)},
         )

@@ -31,7 +31,7 @@ measures loading alone: a trainer that is slower than its loader gains nothing f
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
-    parser.add_argument("--batch-size", type=int, default=256, help="samples per batch")
+    parser.add_argument("--batch-size", type=int, default=256, help="samples per batch (256)")
     parser.add_argument(
         "--seconds",
         type=float,

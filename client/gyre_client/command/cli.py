@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add(lint, dataset, "read every shard, check every sample, name what is corrupt or odd")
     add(status, common, "what a daemon is doing")
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
-    live = add(top, common, "what its sessions do, live: how fast, and what holds them up")
+    live = add(top, common, "what a daemon's sessions do, live: how fast, and what holds them up")
     live.add_argument(
         "--interval",
         type=interval_s,

@@ -121,20 +121,20 @@ def _shape(field: pb.Field) -> str:
 
 
 def sample_text(
-    sample: Sample, head: str, decode: Callable[[Value], str | None] | None = None
+    sample: Sample, head: str, decode: Callable[[str, Value], str | None] | None = None
 ) -> list[str | Picture]:
     """Returns the text about a sample, with pictures of its images where they can be drawn.
 
     Args:
         sample: To show.
         head: The first line.
-        decode: Says what a value means, if it means anything more than it shows.
+        decode: Says what the value of a field means, if it means anything more than it shows.
     """
     parts: list[str | Picture] = [f"\n{head}"]
     for name, value in sample.values.items():
         shape = ", ".join(map(str, value.shape))
         parts.append(f"  {printable(name)}  {value.dtype} [{shape}]  {words_of(value)}")
-        if decode and (text := decode(value)):
+        if decode and (text := decode(name, value)):
             parts.append(f"    {words_of(Value('uint8', [len(text)], text.encode()))}")
         if not isinstance(value.data, bytes) or not shows_pictures(sys.stdout):
             continue

@@ -18,13 +18,14 @@ from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.display.media import Picture
 from gyre_client.display.samples import Sample, Value, sample_of_step
 from gyre_client.display.values import words_of
-from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.errors import CursorRejected, InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, whole
 from gyre_client.messages.requests import skipped_steps
 from gyre_client.transport.connection import Connection
 
 _MAX_STEPS = 100  # in a range: each step is a call
 _MAX_ROWS = 8  # of a step, in the text for people
+_OF_PACKING = frozenset(("position", "cu_seqlens", "document_id"))  # whole numbers, no token ids
 
 
 def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     found = []
     for step in range(first, stop):
         setattr(request, "batch" if files.counts_batches else "step", step)
-        located = connection.locate_step(request)
+        located = _located(connection, request)
         found.append(located)
         shown = range(min(num, len(located.rows)))
         samples = [sample_of_step(connection, located, request, row) for row in shown]
@@ -86,6 +87,16 @@ def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     advice = _advice(files, first, found)
     skip = [list(each) for each in _ranges(found)]
     return CommandOutput({"steps": values, "skip_steps": skip}, "", more=[*more, f"\n{advice}"])
+
+
+def _located(connection: Connection, request: pb.LocateStepRequest) -> pb.LocateStepResponse:
+    try:
+        return connection.locate_step(request)
+    except CursorRejected as error:
+        if error.facts.get("differs") != "fingerprint":
+            raise
+        more = "if the run's data had options of its own, give them: --option, --pack, --transforms"
+        raise error.told(f"{error}; {more}") from error
 
 
 def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> str:
@@ -197,9 +208,14 @@ class _Decoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, value: Value) -> str | None:
+    def __call__(self, name: str, value: Value) -> str | None:
         """Returns the text of a field of whole numbers in one dim; None for any other."""
-        if "int" not in value.dtype or len(value.shape) != 1 or isinstance(value.data, bytes):
+        if (
+            name in _OF_PACKING
+            or "int" not in value.dtype
+            or len(value.shape) != 1
+            or isinstance(value.data, bytes)
+        ):
             return None
         try:
             return str(self._tokenizer.decode(list(_known(value.data))))

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from gyre_client.errors import DaemonUnavailable
+from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES
 
 SOCKET = "gyre.sock"
 _LOCK = f"{SOCKET}.lock"  # the daemon holds a lock on this file
@@ -24,16 +25,19 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class PrivateFolder:
     """A new folder in the system's folder for temporary files, with mode 0700.
 
+    Where the path of a socket there is too long for the system, it is in `/tmp`.
+
     Attributes:
         path: Where the folder is.
     """
 
     def __init__(self) -> None:
         """Makes and locks the folder, and removes folders that killed processes left behind."""
-        _clear_abandoned(Path(tempfile.gettempdir()))
+        root = _root()
+        _clear_abandoned(root)
         self._descriptor = -1
         while self._descriptor < 0:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
             self._descriptor = _lock(self.path)
 
     def ensure(self) -> None:
@@ -52,6 +56,13 @@ class PrivateFolder:
         """Removes the folder with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
+
+
+def _root() -> Path:
+    root = Path(tempfile.gettempdir())
+    socket = root / f"{_PREFIX}12345678" / SOCKET  # `mkdtemp` chooses eight letters
+    is_short = len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES
+    return root if is_short else Path("/tmp")
 
 
 def _lock(path: Path) -> int:

@@ -25,7 +25,7 @@ from gyre_daemon.config.schema import (
     UserLimits,
 )
 from gyre_daemon.config.sizes import Size, parse_size
-from gyre_daemon.config.tables import parse_options
+from gyre_daemon.config.tables import check_keys, parse_options
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -40,6 +40,7 @@ __all__ = [
     "PackConfig",
     "Size",
     "UserLimits",
+    "check_keys",
     "load",
     "mixture_height",
     "parse_dataset",

@@ -1,30 +1,18 @@
 """From a request to an open session, as far as its caller may have it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import DatasetConfig, mixture_height
+from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
-from gyre_daemon.fetching.made_sources import MadeSources
-from gyre_daemon.fetching.measuring.columns import ColumnReading
-from gyre_daemon.fetching.measuring.late_filters import LateFilters
-from gyre_daemon.fetching.measuring.lengths import (
-    Measured,
-    Measurer,
-    Measuring,
-    is_measured,
-    with_measured,
-)
-from gyre_daemon.fetching.measuring.verifying import EngineVerifier
+from gyre_daemon.fetching.measuring.lengths import Measurer
+from gyre_daemon.fetching.opening import DatasetOpener
 from gyre_daemon.order.cursor import joined_at, skipping
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
@@ -35,12 +23,10 @@ from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
-from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
-from gyre_daemon.transforms.kept import STEP as CACHE
-from gyre_daemon.transforms.kept import KeptDataset
+from gyre_daemon.transforms.declared import Transforms
 
 
-class SessionOpener:
+class SessionOpener(DatasetOpener):
     """Finds datasets and opens sessions for callers, by the policy."""
 
     def __init__(
@@ -64,18 +50,11 @@ class SessionOpener:
             prefetch_batches: the window of a session that asks for none; 0 for the default.
             changes: weights that running jobs on mixtures were given.
         """
+        super().__init__(catalog, transforms, measurer)
         self._changes = changes
-        self._catalog = catalog
         self._sessions = sessions
         self._policy = policy
-        self._transforms = transforms
-        self._measurer = measurer
-        self._engines = EngineVerifier(transforms, measurer.threads)
         self._prefetch_batches = prefetch_batches
-        self._sources = MadeSources(transforms, measurer.threads)
-        catalog.open_source = self._open_source
-        self._late = LateFilters(measurer.columns, self._measured_documents)
-        catalog.filter_late = self._late.of
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
         """Open a session, which begins to fetch at once.
@@ -135,15 +114,10 @@ class SessionOpener:
             raise
         return session
 
-    @property
-    def measurings(self) -> list[Measuring]:
-        """What is being measured now."""
-        return self._measurer.under_way
-
     async def open_dataset(
         self, name: str, config: DatasetConfig, declared: pb.TransformList | None
     ) -> Dataset:
-        """An open dataset: its samples transformed, measured where they differ in length, packed.
+        """See `made`.
 
         Args:
             name: from `resolve`.
@@ -151,156 +125,10 @@ class SessionOpener:
             declared: the client's transforms; None for those of the dataset's definition.
 
         Raises:
-            GyreError: as `Catalog.open`, `Transforms.apply` and `Measurer.measured`.
+            GyreError: as `made`.
         """
         tables = config.transforms if declared is None else requests.to_transforms(declared)
-        if not tables:
-            return await self._catalog.open(name, config)
-        dataset = await self._transformed(name, config, tables, by_client=declared is not None)
-        pack = config.pack
-        made = [spec.name for spec in dataset.fields[: dataset.num_made] if spec.ragged]
-        if pack and pack.field not in made:
-            there = ", ".join(made) or "none"
-            raise InvalidRequest(
-                f"`pack` names the field {pack.field!r:.100}, which the transforms do not make; of "
-                f"those whose samples differ in length they make {there}; name one of these, or "
-                "leave the transforms out"
-            )
-        dataset = await self._measured(dataset, config)
-        return await self._catalog.packed(dataset, pack) if pack else dataset
-
-    async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
-        """An open source of a mixture, as its own transforms make it.
-
-        Raises:
-            GyreError: as `open_dataset` and `MadeSources.of`.
-        """
-        if not config.transforms:
-            return await self._catalog.open(name, config)
-        dataset = await self._transformed(name, config, config.transforms, by_client=False)
-        measured = await self._measured(dataset, config)
-        return self._sources.of(name, measured, mixture_height(config, self._catalog.datasets))
-
-    async def _measured_documents(
-        self, config: DatasetConfig, documents: Dataset
-    ) -> TransformedDataset:
-        """A dataset without the filter of its definition, with its transforms, measured."""
-        dataset = await self._documents_to_filter(config, documents)
-        return await self._measurer.measured(dataset, config)
-
-    async def _documents_to_filter(
-        self, config: DatasetConfig, documents: Dataset
-    ) -> TransformedDataset:
-        tables = [each for each in config.transforms if each["name"] != CACHE]
-        dataset = await self._fastest(config, documents, tables, by_client=False)
-        assert isinstance(dataset, TransformedDataset)
-        return dataset
-
-    async def _measured(self, dataset: Made, config: DatasetConfig) -> Made:
-        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
-        if isinstance(dataset, KeptDataset):
-            return dataset
-        return await self._measured_chain(dataset, config)
-
-    async def _measured_chain(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
-    ) -> TransformedDataset:
-        """See `Measurer.measured`; a filter may have measured the samples already."""
-        lengths = self._late.lengths_of(dataset)
-        if lengths is None:
-            return await self._measurer.measured(dataset, config, keeps=keeps)
-        return with_measured(dataset, config, Measured(lengths, []))
-
-    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[ColumnReading]:
-        """Read the columns that the filter of a dataset compares; they wait for it in memory.
-
-        Nothing is yielded where it compares none that the index does not know.
-
-        Raises:
-            GyreError: as `LateFilters.of`.
-        """
-        stored = await self._catalog.stored(name, config)
-        async for reading in self._late.reading(config, stored):
-            yield reading
-
-    async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
-        """Measure the samples of a dataset under the transforms of its definition.
-
-        Nothing is yielded where these need no measuring.
-
-        Raises:
-            GyreError: as `open_dataset`.
-        """
-        if not config.transforms:
-            return
-        stored = await self._catalog.stored(name, config)
-        if asked_of(config.filter, stored.fields).lengths:  # the filter waits for them
-            filtered = await self._documents_to_filter(config, stored)
-            async for measuring in self._progress(filtered, config):
-                yield measuring
-            return
-        documents = await self._catalog.open(name, replace(config, pack=None))
-        before = await self._transforms.before_cache(documents, config.transforms)
-        if before and _must_be_ready(*before):
-            prefix = await self._engines.fastest(before[0])
-            async for measuring in self._progress(prefix, config, keeps=True):
-                if measuring.is_over:  # what is held becomes records
-                    await self._fastest(config, documents, config.transforms, by_client=False)
-                yield measuring
-        dataset = await self._fastest(config, documents, config.transforms, by_client=False)
-        if isinstance(dataset, TransformedDataset):
-            async for measuring in self._progress(dataset, config):
-                yield measuring
-
-    async def _progress(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
-    ) -> AsyncIterator[Measuring]:
-        if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(dataset, config, keeps=keeps):
-                yield measuring
-
-    async def _transformed(
-        self,
-        name: str,
-        config: DatasetConfig,
-        tables: Sequence[Mapping[str, Any]],
-        *,
-        by_client: bool,
-    ) -> Made:
-        documents = await self._catalog.open(name, replace(config, pack=None))
-        return await self._fastest(config, documents, tables, by_client=by_client)
-
-    async def _fastest(
-        self,
-        config: DatasetConfig,
-        documents: Dataset,
-        tables: Sequence[Mapping[str, Any]],
-        *,
-        by_client: bool,
-    ) -> Made:
-        ready = partial(self._ready, config)
-        dataset = await self._transforms.apply(
-            documents,
-            tables,
-            ready,
-            by_client=by_client,
-            height=mixture_height(config, self._catalog.datasets),
-        )
-        if isinstance(dataset, KeptDataset):
-            return dataset
-        return await self._engines.fastest(dataset)
-
-    async def _ready(
-        self,
-        config: DatasetConfig,
-        prefix: TransformedDataset,
-        is_last: bool,
-    ) -> TransformedDataset:
-        """What transforms before `cache` make, by their engine, and measured; see `Ready`."""
-        prefix = await self._engines.fastest(prefix)
-        if _must_be_ready(prefix, is_last):
-            return await self._measured_chain(prefix, config, keeps=True)
-        return prefix
+        return await self.made(name, config, tables, by_client=declared is not None)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.
@@ -389,11 +217,3 @@ class SessionOpener:
             )
         may_read = partial(self._policy.may_read, owner)
         return replace(order, start_position=self._sessions.hot_position(dataset, order, may_read))
-
-
-def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
-    """Whether what is before `cache` is measured by itself.
-
-    Records of one size are tried by the transforms behind them, if there are any.
-    """
-    return is_last or bool(prefix.made_ragged)

@@ -172,7 +172,9 @@ class StorageOpener:
                 table = await self._in_thread(stat_files, root, names)
             self._count_listing("file", 1, "ok")
             if not len(table):
-                raise ShardMissing(f"no file below {path} is one of those that are wanted")
+                raise ShardMissing(
+                    f"no file below {path} has an extension that counts; see `extensions`"
+                )
             return SingleFiles(root, table, self.workers, self._metrics), table
         folder = path.rstrip("/") + "/"
 

@@ -121,7 +121,10 @@ def final_error(wanted: ByteRange, response: Response) -> GyreError:
         return truncated(name, wanted.start, wanted.stop, len(response.data))
     reason = describe(response)
     if _ignores_range(wanted, response):
-        reason = "it sends whole objects where a range is requested"
+        reason = (
+            "it sends whole objects where a range is requested; put the files on a server that "
+            "answers requests for ranges"
+        )
     return StorageUnavailable(f"the storage failed for {name}: {reason}", {"shard": name})
 
 

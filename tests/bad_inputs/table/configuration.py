@@ -34,6 +34,10 @@ FILES = {
     "format of a number": ('[datasets.x]\nuri = "/data"\nformat = 3', "format is 3"),
     "empty uri": ('[datasets.x]\nuri = ""\nformat = "tokens"', "uri is ''"),
     "unknown format": ('[datasets.x]\nuri = "/d"\nformat = "xls"', "format.*xls"),
+    "key that no format has": (
+        '[datasets.x]\nuri = "/d"\ncolums = ["a"]',
+        "unknown key `colums` in dataset `x`; did you mean `columns`",
+    ),
     "uri of a number": ('[datasets.x]\nuri = 3\nformat = "tokens"', "uri is 3"),
     "chained uri": ('[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"', "chained URLs"),
     "pipe": ('[datasets.x]\nuri = "pipe:cat x"\nformat = "webdataset"', "chained URLs|pipes"),

@@ -214,6 +214,22 @@ def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.headers["Authorization"] == sent["authorization"]
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_an_endpoint_of_the_environment_may_be_plain_http(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with answering(
+        b"Content-Length: 5\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n"
+    ) as (
+        host,
+        requests,
+    ):
+        monkeypatch.setenv(name, f"http://{host}")
+        filesystem = open_objects("s3", CREDENTIALS, "s3://bucket/data/a.bin", max_retries=0)
+        assert run(filesystem._info("s3://bucket/data/a.bin"))["size"] == 5
+    assert requests[0].startswith(b"HEAD /bucket/data/a.bin ")
+
+
 def test_credentials_of_a_role_come_from_sts(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,6 +226,17 @@ def test_folders_of_living_owners_and_daemons_stay(temporary: Path) -> None:
     assert list(temporary.iterdir()) == [], "the orphan's daemon ended"
 
 
+def test_a_folder_for_temporary_files_may_have_a_long_path(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private(tokens) as loader:
+        assert next(loader)["tokens"].shape == (10, 8)
+        assert directory_of(daemons()[0]).parent == Path("/tmp")
+
+
 @pytest.mark.parametrize("num_deaths", [1, 2])
 def test_a_daemon_that_dies_while_it_starts_is_started_once_more(
     tokens: Path,

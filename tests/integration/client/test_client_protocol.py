@@ -134,13 +134,17 @@ def test_a_batch_that_stops_half_way_is_asked_for_again(connect: Connect) -> Non
     ]
 
 
-def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(connect: Connect) -> None:
+def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "stopping; open the session again"
+
     def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         yield batch(session)
         yield (
             END
             if session
-            else pb.StreamResponse(goodbye=pb.Goodbye(reason="stopping", retry_after_s=0.1))
+            else pb.StreamResponse(goodbye=pb.Goodbye(reason=reason, retry_after_s=0.1))
         )
 
     stream, stub = connect(script, [frame(payload())])
@@ -148,6 +152,7 @@ def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(connect:
     first_token(stream)
     assert stream.take() is None
     assert [request.cursor for request in stub.opened] == [b"", b"1"]
+    assert "ended the session: stopping; trying again for up to" in caplog.text
 
 
 def test_sessions_that_end_at_once_do_not_go_on_for_ever(connect: Connect) -> None:

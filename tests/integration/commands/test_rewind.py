@@ -238,6 +238,14 @@ def test_a_path_and_the_file_of_a_tokenizer(
     (found,) = json.loads(text)["steps"]
     ids = [each["sample_id"] for row in found["rows"] for each in row["samples"]]
     assert ids == batch["document_id"].tolist()
+    more = ("--tokenizer", path, "--num", "1")
+    status, text = rewind(tmp_path / "cursor", "--step", "0", *flags, *more)
+    assert status == 0, text
+    lines = text.splitlines()
+    decoded = [lines[at - 1].split()[0] for at, line in enumerate(lines) if line[:4] == "    "]
+    assert decoded == ["tokens"], "and not the positions"
+    status, text = rewind(tmp_path / "cursor", "--step", "0", "--dataset", docs)
+    assert (status, "give them: --option, --pack, --transforms" in text) == (1, True), text
 
 
 def first_of(tokens: list[int]) -> str:

@@ -1,5 +1,6 @@
 """A daemon process and its operator: addresses, locks, health, reflection, logs, shutdown."""
 
+import gzip
 import os
 import pty
 import socket
@@ -216,6 +217,45 @@ def test_check_config_warns_of_missing_files(
     (warning,) = checked.stderr.splitlines()
     assert "warning: dataset `missing` cannot be served now: no shard at" in warning
     assert "zz.bin" in warning
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"format": "files"}, {"format": "files", "extensions": ["x"]}]
+)
+def test_check_config_finds_single_files_at_any_depth(
+    tmp_path: Path, gyred_command: GyredCommand, form: dict[str, object]
+) -> None:
+    (tmp_path / "birds" / "heron").mkdir(parents=True)
+    (tmp_path / "birds" / "heron" / "1.jpg").write_bytes(b"\xff\xd8\xff")
+    path = config_of(tmp_path, birds={"uri": str(tmp_path / "birds"), **form})
+    checked = gyred_command("check-config", "--config", str(path))
+    assert checked.returncode == 0
+    assert ("cannot be served now" in checked.stderr) == ("extensions" in form), checked.stderr
+
+
+def test_check_config_opens_what_must_be_unpacked_replaced_measured_or_kept(
+    tmp_path: Path, gyred_command: GyredCommand
+) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "bbbb"}\n'))
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "a"}\nno JSON\n{"text": "b"}\n')
+    texts = {"uri": str(tmp_path / "a.jsonl.gz"), "columns": ["text"]}
+    tokenize = {"name": "tokenize", "field": "text", "tokenizer": "bytes", "end": 256}
+    datasets: dict[str, object] = {
+        "replaced": {"uri": str(tmp_path / "b.jsonl"), "on_corrupt": "replace", "max_corrupt": 1},
+        "packed": {**texts, "transforms": [tokenize], "pack": {"field": "tokens", "length": 8}},
+        "filtered": {**texts, "transforms": [tokenize], "filter": "length(tokens) > 3"},
+        "kept": {**texts, "transforms": [tokenize, {"name": "cache"}]},
+        "wrong": {**texts, "transforms": [{**tokenize, "fields": "text"}]},
+    }
+    path = config_of(tmp_path, **datasets)
+    checked = gyred_command("check-config", "--open", "--config", str(path))
+    assert checked.returncode == 1
+    lines = [line for line in checked.stdout.splitlines() if line.startswith("# dataset")]
+    sizes = {"filtered": 1, "kept": 2, "packed": 1, "replaced": 3}
+    assert lines == [
+        f"# dataset `{name}` opens: {size} samples in 1 shards" for name, size in sizes.items()
+    ]
+    assert "`wrong` cannot be opened: unknown key `fields` in transforms[0]" in checked.stderr
 
 
 def test_check_config_opens_every_dataset(

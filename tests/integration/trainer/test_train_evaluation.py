@@ -23,9 +23,11 @@ def test_evaluations_are_without_dropout_and_followed_by_texts(
     (tmp_path / "train.toml").write_text(
         tiny_run(
             tmp_path,
+            run={"steps": 12},
+            data={"prefetch_batches": 1},  # so the run needs its session after an evaluation
             model={"config": GPT2},
             optimizer={"lr": 1e-30, "min_lr": 0},
-            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 1, "batches": 1},
+            eval={"dataset": str(tmp_path / "tokens.bin"), "every": 6, "batches": 1},
             sample={"prompts": ["a b", "c"], "max_new_tokens": 3},
         )
     )
@@ -33,15 +35,15 @@ def test_evaluations_are_without_dropout_and_followed_by_texts(
     errors = job.errors(DEADLINE_S)
     assert job.wait(DEADLINE_S) == 0, errors
     history = tmp_path / "run/history.jsonl"
-    assert [each.step for each in committed(history)] == [0, 1]
+    assert [each.step for each in committed(history)] == list(range(12))
     first, second = notes(history, Evaluation)
-    assert (first.evaluated_at, second.evaluated_at) == (1, 2)
+    assert (first.evaluated_at, second.evaluated_at) == (6, 12)
     assert first.eval_loss == second.eval_loss, "the weights stay, and dropout is off"
     samples = notes(history, Sample)
     assert [(each.sampled_at, each.prompt) for each in samples] == [
-        (step, prompt) for step in (1, 2) for prompt in ("a b", "c")
+        (step, prompt) for step in (6, 12) for prompt in ("a b", "c")
     ]
     assert samples[0].text == samples[2].text
-    assert "step 2: c | " in errors
+    assert "step 12: c | " in errors
     job = tiny_jobs.start("run", str(tmp_path / "train.toml"), "--set=eval.every=0")
     assert "`eval.every` is 0" in job.errors(DEADLINE_S)

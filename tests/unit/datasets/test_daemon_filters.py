@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.filtering.index import Filtered, apply_filter, numbered
+from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.errors import ConfigError
@@ -95,8 +96,14 @@ def test_what_an_expression_leaves(text: str, expected: Any) -> None:
     ],
 )
 def test_filters_that_are_none(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
         apply_filter(table(WHOLE), FIELDS, text)
+    assert str(caught.value).count("the filter") == 1
+
+
+def test_nothing_is_read_for_a_filter_that_calls_what_there_is_not() -> None:
+    assert asked_of("text == 'x' and length(text) > 3", FIELDS).columns == ("text",)
+    assert not asked_of("text == 'x' and lenght(text) > 3", FIELDS)
 
 
 def test_renamed_fields_have_their_new_names() -> None:

@@ -121,6 +121,15 @@ def test_the_parts_of_examples_concatenate_to_the_whole() -> None:
             },
             "must come as bytes",
         ),
+        (
+            TOKENS,
+            {
+                "tokens": torch.zeros(3, dtype=torch.int32),
+                "tokens.offsets": torch.tensor([0, 3]),
+                "sample_id": torch.tensor([0]),
+            },
+            r'must be packed into sequences, by pack = {field = "tokens", length = 9}',
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_refused_in_one_sentence(

@@ -3,6 +3,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gyre_trainer.errors import RecordsFailed
+from gyre_trainer.training.records import history as history_module
 from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
 
 RECORD = StepRecord(0, 0, 2.5, 1e-3, 64, 0.5, 0.1, digest([1, 2]))
@@ -30,6 +32,19 @@ def test_written_records_are_read_back(path: Path) -> None:
     write(path, None, records(0, 5))
     assert committed(path) == records(0, 5)
     assert resumes(path) == []
+
+
+def test_a_history_has_one_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "_WRITER_ENDS_S", 0.0)
+    first = History(path)
+    with path.open("a") as file:
+        file.write('{"step": 7')  # a line that the first writer has not finished
+    with pytest.raises(RecordsFailed, match="another run goes on in"):
+        History(path)
+    assert path.read_text() == '{"step": 7'
+    first.close()
+    History(path).close()
+    assert path.read_text() == ""
 
 
 def test_steps_lost_before_a_resume_are_not_committed(path: Path) -> None:

@@ -149,3 +149,9 @@ def test_damaged_indexes_are_refused_by_name(tmp_path: Path, index: str) -> None
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointRejected, match=r"model\.safetensors\.index\.json"):
         pretrained.load(Small(), tmp_path)
+
+
+def test_weights_in_other_files_must_be_saved_again(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointRejected, match=r"neither model\.safetensors nor .* saved again"):
+        pretrained.load(Small(), tmp_path)

@@ -21,24 +21,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"gyre-train {__version__}")
     shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", help="run a training configuration to its end"))
-    _add_trace(
-        commands.add_parser(
-            "trace", help="profile a few steps on random tokens; every rotation step is named"
-        )
-    )
-    _add_export(
-        commands.add_parser(
-            "export", help="write a checkpoint's model in the layout of transformers"
-        )
-    )
-    shows = commands.add_parser(
-        "plan", help="show what each module becomes, and what a step costs a rank"
-    )
-    _add_plan(shows)
-    shows = commands.add_parser(
-        "memory", help="draw the live bytes of one step, beside FSDP2 and DDP"
-    )
+
+    def add(name: str, about: str) -> argparse.ArgumentParser:
+        summary = f"{about[0].upper()}{about[1:]}."
+        return commands.add_parser(name, help=about, description=summary)
+
+    _add_run(add("run", "run a training configuration to its end"))
+    _add_trace(add("trace", "profile a few steps on random tokens; every rotation step is named"))
+    _add_export(add("export", "write a checkpoint's model in the layout of transformers"))
+    _add_plan(add("plan", "show what each module becomes, and what a step costs a rank"))
+    shows = add("memory", "draw the live bytes of one step, beside FSDP2 and DDP")
     _add_shows(shows)
     shows.add_argument(
         "--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png"
@@ -169,7 +161,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one value of the configuration",
+        help="override one value of the configuration; repeatable",
     )
 
 

@@ -144,6 +144,13 @@ class Collator:
     def _documents(
         self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int
     ) -> Examples:
+        if values.dtype != torch.uint8 and not values.is_floating_point():
+            raise DataRejected(
+                f"{self._data.field!r} of {self._data.dataset!r} has documents of {values.dtype}, "
+                "which differ in length: token ids of documents must be packed into sequences, by "
+                f'pack = {{field = "{self._data.field}", '
+                f"length = {self._data.sequence_length + 1}}} in the dataset's definition"
+            )
         if values.dtype != torch.uint8:
             raise DataRejected(
                 f"text must come as bytes, but {self._data.field!r} is {values.dtype}"

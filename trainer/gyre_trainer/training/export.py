@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gyre_trainer import pretrained
-from gyre_trainer.errors import ConfigError
+from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import add_adapters, encode_frozen, has_adapters, rotated
@@ -40,7 +40,13 @@ class Export:
         """
         if (self.run / manifest.NAME).exists():
             return self.run
-        return run_checkpoints.latest(self.run / "checkpoints")
+        folder = self.run / "checkpoints"
+        if not run_checkpoints.exists(folder):
+            raise CheckpointRejected(
+                f"{self.run} has no checkpoint; name the directory of a run that has one, or that "
+                "of a checkpoint"
+            )
+        return run_checkpoints.latest(folder)
 
     def config(self, num_ranks: int) -> TrainConfig:
         """A configuration of the checkpoint's model, for ranks that only load and save it.

@@ -204,7 +204,9 @@ class Training:
         """Record the mean loss on the first batches of the evaluation's order."""
         config = self._config.eval
         total = torch.zeros(2, dtype=torch.float64)
-        with open_loader(self._config, self._context, config.dataset, config.seed) as loader:
+        with open_loader(
+            self._config, self._context, config.dataset, config.seed, is_evaluation=True
+        ) as loader:
             for step in range(config.batches):
                 for part in self._collator.collate(next(loader), step).split(
                     self._config.optimizer.accumulation_steps
@@ -305,8 +307,13 @@ def open_loader(
     dataset: str,
     seed: int,
     skip_steps: Sequence[tuple[int, int]] | None = None,
+    *,
+    is_evaluation: bool = False,
 ) -> Loader:
-    """This rank's part of a stream of global batches."""
+    """This rank's part of a stream of global batches.
+
+    An evaluation is a job of its own: it may read the dataset that is trained on.
+    """
     data = config.data
     return Loader(
         dataset,
@@ -316,7 +323,7 @@ def open_loader(
         world_size=context.world_size,
         address=data.address or None,
         tail=data.tail,
-        job=job_name(config.run.out, dataset, seed),
+        job=job_name(config.run.out, dataset, seed, is_evaluation=is_evaluation),
         prefetch_batches=data.prefetch_batches,
         device=context.device,
         format=data.format or None,
@@ -325,7 +332,7 @@ def open_loader(
     )
 
 
-def job_name(out: str, dataset: str, seed: int) -> str:
+def job_name(out: str, dataset: str, seed: int, *, is_evaluation: bool = False) -> str:
     """The job name for the daemon: the run directory's name, and a digest that sets it apart.
 
     A resumed run has the name of the run before, so that the daemon ends what is left of its
@@ -333,4 +340,6 @@ def job_name(out: str, dataset: str, seed: int) -> str:
     """
     path = Path(out).absolute()
     identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
+    if is_evaluation:
+        identity += ":evaluation"
     return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -76,6 +76,8 @@ class Filter:
             self._refuse(f"it has {len(text)} characters; at most {_MAX_CHARS} are read")
         try:
             self._compute = self._condition(ast.parse(text.strip(), mode="eval").body)
+        except ConfigError:  # which is a ValueError
+            raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self._refuse(f"it is no expression: {error}")
 

@@ -57,11 +57,17 @@ def asked_of(text: str, fields: Sequence[FieldSpec]) -> Asked:
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """The names of fields, each with whether its length is meant."""
+    """The names of fields, each with whether its length is meant.
+
+    Raises:
+        ValueError: it calls what no filter has, so nothing need be read to refuse it.
+    """
     match tree:
         case ast.Call(func=ast.Name(id="length" | "value" as word), args=[name]):
             is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
             yield (name.value if is_text else ast.unparse(name)), word == "length"  # type: ignore[attr-defined]
+        case ast.Call():
+            raise ValueError("no function of filters")
         case ast.Name() | ast.Attribute():
             yield ast.unparse(tree), False
         case _:

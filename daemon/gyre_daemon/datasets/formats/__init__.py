@@ -6,8 +6,9 @@ write a format; `indexes` has the indexes that formats share; each format is a p
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.config import DatasetConfig, check_keys
 from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat, ArrayRecordOptions
 from gyre_daemon.datasets.formats.arrow import ArrowFormat
 from gyre_daemon.datasets.formats.arrow_columns import ColumnOptions
@@ -53,6 +54,7 @@ __all__ = [
     "FormatEntry",
     "ListedFormat",
     "SampleIndex",
+    "check_keys_of_any",
     "indexed_fields",
     "make_format",
     "stored_fields",
@@ -91,3 +93,14 @@ def make_format(name: str, config: DatasetConfig) -> Format | ListedFormat:
             f"{', '.join([*FORMATS, *installed_names()])}"
         )
     return entry.make(config.options, f"dataset `{name}` of format {config.format}")
+
+
+def check_keys_of_any(name: str, config: DatasetConfig) -> None:
+    """Refuse keys that no format has, of a dataset whose files will tell its format.
+
+    Raises:
+        ConfigError: names the key, and the nearest known one.
+    """
+    of_datasets = {each.name for each in fields(DatasetConfig)} - {"options", "mixture"}
+    known = of_datasets.union(*(entry.keys for entry in FORMATS.values()))
+    check_keys(config.options, sorted(known), f"dataset `{name}`")

@@ -1,7 +1,7 @@
 """How a format is found by its name: what the list of formats has for each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gyre_daemon.config import parse_options
@@ -23,11 +23,13 @@ class FormatEntry:
             messages.
         recognises: takes up to 512 first bytes of a file, and says whether only this format begins
             so. Never, if its files have no signature.
+        keys: that `make` knows.
     """
 
     pattern: str
     make: Callable[[Mapping[str, Any], str], Format | ListedFormat]
     recognises: Callable[[bytes], bool] = _never
+    keys: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, format_class: type[Any], options: type[Any]) -> "FormatEntry":
@@ -41,4 +43,5 @@ class FormatEntry:
             format_class.pattern,
             lambda keys, where: format_class(parse_options(options, keys, where)),
             getattr(format_class, "recognises", _never),
+            frozenset(each.name for each in fields(options)),
         )

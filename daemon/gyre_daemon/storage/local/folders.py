@@ -69,21 +69,21 @@ def list_folder(root: Root, is_wanted: Callable[[str], bool]) -> FileTable:
         ShardMissing, StorageUnavailable: the folder is not there, or the file system fails.
     """
     found = _Found()
-    waiting: list[tuple[bytes, Iterator[_Entry]]] = [(b"", _entries(root, b"", is_wanted, found))]
-    while waiting:
-        folder, entries = waiting[-1]
-        for name, status in entries:
-            if status is None:
-                inner = folder + name
-                waiting.append((inner, _entries(root, inner, is_wanted, found)))
-                break
-            found.add(folder + name, status)
-        else:
-            waiting.pop()
+    for name, status in _files(root, is_wanted, found):
+        found.add(name, status)
     if found.num_odd:
         facts = {"path": root.folder, "num_entries": found.num_odd}
         log_event("odd files among the shards are passed over", facts, logging.WARNING)
     return found.table()
+
+
+def has_files(root: Root, is_wanted: Callable[[str], bool]) -> bool:
+    """Whether `list_folder` would find a file; looks no further than the first one.
+
+    Raises:
+        NotAllowed, InvalidRequest, ShardMissing, StorageUnavailable: see `list_folder`.
+    """
+    return any(True for _ in _files(root, is_wanted, _Found()))
 
 
 def stat_files(root: Root, names: Texts) -> FileTable:
@@ -109,6 +109,23 @@ def stat_files(root: Root, names: Texts) -> FileTable:
         name = names[number].decode() if len(names) else str(root.folder)
         raise file_error(name, error) from error
     return FileTable(names, found[:, 0].copy(), stamps=found[:, 1:].copy())
+
+
+def _files(
+    root: Root, is_wanted: Callable[[str], bool], found: _Found
+) -> Iterator[tuple[bytes, os.stat_result]]:
+    """The files below a folder, sorted by path; what is passed over is counted in ``found``."""
+    waiting: list[tuple[bytes, Iterator[_Entry]]] = [(b"", _entries(root, b"", is_wanted, found))]
+    while waiting:
+        folder, entries = waiting[-1]
+        for name, status in entries:
+            if status is None:
+                inner = folder + name
+                waiting.append((inner, _entries(root, inner, is_wanted, found)))
+                break
+            yield folder + name, status
+        else:
+            waiting.pop()
 
 
 def _entries(

@@ -75,9 +75,10 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
             f"or a link that leads to nothing: {_first(odd)}",
             {"path": path},
         )
-    raise ShardMissing(
-        f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path}
-    )
+    why = "nothing is there"
+    if is_folder:
+        why = "the folder has no file" + ("" if pattern == "*" else f" that matches {pattern}")
+    raise ShardMissing(f"no shard at {path}: {why}; correct the dataset's URI", {"path": path})
 
 
 def list_shards(

@@ -5,6 +5,7 @@ It is an extra, imported only if a dataset needs it.
 
 import asyncio
 import datetime
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
@@ -38,6 +39,15 @@ _PLAIN_SETTINGS = frozenset(
      "imdsv1_fallback")
 )  # fmt: skip
 
+# Where obstore looks for an endpoint that the settings do not name.
+_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINT_VARIABLES = {
+    "s3": _S3_ENDPOINTS,
+    "s3a": _S3_ENDPOINTS,
+    "az": _AZURE_ENDPOINTS,
+    "abfs": _AZURE_ENDPOINTS,
+}
 _PAGE_OBJECTS = 1000  # the most that one answer of a listing has
 _SIGNED_FOR = datetime.timedelta(hours=1)
 
@@ -183,7 +193,8 @@ def open_objects(
     Raises:
         ConfigError: a setting is unknown, or has an invalid value.
     """
-    endpoints = endpoints_in(settings)
+    variables = [os.environ.get(name) for name in _ENDPOINT_VARIABLES.get(scheme, ())]
+    endpoints = endpoints_in(settings) or [value for value in variables if value]
     for endpoint in endpoints:
         _check_endpoint(endpoint)
     max_idle = max(1, descriptor_shares().connections // _SHARE_OF_IDLE)

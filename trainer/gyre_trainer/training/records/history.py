@@ -8,9 +8,11 @@ STEP` prints, where STEP is the step of the data's order: that of the run, and t
 own, to which the same rule applies.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -85,12 +87,30 @@ def digest(sample_ids: Sequence[int]) -> str:
     ).hexdigest()[:16]
 
 
+# Seconds that a run waits for the writer before it: the ranks of a launcher that was killed end
+# soon after it. A longer wait keeps a second run silent for longer before it is refused.
+_WRITER_ENDS_S = 10.0
+
+
 class History:
-    """The file `history.jsonl` of a run, held open by rank 0."""
+    """The file `history.jsonl` of a run, held open and locked by rank 0.
+
+    The kernel drops the lock however the process ends. On file systems without locks there is none.
+    """
 
     def __init__(self, path: Path) -> None:
-        _drop_torn_line(path)
+        """Open the file, and cut off what a killed writer left of its last line.
+
+        Raises:
+            RecordsFailed: another process writes it.
+        """
         self._file = path.open("a", encoding="utf-8")
+        try:
+            _lock(self._file.fileno(), path)
+            _drop_torn_line(path)
+        except BaseException:
+            self._file.close()
+            raise
 
     def resume_at(self, step: int) -> None:
         """Mark the earlier lines for ``step`` and later steps as belonging to lost weights."""
@@ -173,6 +193,22 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 "remove that line, or move the file away"
             )
         yield entry
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline_s = time.monotonic() + _WRITER_ENDS_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                raise RecordsFailed(
+                    f"another run goes on in {path.parent}: a process holds {path.name}; end that "
+                    "run first, or choose another `run.out`"
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return None
 
 
 def _drop_torn_line(path: Path) -> None:

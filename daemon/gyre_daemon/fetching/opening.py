@@ -1,0 +1,227 @@
+"""Opens datasets as their definitions or their jobs want them: transformed, measured, packed."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gyre_daemon.config import DatasetConfig, mixture_height
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.filtering.late import asked_of
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.fetching.made_sources import MadeSources
+from gyre_daemon.fetching.measuring.columns import ColumnReading
+from gyre_daemon.fetching.measuring.late_filters import LateFilters
+from gyre_daemon.fetching.measuring.lengths import (
+    Measured,
+    Measurer,
+    Measuring,
+    is_measured,
+    with_measured,
+)
+from gyre_daemon.fetching.measuring.verifying import EngineVerifier
+from gyre_daemon.transforms.declared import Made, TransformedDataset, Transforms
+from gyre_daemon.transforms.kept import STEP as CACHE
+from gyre_daemon.transforms.kept import KeptDataset
+
+
+class DatasetOpener:
+    """Opens datasets of a catalog, which then opens sources of mixtures and filters by it."""
+
+    def __init__(self, catalog: Catalog, transforms: Transforms, measurer: Measurer) -> None:
+        """Open nothing yet.
+
+        Args:
+            catalog: the datasets.
+            transforms: makes datasets whose samples are transformed.
+            measurer: finds how long these samples are.
+        """
+        self._catalog = catalog
+        self._transforms = transforms
+        self._measurer = measurer
+        self._engines = EngineVerifier(transforms, measurer.threads)
+        self._sources = MadeSources(transforms, measurer.threads)
+        catalog.open_source = self._open_source
+        self._late = LateFilters(measurer.columns, self._measured_documents)
+        catalog.filter_late = self._late.of
+
+    @property
+    def measurings(self) -> list[Measuring]:
+        """What is being measured now."""
+        return self._measurer.under_way
+
+    async def made(
+        self,
+        name: str,
+        config: DatasetConfig,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> Dataset:
+        """An open dataset: its samples transformed, measured where they differ in length, packed.
+
+        Args:
+            name: of the dataset.
+            config: its definition.
+            tables: the transforms; the samples are as they are stored if there are none.
+            by_client: whether a client declared them.
+
+        Raises:
+            GyreError: as `Catalog.open`, `Transforms.apply` and `Measurer.measured`.
+        """
+        if not tables:
+            return await self._catalog.open(name, config)
+        dataset = await self._transformed(name, config, tables, by_client=by_client)
+        pack = config.pack
+        made = [spec.name for spec in dataset.fields[: dataset.num_made] if spec.ragged]
+        if pack and pack.field not in made:
+            there = ", ".join(made) or "none"
+            raise InvalidRequest(
+                f"`pack` names the field {pack.field!r:.100}, which the transforms do not make; of "
+                f"those whose samples differ in length they make {there}; name one of these, or "
+                "leave the transforms out"
+            )
+        dataset = await self._measured(dataset, config)
+        return await self._catalog.packed(dataset, pack) if pack else dataset
+
+    async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
+        """An open source of a mixture, as its own transforms make it.
+
+        Raises:
+            GyreError: as `open_dataset` and `MadeSources.of`.
+        """
+        if not config.transforms:
+            return await self._catalog.open(name, config)
+        dataset = await self._transformed(name, config, config.transforms, by_client=False)
+        measured = await self._measured(dataset, config)
+        return self._sources.of(name, measured, mixture_height(config, self._catalog.datasets))
+
+    async def _measured_documents(
+        self, config: DatasetConfig, documents: Dataset
+    ) -> TransformedDataset:
+        """A dataset without the filter of its definition, with its transforms, measured."""
+        dataset = await self._documents_to_filter(config, documents)
+        return await self._measurer.measured(dataset, config)
+
+    async def _documents_to_filter(
+        self, config: DatasetConfig, documents: Dataset
+    ) -> TransformedDataset:
+        tables = [each for each in config.transforms if each["name"] != CACHE]
+        dataset = await self._fastest(config, documents, tables, by_client=False)
+        assert isinstance(dataset, TransformedDataset)
+        return dataset
+
+    async def _measured(self, dataset: Made, config: DatasetConfig) -> Made:
+        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
+        if isinstance(dataset, KeptDataset):
+            return dataset
+        return await self._measured_chain(dataset, config)
+
+    async def _measured_chain(
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+    ) -> TransformedDataset:
+        """See `Measurer.measured`; a filter may have measured the samples already."""
+        lengths = self._late.lengths_of(dataset)
+        if lengths is None:
+            return await self._measurer.measured(dataset, config, keeps=keeps)
+        return with_measured(dataset, config, Measured(lengths, []))
+
+    async def reading(self, name: str, config: DatasetConfig) -> AsyncIterator[ColumnReading]:
+        """Read the columns that the filter of a dataset compares; they wait for it in memory.
+
+        Nothing is yielded where it compares none that the index does not know.
+
+        Raises:
+            GyreError: as `LateFilters.of`.
+        """
+        stored = await self._catalog.stored(name, config)
+        async for reading in self._late.reading(config, stored):
+            yield reading
+
+    async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
+        """Measure the samples of a dataset under the transforms of its definition.
+
+        Nothing is yielded where these need no measuring.
+
+        Raises:
+            GyreError: as `open_dataset`.
+        """
+        if not config.transforms:
+            return
+        stored = await self._catalog.stored(name, config)
+        if asked_of(config.filter, stored.fields).lengths:  # the filter waits for them
+            filtered = await self._documents_to_filter(config, stored)
+            async for measuring in self._progress(filtered, config):
+                yield measuring
+            return
+        documents = await self._catalog.open(name, replace(config, pack=None))
+        before = await self._transforms.before_cache(documents, config.transforms)
+        if before and _must_be_ready(*before):
+            prefix = await self._engines.fastest(before[0])
+            async for measuring in self._progress(prefix, config, keeps=True):
+                if measuring.is_over:  # what is held becomes records
+                    await self._fastest(config, documents, config.transforms, by_client=False)
+                yield measuring
+        dataset = await self._fastest(config, documents, config.transforms, by_client=False)
+        if isinstance(dataset, TransformedDataset):
+            async for measuring in self._progress(dataset, config):
+                yield measuring
+
+    async def _progress(
+        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+    ) -> AsyncIterator[Measuring]:
+        if is_measured(dataset, config):
+            async for measuring in self._measurer.progress(dataset, config, keeps=keeps):
+                yield measuring
+
+    async def _transformed(
+        self,
+        name: str,
+        config: DatasetConfig,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> Made:
+        documents = await self._catalog.open(name, replace(config, pack=None))
+        return await self._fastest(config, documents, tables, by_client=by_client)
+
+    async def _fastest(
+        self,
+        config: DatasetConfig,
+        documents: Dataset,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> Made:
+        ready = partial(self._ready, config)
+        dataset = await self._transforms.apply(
+            documents,
+            tables,
+            ready,
+            by_client=by_client,
+            height=mixture_height(config, self._catalog.datasets),
+        )
+        if isinstance(dataset, KeptDataset):
+            return dataset
+        return await self._engines.fastest(dataset)
+
+    async def _ready(
+        self,
+        config: DatasetConfig,
+        prefix: TransformedDataset,
+        is_last: bool,
+    ) -> TransformedDataset:
+        """What transforms before `cache` make, by their engine, and measured; see `Ready`."""
+        prefix = await self._engines.fastest(prefix)
+        if _must_be_ready(prefix, is_last):
+            return await self._measured_chain(prefix, config, keeps=True)
+        return prefix
+
+
+def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
+    """Whether what is before `cache` is measured by itself.
+
+    Records of one size are tried by the transforms behind them, if there are any.
+    """
+    return is_last or bool(prefix.made_ragged)
