@@ -247,11 +247,12 @@ class Way:
     policy: RotationPolicy = KEPT
     families: tuple[str, ...] = tuple(FAMILIES)
     num_heads: int = 6
+    use_cache: bool = False
 
     def sizes(self, family: str) -> dict[str, int]:
         if family == "MPT":
             return {"n_heads": self.num_heads, "d_model": 4 * self.num_heads}
-        return {"num_heads": self.num_heads}
+        return {"num_heads": self.num_heads, "use_cache": self.use_cache}
 
 
 def off(way: Way) -> dict[str, float]:
@@ -281,11 +282,13 @@ COMPILED = RotationPolicy(recompute=True, compiler="aot_eager")
     [
         (2, Way(KEPT, UNPACKED)),
         (3, Way(RECOMPUTED)),
+        (2, Way(RECOMPUTED, UNPACKED, use_cache=True)),  # the library's default
         *(
             pytest.param(*each, marks=MODELS)
             for each in (
                 (2, Way(RECOMPUTED)),
                 (3, Way(KEPT, UNPACKED)),
+                (3, Way(KEPT, UNPACKED, use_cache=True)),
                 (3, Way(LAYERS)),
                 (2, Way(RECOMPUTED, num_heads=5)),
                 (4, Way(RECOMPUTED, num_heads=5)),
