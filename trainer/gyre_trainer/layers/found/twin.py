@@ -14,6 +14,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
+    batched_arguments,
     other_arguments,
     outputs_of,
     parameters_of,
@@ -29,7 +30,7 @@ from gyre_trainer.layers.projections import (
     owner_of,
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
-from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
+from gyre_trainer.rotation.backward.module_attributes import BeforeCall, has_tensor
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, swapped
 from gyre_trainer.shards.layout import Layout
 
@@ -96,7 +97,8 @@ class Twin:
         others = other_arguments(twin)
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
             found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))
-            rule = replace(rule, by_heads=tuple(found))
+            batched = tuple(batched_arguments(twin, arguments, found))
+            rule = replace(rule, by_heads=tuple(found), batched=batched)
             required = {each.name for each in parameters_of(twin) if each.default is each.empty}
             arguments |= {name: found.pop(name) for name in tuple(found) if name in required}
             others |= found
@@ -148,16 +150,25 @@ class Twin:
         """The whole module's outputs; None where it cannot be called like this.
 
         Raises:
-            TypeError: it keeps a tensor as an attribute. Others may read that, and it would be that
-                of one slice.
+            TypeError: it keeps a tensor as an attribute, or counts its calls. Others may read the
+                tensor, which would be that of one slice, and slices would count as calls.
         """
         if call not in self.expected:
             self.module.train(call.training)
-            written = written_by(self.module)
+            before = BeforeCall(self.module)
             self.expected[call] = outputs_of(self.module, self._arguments(call))
-            if (name := tensor_among(written())) is not None:
-                raise TypeError(f"keeps a tensor as {name}")
+            names = [place.name for place, _ in before.changes() if has_tensor(place.value)]
+            if names or before.overwritten():
+                raise TypeError(f"keeps a tensor as {(*names, before.overwritten())[0]}")
+            if before.counts() and self._counts_again(call):
+                raise TypeError("counts its calls")
         return self.expected[call]
+
+    def _counts_again(self, call: _Call) -> bool:
+        """Whether another call changes numbers, or contents, once more."""
+        before = BeforeCall(self.module)
+        outputs_of(self.module, self._arguments(call))
+        return before.counts()
 
     def _fits(self, call: _Call) -> bool:
         """Whether they do in one call, and without random numbers."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
-from gyre_trainer.rotation.backward.module_attributes import as_before, written_by
+from gyre_trainer.rotation.backward.module_attributes import BeforeCall, as_before
 from gyre_trainer.rotation.backward.recomputation import recomputation_of
 from gyre_trainer.rotation.backward.weighted_sums import are_added_up
 from gyre_trainer.rotation.call import is_constant
@@ -134,7 +134,7 @@ class _Call:
         tensors = list(self._tensors)
         written = [*tensors, *self._module.buffers()]
         versions = [each._version for each in written]
-        attributes_written = written_by(self._module)
+        before = BeforeCall(self._module)
         output = checkpoint(
             self._compute,
             torch.empty(0, device=self._device),  # tells whose random numbers are drawn
@@ -143,11 +143,13 @@ class _Call:
             # which tensor is the last that backward needs depends on a rank's tokens
             early_stop=not self._module.has_experts,
         )
-        self._written = attributes_written()
-        if versions != [each._version for each in written]:
+        self._written = before.changes()
+        overwritten = before.overwritten()
+        if overwritten is not None or versions != [each._version for each in written]:
+            what = f"its attribute {overwritten}" if overwritten else "a buffer of its own"
             raise RotationError(
                 f"{path_of(self._module)} ({own_class(self._module).__name__}) writes to an "
-                "argument or to a buffer of its own, so backward cannot compute it again; take "
+                f"argument or to {what}, so backward cannot compute it again; take "
                 "RotationPolicy(recompute_parts=False), without recompute_layers"
             )
         others = [
