@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.errors import RotationError
@@ -173,11 +174,10 @@ def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) ->
 
 
 def _mesh_of(experts: nn.Module) -> DeviceMesh:
-    return next(
-        each.rotation.sharded.parameters[0].device_mesh  # type: ignore[attr-defined]
-        for each in experts.modules()
-        if isinstance(each, RotatedModule)
-    )
+    rotated = next(each for each in experts.modules() if isinstance(each, RotatedModule))
+    parameter = rotated.rotation.sharded.parameters[0]
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh
 
 
 def _others(module: nn.Module, experts: nn.ModuleList) -> Iterator[nn.Module]:

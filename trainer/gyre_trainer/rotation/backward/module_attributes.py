@@ -26,7 +26,10 @@ _CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
 class Place(Protocol):
     """Where a module keeps a value."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """That of the attribute."""
+        ...
 
     @property
     def value(self) -> Any:
