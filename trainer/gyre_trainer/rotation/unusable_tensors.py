@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.errors import RotationError
@@ -40,6 +41,7 @@ class UnusableTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _ALLOWED:
-            return super().__torch_function__(func, types, args, kwargs)
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         raise RotationError(next(leaf.refusal for leaf in leaves if isinstance(leaf, cls)))
