@@ -1,5 +1,6 @@
 """Ranks without tokens for any expert call the same modules in the same order as others."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -43,7 +44,7 @@ class Layer(nn.Module):
             rows = torch.arange(number, len(x), 2)[: None if is_routed else 0]
             if len(rows):
                 total.index_add_(0, rows, expert(x[rows]) * scores[rows, number, None])
-        output: Tensor = x + total + self.shared_expert(x)
+        output: Tensor = x * scores + total + self.shared_expert(x)
         return output
 
 
@@ -64,7 +65,7 @@ def step(model: nn.Module, number: int, rank: int, routed: tuple[bool, ...]) -> 
     model(x, routed[rank]).sin().sum().backward()
 
 
-def distance(steps: list[tuple[bool, ...]], policy: RotationPolicy) -> float:
+def distance(steps: Sequence[tuple[bool, ...]], policy: RotationPolicy) -> float:
     """How far gradients of some steps are from one process's; which ranks route tokens in each."""
     plain, model = Layers().double(), Layers().double()
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):

@@ -1,7 +1,7 @@
 """Tensors of which only the shape, the dtype and the device may be asked for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class UnusableTensor(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, refusal: str) -> "UnusableTensor":
         """One of the form of ``tensor``; ``refusal`` is the text of the `RotationError`."""
-        unusable = cast("UnusableTensor", tensor.detach().as_subclass(cls))
+        unusable = tensor.detach().as_subclass(cls)
         unusable.refusal = refusal
         return unusable
 
