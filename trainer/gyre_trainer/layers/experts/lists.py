@@ -41,6 +41,7 @@ class _Calls:
         self._owner = owner
         self._no_tokens: Tensor | None = None  # outside of a forward
         self._next = 0
+        self._without_tokens = False  # while the experts that are left are called
         self._outputs: list[Tensor] = []
 
     @property
@@ -64,7 +65,7 @@ class _Calls:
         return copied
 
     def begin(self, no_tokens: Tensor) -> None:
-        self._no_tokens, self._next = no_tokens, 0
+        self._no_tokens, self._next, self._without_tokens = no_tokens, 0, False
 
     def before(self, index: int) -> None:
         """Call the experts between the last one and ``index``, which is called now."""
@@ -75,7 +76,7 @@ class _Calls:
                 f"{self._owner} calls expert {index} after expert {self._next - 1}; "
                 "experts that rotate must be called in the order of their list, each at most once"
             )
-        if not self._next:
+        if not self._next and not self._without_tokens:
             self._order.expert_comes()
         self._call_up_to(index)
         self._next = index + 1
@@ -101,12 +102,14 @@ class _Calls:
         self._outputs = []
 
     def _call_up_to(self, index: int) -> None:
+        self._without_tokens = True
         for missing in range(self._next, index):
             expert = self._experts[missing]()
             assert expert is not None
             output = expert(self._no_tokens)
             self._outputs += [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
             self._next = missing + 1
+        self._without_tokens = False
 
 
 class CallsEveryExpert:
