@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,25 @@ class Mixed(nn.Module):
         return output
 
 
+class OfBatch(Biased):
+    """Attention that takes a bias of all heads, or with three dims one of each row of the batch."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Any:  # type: ignore[override]
+        if bias is not None and bias.ndim == 3:
+            bias = bias.unsqueeze(1)
+        output, _, weights = super().forward(x, bias)
+        return output, weights
+
+
+def of_batch(num_heads: int, shape: tuple[int, ...]) -> Case:
+    """With as many heads as rows of a rank's batch."""
+    module = OfBatch(num_heads)
+    module.table.requires_grad_(False)  # no gradient comes to it
+    rule = replace(rule_of(num_heads), by_heads=("bias",), batched=("bias",))
+    args = torch.randn(12, TIME, 8), torch.randn(12, *shape, TIME, TIME)
+    return Case(module, args, rule=rule, num_examined=2)
+
+
 def rule_of(num_heads: int) -> AttentionRule:
     return AttentionRule(
         num_heads, counts=("num_heads",), by_heads=("bias", "scale"), tables=("table",)
@@ -101,6 +120,9 @@ def cases(num_ranks: int) -> dict[str, Callable[[], Case]]:
         found[f"own, {num_heads}"] = partial(own, num_heads)
         found[f"given, {num_heads}"] = partial(given, num_heads, by_name=False)
         found[f"scaled, {num_heads}"] = partial(given, num_heads, by_name=True)
+    rows = 12 // num_ranks
+    found["of the batch"] = partial(of_batch, rows, ())
+    found["of the batch and all heads"] = partial(of_batch, rows, (rows,))
     return found
 
 
@@ -118,7 +140,14 @@ def test_arguments_by_heads_are_found_by_their_effect() -> None:
     assert isinstance(rule, AttentionRule)
     assert rule.by_heads == ("bias", "scale")
     assert rule.tables == ("table",)
+    assert rule.batched == ()
     assert find_rule(Mixed(), 2) is None
+
+
+def test_a_bias_of_three_dims_may_have_the_batch_in_front() -> None:
+    rule = find_rule(OfBatch(4), 4)
+    assert isinstance(rule, AttentionRule)
+    assert rule.by_heads == rule.batched == ("bias",)
 
 
 def passed_and_refused() -> tuple[bool, str]:
@@ -247,11 +276,12 @@ class Way:
     policy: RotationPolicy = KEPT
     families: tuple[str, ...] = tuple(FAMILIES)
     num_heads: int = 6
+    use_cache: bool = False
 
     def sizes(self, family: str) -> dict[str, int]:
         if family == "MPT":
             return {"n_heads": self.num_heads, "d_model": 4 * self.num_heads}
-        return {"num_heads": self.num_heads}
+        return {"num_heads": self.num_heads, "use_cache": self.use_cache}
 
 
 def off(way: Way) -> dict[str, float]:
@@ -281,11 +311,13 @@ COMPILED = RotationPolicy(recompute=True, compiler="aot_eager")
     [
         (2, Way(KEPT, UNPACKED)),
         (3, Way(RECOMPUTED)),
+        (2, Way(RECOMPUTED, UNPACKED, use_cache=True)),  # the library's default
         *(
             pytest.param(*each, marks=MODELS)
             for each in (
                 (2, Way(RECOMPUTED)),
                 (3, Way(KEPT, UNPACKED)),
+                (3, Way(KEPT, UNPACKED, use_cache=True)),
                 (3, Way(LAYERS)),
                 (2, Way(RECOMPUTED, num_heads=5)),
                 (4, Way(RECOMPUTED, num_heads=5)),

@@ -32,6 +32,17 @@ _WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+# What a layer adds to its input: it reads the experts' outputs where no gradient goes through.
+_READS: dict[str, Callable[[Tensor], Any]] = {
+    "detached": lambda total: total.detach().square().mean(),
+    "as data": lambda total: total.data.amax(),
+    "as a number": lambda total: total.mean().item(),
+    "compared": lambda total: (total > 0).double().mean(),
+    "in a branch": lambda total: 0.1 if total.sum() > 0 else 0.7,
+    "without gradients": torch.no_grad()(torch.mean),
+}
+
+
 class Layer(nn.Module):
     """Experts of which the outputs are used in some way before the layer ends."""
 
@@ -45,7 +56,7 @@ class Layer(nn.Module):
         total = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             rows = torch.arange(number, len(x), 2)
-            output = expert(x[rows])
+            output = expert(x[rows - len(x) if self.way == "from the end" else rows])
             weight = x[rows].mean(-1, keepdim=True)
             if self.way == "twice":
                 total.index_add_(0, rows, output.tanh())
@@ -56,9 +67,15 @@ class Layer(nn.Module):
             if self.way in _WRITES:
                 _WRITES[self.way](output)
             weighted = output * weight
+            if self.way == "hooked":
+                output.register_hook(torch.neg)
             if self.way == "afterwards":
                 weighted = weighted + output.tanh()
             total.index_add_(0, rows, weighted)
+        if self.way == "read and written":
+            total[rows] = total[rows] + weighted
+        if self.way in _READS:
+            x = (x * (1 + _READS[self.way](total))).sin()
         return x + (self.norm(total) if self.way == "normed" else total)
 
 
@@ -110,6 +127,9 @@ def layers_off(way: str, policy: RotationPolicy = LAYERS) -> tuple[float, list[A
         ("twice", True),
         ("read by keywords", True),
         ("read in a list", True),
+        ("from the end", False),
+        ("read and written", False),
+        *((way, True) for way in _READS),
     ],
 )
 def test_other_uses_of_outputs_are_exact(ranks: StartRanks, way: str, keeps: bool) -> None:
@@ -130,6 +150,12 @@ def refusal(way: str) -> str:
     with pytest.raises(RotationError) as caught:
         layers_off(way)
     return str(caught.value)
+
+
+def test_a_hook_after_the_weights_is_refused(ranks: StartRanks) -> None:
+    """Nothing would call it: the gradient of the output alone is not computed."""
+    for message in ranks(2).run(refusal, "hooked"):
+        assert "a hook is registered for the gradient of what an expert returned" in message
 
 
 def test_a_use_after_the_weights_is_refused(ranks: StartRanks) -> None:

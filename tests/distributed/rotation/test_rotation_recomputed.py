@@ -9,7 +9,8 @@ import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
 from gyre_trainer.training.models.gpt import Block, GPTConfig
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 BATCH, TIME, DIM = 6, 5, 24
+RULE = MLPRule(ups=("up",), down="down")
 STREAM_BYTES = BATCH * TIME * DIM * 4
 CONFIG = GPTConfig(8, 1, DIM, 6, 6, 36, TIME, norm="layer")
 
@@ -259,3 +261,32 @@ def errors_of_inputs_that_changed() -> list[str]:
 def test_an_input_that_changed_since_forward_is_an_error(ranks: StartRanks) -> None:
     for found in ranks(2).run(errors_of_inputs_that_changed):
         assert ["modified by an inplace operation" in error for error in found] == [True, True]
+
+
+class Shifted(MLP):
+    """An MLP that is called with a tensor that takes no gradient."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift)
+
+
+def told_of_a_written_input() -> list[str]:
+    found = []
+    for recomputes in (True, False):
+        model = nn.ModuleList([Shifted(DIM, 36)])
+        policy = RotationPolicy(recompute=recomputes)
+        rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules={Shifted: RULE})
+        shift = torch.ones(DIM)
+        loss = model[0](torch.randn(BATCH, TIME, DIM, requires_grad=True), shift).square().mean()
+        shift.mul_(2)
+        try:
+            loss.backward()
+        except RotationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_input_without_gradient_that_changed_is_an_error(ranks: StartRanks) -> None:
+    """Without recomputation the graph does not need it."""
+    for (told,) in ranks(2).run(told_of_a_written_input):
+        assert "RotatedShifted was called with was written to before its backward" in told

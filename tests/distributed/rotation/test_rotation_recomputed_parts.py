@@ -210,6 +210,50 @@ class Normalised(Part):
         return super().forward(self.norm(x), scales)
 
 
+class Overwrites(Part):
+    """Writes to a tensor that is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"of calls": torch.ones(DIM)}
+
+    def forward(self, x: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        y = super().forward(x * self.state["of calls"], scales)
+        self.state["of calls"].mul_(0.5)
+        return y
+
+
+class Appends(Part):
+    """Reads and changes a list and a dict that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.kept: dict[str, list[Tensor]] = {"means": []}
+
+    def forward(self, x: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        x = x * (1 + len(self.seen)) + sum(mean for mean in self.kept["means"])
+        self.seen.append(1.0)
+        self.kept["means"].append(x.detach().mean())
+        return super().forward(x, scales)
+
+
+def off_with_contents() -> tuple[bool, list[int]]:
+    """Whether gradients are those without recomputation, and how much the parts have kept."""
+    grads, lengths = [], []
+    for recomputes in (False, True):
+        model = made(Appends, RotationPolicy(recompute=True, recompute_parts=recomputes))
+        grads.append(step(model)[0])
+        lengths += [len(part.seen) + len(part.kept["means"]) for part in model.parts]
+    return all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0]), lengths
+
+
+def test_lists_and_dicts_have_their_contents_of_before_the_call(ranks: StartRanks) -> None:
+    for same, lengths in ranks(2).run(off_with_contents):
+        assert same
+        assert lengths == [8, 4, 8, 4]
+
+
 class TakesObject(Part):
     """Takes an object that it may change."""
 
@@ -225,7 +269,7 @@ class Seen:
 
 def refusals() -> list[str]:
     found = []
-    for part in (Counts, WritesToArgument):
+    for part in (Counts, WritesToArgument, Overwrites):
         model = made(part, POLICY)
         try:
             model(inputs())
@@ -236,8 +280,9 @@ def refusals() -> list[str]:
 
 
 def test_parts_that_write_to_what_they_read_are_refused_by_name(ranks: StartRanks) -> None:
-    for counts, writes in ranks(2).run(refusals):
-        for message, name in ((counts, "Counts"), (writes, "WritesToArgument")):
+    for messages in ranks(2).run(refusals):
+        names = "Counts", "WritesToArgument", "Overwrites"
+        for message, name in zip(messages, names, strict=True):
             assert f"parts.0 ({name}) writes to" in message
             assert "recompute_parts=False" in message
 

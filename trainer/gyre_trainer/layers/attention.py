@@ -193,6 +193,8 @@ class AttentionRule(Rule):
         groups: numbers that it reads and that say how many query heads a key/value head serves.
         by_heads: names of the forward's parameters that may have a tensor of all query heads in dim
             -3, such as a bias of positions: a slice is given that of its own heads.
+        batched: those of them of which a tensor with three dims has the batch in dim -3, and is the
+            same for all heads.
         tables: names of embeddings inside that have a column for each query head, from which the
             forward makes such a bias.
         drops_out: whether the forward may drop out, by modules or functions: its input before all
@@ -213,6 +215,7 @@ class AttentionRule(Rule):
     kv_counts: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     by_heads: tuple[str, ...] = ()
+    batched: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     drops_out: bool = False
     core: str = ""
@@ -224,7 +227,8 @@ class AttentionRule(Rule):
 
     def argument_cut(self, name: str, shape: Sequence[int], layout: Layout) -> ArgumentCut | None:
         """By query heads; None where the tensor is the same for all heads."""
-        if len(shape) < -_HEADS or shape[_HEADS] == 1:
+        of_batch = name in self.batched and len(shape) == -_HEADS
+        if len(shape) < -_HEADS or shape[_HEADS] == 1 or of_batch:
             return None
         num_heads = self.num_heads(layout.cuts)
         if shape[_HEADS] != num_heads:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.unusable_tensors import UnusableTensor
 
 # The library's classes of layers that make new keys and values at each update, and of those that
 # write into what they have. What others keep is not known.
@@ -59,9 +60,26 @@ class SharedLayers:
         if of_slice.keys is not None and of_slice.keys.numel():
             of_slice.keys = self._heads(of_slice.keys, index)
             of_slice.values = self._heads(of_slice.values, index)
+            if self._would_lose_grads(self._before[place]):
+                self._close(of_slice)
             if _is_in_place(of_slice):
                 of_slice.keys, of_slice.values = of_slice.keys.clone(), of_slice.values.clone()
         return of_slice
+
+    def _would_lose_grads(self, layer: Any) -> bool:
+        """Whether gradients would have to flow into what the layer has, which they cannot."""
+        return self._takes_grads and (layer.keys.requires_grad or layer.values.requires_grad)
+
+    def _close(self, layer: Any) -> None:
+        """Let a layer tell the length of its keys and values, and refuse any use of them."""
+        refusal = (
+            f"{self._name} is called with gradients and with a {type(self._cache).__name__} "
+            "that was filled with gradients, which cannot flow back into it; call the model "
+            "once for all tokens, or fill the cache under torch.no_grad(), or let the layers "
+            "inside rotate one by one (find_blocks=False, and no rule for the module)"
+        )
+        layer.keys = UnusableTensor.of(layer.keys, refusal)
+        layer.values = UnusableTensor.of(layer.values, refusal)
 
     def _heads(self, tensor: Tensor, index: int) -> Tensor:
         num_heads, rest = divmod(tensor.shape[_HEADS], self._num_parts)
@@ -78,7 +96,7 @@ class SharedLayers:
         return torch.cat([first, *others], _HEADS) if others else first
 
     def require_known(self, layer: Any) -> None:
-        """Refuse a layer that keeps something else, or into which gradients would have to flow."""
+        """Refuse a layer that keeps something else, or is overwritten in a call with gradients."""
         kind = type(layer).__name__
         library = sys.modules["transformers.cache_utils"]
         known = type(layer) is getattr(library, kind, None)
@@ -87,14 +105,6 @@ class SharedLayers:
         if self._recorded and _is_in_place(layer):
             why = f"a {kind} is overwritten, and the call has gradients (torch.no_grad() has none)"
             raise refused(self._cache, self._name, why)
-        filled = [each for each in (layer.keys, layer.values) if each is not None]
-        if self._takes_grads and any(each.requires_grad for each in filled):
-            raise RotationError(
-                f"{self._name} is called with gradients and with a {type(self._cache).__name__} "
-                "that was filled with gradients, which cannot flow back into it; call the model "
-                "once for all tokens, or fill the cache under torch.no_grad(), or let the layers "
-                "inside rotate one by one (find_blocks=False, and no rule for the module)"
-            )
 
     def merge(self, by_slice: Sequence["LayersOfSlice"]) -> None:
         """Give the caller's layers what those of all slices have, in the order of the slices."""
@@ -165,8 +175,8 @@ class LayersOfSlice(Sequence[Any]):
         self._length += 1
 
     def used(self) -> list[Any]:
-        """The layers that were asked for, or were added."""
-        return [layer for layer, _ in self._copied.values()]
+        """The layers that were asked for, or were added, in the order of the cache."""
+        return [layer for _, (layer, _) in sorted(self._copied.items(), key=lambda each: each[0])]
 
     def changed(self) -> Iterable[int]:
         """The places of the layers that have been updated."""

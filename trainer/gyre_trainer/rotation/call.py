@@ -89,6 +89,28 @@ class ComputedSlice:
     inputs: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _KeptInput:
+    """An input that is kept until backward; no autograd function that checks its version saves it.
+
+    Attributes:
+        tensor: the input.
+        version: what it was after the call; None where torch does not count it.
+    """
+
+    tensor: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_KeptInput":
+        return cls(tensor, None if tensor.is_inference() else tensor._version)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written to it."""
+        return self.version is not None and self.tensor._version != self.version
+
+
 class Call:
     """One call of a rotated module.
 
@@ -135,7 +157,7 @@ class Call:
         )
         self._autocast = autocast_of_now(rotation.sharded.flat.device)
         self._recomputations: list[Recomputation | None] = []
-        self._kept_inputs: list[Recomputation | Tensor] = []
+        self._kept_inputs: list[Recomputation | _KeptInput] = []
         self.inputs: list[Tensor] = []
         self.output_form: Form | None = None
 
@@ -214,18 +236,29 @@ class Call:
     def release_inputs(self) -> None:
         """Release the inputs that can be computed again, until `restore_inputs`."""
         self._kept_inputs = [
-            recomputation or tensor
+            recomputation or _KeptInput.of(tensor)
             for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
         ]
         self.inputs.clear()
         del self.deferred, self._defer
 
     def restore_inputs(self) -> None:
-        """Make all inputs available again."""
+        """Make all inputs available again.
+
+        Raises:
+            RotationError: one that nothing computes again was written to since the call.
+        """
+        kept = [each for each in self._kept_inputs if isinstance(each, _KeptInput)]
+        if any(each.is_changed for each in kept):
+            raise RotationError(
+                f"a tensor that {self._rotation.name} was called with was written to before its "
+                "backward, which computes the module again from it; give the module a copy "
+                "(clone()), or take RotationPolicy(recompute=False)"
+            )
         cache: dict[Any, Tensor] = {}
         self._set_inputs(
             [
-                each.compute_again(cache) if isinstance(each, Recomputation) else each
+                each.compute_again(cache) if isinstance(each, Recomputation) else each.tensor
                 for each in self._kept_inputs
             ]
         )

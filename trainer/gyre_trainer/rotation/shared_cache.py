@@ -12,7 +12,8 @@ began with before.
 
 A gradient cannot flow through the cache into the call that filled it, because a backward of that
 call takes the gradients of its outputs alone. So keys and values of a call with gradients refuse a
-backward, and no other call with gradients takes them.
+backward, and no other call with gradients may use them. It may ask for their length, as each layer
+of UMT5 asks for that of the first one.
 
 Nothing here imports the library: where a cache is, it was imported.
 """
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -35,12 +37,16 @@ def is_cache(value: Any) -> bool:
 
 
 def copies_of_caches(arguments: Any, name: str) -> Any:
-    """The arguments with a copy in place of each cache, for a trial call of the module ``name``."""
+    """The arguments with a copy in place of each cache, for a trial call of the module ``name``.
+
+    Keys and values that were filled with gradients may be used in it: the call itself refuses that.
+    """
 
     def copied(leaf: Any) -> Any:
         if not is_cache(leaf):
             return leaf
-        return SharedCache(leaf, [(0,)], name, recorded=False).of_slice(0)
+        with torch.no_grad():
+            return SharedCache(leaf, [(0,)], name, recorded=False).of_slice(0)
 
     return tree_map(copied, arguments, is_leaf=is_cache)
 

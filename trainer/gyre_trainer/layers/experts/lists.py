@@ -3,8 +3,10 @@
 Every rank must call the same modules in the same order. So a module with such a list calls the
 experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
 next chosen expert, and the last ones before another module that rotates, such as shared experts,
-or after its forward. An empty sum of their outputs is added to the module's output, so that they
-take part in backward as well, in the same order on every rank.
+or after its forward. Whether such a module follows the experts, a rank without tokens for any of
+them cannot see, so the ranks tell each other in the first forward (`call_order`). An empty sum of
+their outputs is added to the module's output, so that they take part in backward as well, in the
+same order on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +17,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.experts.call_order import CallOrder
 from gyre_trainer.layers.experts.token_rows import WatchExperts
 from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.weighted_outputs import Weighing, as_weighing
@@ -30,11 +35,13 @@ _LIST_NAME = "experts"
 class _Calls:
     """The calls of one list of experts during one forward of the module that has it."""
 
-    def __init__(self, experts: Sequence[nn.Module], owner: str) -> None:
+    def __init__(self, experts: Sequence[nn.Module], owner: str, order: CallOrder) -> None:
         self._experts = [ref(expert) for expert in experts]
+        self._order = order
         self._owner = owner
         self._no_tokens: Tensor | None = None  # outside of a forward
         self._next = 0
+        self._without_tokens = False  # while the experts that are left are called
         self._outputs: list[Tensor] = []
 
     @property
@@ -52,13 +59,13 @@ class _Calls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
         """The calls of the copied experts."""
-        copied = memo[id(self)] = _Calls([], self._owner)
+        copied = memo[id(self)] = _Calls([], self._owner, self._order.copy())
         experts = [expert() for expert in self._experts]
         copied._experts = [ref(deepcopy(each, memo)) for each in experts if each is not None]
         return copied
 
     def begin(self, no_tokens: Tensor) -> None:
-        self._no_tokens, self._next = no_tokens, 0
+        self._no_tokens, self._next, self._without_tokens = no_tokens, 0, False
 
     def before(self, index: int) -> None:
         """Call the experts between the last one and ``index``, which is called now."""
@@ -69,16 +76,22 @@ class _Calls:
                 f"{self._owner} calls expert {index} after expert {self._next - 1}; "
                 "experts that rotate must be called in the order of their list, each at most once"
             )
+        if not self._next and not self._without_tokens:
+            self._order.expert_comes()
         self._call_up_to(index)
         self._next = index + 1
 
-    def before_others(self) -> None:
-        """Call the experts that are left, if any was called, before a module after them."""
-        if self._no_tokens is not None and self._next:
+    def before_other(self, number: int) -> None:
+        """Call the experts that are left before another module, if it follows them."""
+        if self._no_tokens is None:
+            return
+        if self._order.follows(number, after_expert=self._next > 0):
             self._call_up_to(len(self._experts))
 
     def end(self) -> Tensor | None:
         """Call the experts that are left; return the empty sum of all that were called so."""
+        if not self._next:
+            self._order.forward_ends()
         self._call_up_to(len(self._experts))
         sums = [output.sum() for output in self._outputs]
         self.abandon()
@@ -89,12 +102,14 @@ class _Calls:
         self._outputs = []
 
     def _call_up_to(self, index: int) -> None:
+        self._without_tokens = True
         for missing in range(self._next, index):
             expert = self._experts[missing]()
             assert expert is not None
             output = expert(self._no_tokens)
             self._outputs += [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
             self._next = missing + 1
+        self._without_tokens = False
 
 
 class CallsEveryExpert:
@@ -108,13 +123,11 @@ class CallsEveryExpert:
         recomputed = self._expert_calls.recomputed
         if not recomputed or not torch.is_grad_enabled():
             return self._with_every_expert(*args, **kwargs)
-        now = Weighing(recomputed)
-        with as_weighing(now), WatchExperts(now):
-            output = self._with_every_expert(*args, **kwargs)
         kept = kept_outputs()
-        if kept is not None and not kept.is_replaying:
-            kept.promised_nodes += now.nodes
-        return output
+        nodes = [] if kept is None or kept.is_replaying else kept.promised_nodes
+        now = Weighing(recomputed, nodes)
+        with as_weighing(now), WatchExperts(now):
+            return self._with_every_expert(*args, **kwargs)
 
     def _with_every_expert(self, *args: Any, **kwargs: Any) -> Any:
         tokens = next(
@@ -142,13 +155,15 @@ def call_every_expert(model: nn.Module) -> None:
             if isinstance(module, CallsEveryExpert):
                 continue
             mix_in(module, CallsEveryExpert, "Whole")
-            calls = _Calls(list(experts), path or type(module).__name__)
+            others = list(_others(module, experts))
+            order = CallOrder(_mesh_of(experts), len(others))
+            calls = _Calls(list(experts), path or type(module).__name__, order)
             module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
             for index, expert in enumerate(experts):
                 # before the hook that compares the expert, a collective, so that all ranks agree
                 expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
-            for other in _others(module, experts):
-                other.register_forward_pre_hook(partial(_before_others, calls), prepend=True)
+            for number, other in enumerate(others):
+                other.register_forward_pre_hook(partial(_before_other, calls, number), prepend=True)
 
 
 @uncompiled
@@ -157,8 +172,15 @@ def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
 
 
 @uncompiled
-def _before_others(calls: _Calls, _module: nn.Module, _args: Any) -> None:
-    calls.before_others()
+def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) -> None:
+    calls.before_other(number)
+
+
+def _mesh_of(experts: nn.Module) -> DeviceMesh:
+    rotated = next(each for each in experts.modules() if isinstance(each, RotatedModule))
+    parameter = rotated.rotation.sharded.parameters[0]
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh
 
 
 def _others(module: nn.Module, experts: nn.ModuleList) -> Iterator[nn.Module]:

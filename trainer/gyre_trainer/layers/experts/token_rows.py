@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,7 @@ _PRODUCTS = frozenset(
         *(Tensor.__mul__, Tensor.__rmul__),
     )
 )
+_WATCH_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad)
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -39,6 +41,8 @@ class WatchExperts(TorchFunctionMode):
         kwargs = kwargs or {}
         if weighing() is not self._now:
             return func(*args, **kwargs)
+        if func in _WATCH_GRADIENTS:
+            self._now.require_not_weighted(args[0])
         result = None
         is_plain = torch.is_grad_enabled() and not kwargs
         if is_plain and len(args) == 2 and func in _PRODUCTS:
@@ -61,6 +65,7 @@ class WatchExperts(TorchFunctionMode):
             and tokens.ndim == 2
             and tokens.is_floating_point()
             and tokens.requires_grad
+            and tokens._version == 0  # what was written to may be again, before backward needs it
             and rows.device == tokens.device
             and len(rows) <= len(tokens)  # more are of all experts; each would take them all again
         ):
@@ -87,7 +92,8 @@ def _added(total: Tensor, dim: Any, rows: Any, source: Any) -> Tensor | None:
         and (source.dtype, source.ndim) == (total.dtype, total.ndim)
     ):
         return None
-    result: Tensor = _RowsAdded.apply(total, rows, source)  # type: ignore[no-untyped-call]
+    with DisableTorchFunction():
+        result: Tensor = _RowsAdded.apply(total, rows, source)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -108,4 +114,4 @@ class _RowsAdded(torch.autograd.Function):
 
 
 def _taken(tokens: Tensor, rows: Tensor) -> Tensor:
-    return tokens.index_select(0, rows)
+    return tokens.index_select(0, torch.where(rows < 0, rows + len(tokens), rows))

@@ -19,7 +19,9 @@ from gyre_trainer.rotation.call import may_be_returned
 
 # The twin's width; its heads are as many and as wide as the module's.
 WIDTH = 8
-_BATCH, _TIME, _SOURCE_TIME = 2, 3, 4
+# As many rows as few modules have heads: where they are equal, a tensor of the batch passes for one
+# of all heads.
+_BATCH, _TIME, _SOURCE_TIME = 7, 3, 4
 # Names that `transformers` has for arguments of attention.
 MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
 _SOURCES = "key_value_states", "encoder_hidden_states"
@@ -94,6 +96,24 @@ def arguments_by_heads(
                     found |= given
                     break
     return found
+
+
+def batched_arguments(
+    module: nn.Module, arguments: dict[str, Any], by_heads: dict[str, Tensor]
+) -> Iterator[str]:
+    """Names of ``by_heads`` under which a tensor with three dims has the batch in front, not heads.
+
+    The module takes it with as many rows as the batch has, and not with as many as there are heads.
+    """
+    with _quiet():
+        for name, tensor in by_heads.items():
+            of_heads, of_batch = (
+                _random(size, _TIME, _TIME) for size in (tensor.shape[-3], _BATCH)
+            )
+            if outputs_of(module, arguments | {name: of_heads}) is None and (
+                outputs_of(module, arguments | {name: of_batch}) is not None
+            ):
+                yield name
 
 
 def outputs_of(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor] | None:

@@ -14,6 +14,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
+    batched_arguments,
     other_arguments,
     outputs_of,
     parameters_of,
@@ -30,7 +31,7 @@ from gyre_trainer.layers.projections import (
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
-from gyre_trainer.rotation.backward.module_attributes import tensor_among, written_by
+from gyre_trainer.rotation.backward.module_attributes import BeforeCall, has_tensor
 from gyre_trainer.rotation.backward.slice_dropout import (
     Dropout,
     Masks,
@@ -108,7 +109,8 @@ class Twin:
         others = other_arguments(twin)
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
             found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))
-            rule = replace(rule, by_heads=tuple(found))
+            batched = tuple(batched_arguments(twin, arguments, found))
+            rule = replace(rule, by_heads=tuple(found), batched=batched)
             required = {each.name for each in parameters_of(twin) if each.default is each.empty}
             arguments |= {name: found.pop(name) for name in tuple(found) if name in required}
             others |= found
@@ -168,19 +170,28 @@ class Twin:
         """The whole module's outputs; None where it cannot be called like this.
 
         Raises:
-            TypeError: it keeps a tensor as an attribute. Others may read that, and it would be that
-                of one slice.
+            TypeError: it keeps a tensor as an attribute, or counts its calls. Others may read the
+                tensor, which would be that of one slice, and slices would count as calls.
         """
         if call not in self.expected:
             self.module.train(call.training)
-            written = written_by(self.module)
-            undropped = Undropped()
+            before, undropped = BeforeCall(self.module), Undropped()
             with self._dropping(undropped, call):
                 self.expected[call] = outputs_of(self.module, self._arguments(call))
             self.dropouts[call] = undropped.seen
-            if (name := tensor_among(written())) is not None:
-                raise TypeError(f"keeps a tensor as {name}")
+            names = [place.name for place, _ in before.changes() if has_tensor(place.value)]
+            if names or before.overwritten():
+                raise TypeError(f"keeps a tensor as {(*names, before.overwritten())[0]}")
+            if before.counts() and self._counts_again(call):
+                raise TypeError("counts its calls")
         return self.expected[call]
+
+    def _counts_again(self, call: _Call) -> bool:
+        """Whether another call changes numbers, or contents, once more."""
+        before = BeforeCall(self.module)
+        with self._dropping(Undropped(), call):
+            outputs_of(self.module, self._arguments(call))
+        return before.counts()
 
     def _dropping(self, undropped: Undropped, call: _Call) -> AbstractContextManager[object]:
         """A context in which the whole module drops nothing in training, and tells what it would.

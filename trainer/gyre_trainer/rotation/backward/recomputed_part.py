@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.backward.expert_reads import WatchReads
 from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
-from gyre_trainer.rotation.backward.module_attributes import as_before, written_by
+from gyre_trainer.rotation.backward.module_attributes import BeforeCall, as_before
 from gyre_trainer.rotation.backward.recomputation import recomputation_of
 from gyre_trainer.rotation.backward.weighted_sums import are_added_up
 from gyre_trainer.rotation.call import is_constant
@@ -127,6 +128,7 @@ class _Call:
         self._kept = KeptOutputs(
             self._device, keeps=keeps_outputs, keeps_promised=self._keeps_experts is not False
         )
+        self._reads_experts = False
         self._written: list[Any] = []  # attributes, with the values that the forward found
 
     def run(self) -> Any:
@@ -134,7 +136,7 @@ class _Call:
         tensors = list(self._tensors)
         written = [*tensors, *self._module.buffers()]
         versions = [each._version for each in written]
-        attributes_written = written_by(self._module)
+        before = BeforeCall(self._module)
         output = checkpoint(
             self._compute,
             torch.empty(0, device=self._device),  # tells whose random numbers are drawn
@@ -143,11 +145,13 @@ class _Call:
             # which tensor is the last that backward needs depends on a rank's tokens
             early_stop=not self._module.has_experts,
         )
-        self._written = attributes_written()
-        if versions != [each._version for each in written]:
+        self._written = before.changes()
+        overwritten = before.overwritten()
+        if overwritten is not None or versions != [each._version for each in written]:
+            what = f"its attribute {overwritten}" if overwritten else "a buffer of its own"
             raise RotationError(
                 f"{path_of(self._module)} ({own_class(self._module).__name__}) writes to an "
-                "argument or to a buffer of its own, so backward cannot compute it again; take "
+                f"argument or to {what}, so backward cannot compute it again; take "
                 "RotationPolicy(recompute_parts=False), without recompute_layers"
             )
         others = [
@@ -166,7 +170,7 @@ class _Call:
         nodes = self._kept.promised_nodes
         if not nodes or self._keeps_experts:
             return bool(nodes)
-        needs = not are_added_up(returned, nodes, inputs)
+        needs = self._reads_experts or not are_added_up(returned, nodes, inputs)
         if needs and self._keeps_experts is False:
             raise RotationError(
                 f"{path_of(module)} ({own_class(module).__name__}) uses what its experts return in "
@@ -184,7 +188,12 @@ class _Call:
             with _in_place(self._parameters), as_before(self._written):
                 return self._forward_of(self._inputs_again())
         tensors, self._tensors = self._tensors, []
-        return self._forward_of(tensors)
+        if not self._module.has_experts:
+            return self._forward_of(tensors)
+        with WatchReads(self._kept.promised_nodes, tensors) as reads:
+            output = self._forward_of(tensors)
+        self._reads_experts = reads.found
+        return output
 
     def _forward_of(self, tensors: Iterable[Tensor]) -> Any:
         args, kwargs = self._arguments.call(self._arguments.leaves, tensors)

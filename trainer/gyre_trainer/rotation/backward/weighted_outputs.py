@@ -19,11 +19,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.autograd.function import once_differentiable
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.recomputation import Recomputation, recomputable
 
 
@@ -94,6 +97,7 @@ class Weighing:
     owners: Collection[object]
     nodes: list[Any] = field(default_factory=list)
     _last: _Output | None = None
+    _weighted: list["ref[Tensor]"] = field(default_factory=list)
 
     def note(
         self, outputs: Sequence[Tensor], ring_pass: _Pass | None, inputs: Sequence[Tensor]
@@ -111,6 +115,19 @@ class Weighing:
         if last is not None and any(each is last.tensor for each in values):
             self._last = None
 
+    def require_not_weighted(self, tensor: Tensor) -> None:
+        """Refuse to watch the gradient of an output that was weighted: it has none.
+
+        Raises:
+            RotationError: ``tensor`` is such an output.
+        """
+        if any(weighted() is tensor for weighted in self._weighted):
+            raise RotationError(
+                "a hook is registered for the gradient of what an expert returned, or retain_grad, "
+                "after it was multiplied by weights; do it before, or take "
+                "RotationPolicy(recompute=False)"
+            )
+
     def weighted(self, one: Any, other: Any) -> Tensor | None:
         """The product of the last output and its weights; None where they are something else."""
         last = self._last
@@ -122,10 +139,12 @@ class Weighing:
         self._last = None
         if last.is_changed or not _are_weights(weight, last.tensor):
             return None
+        self._weighted.append(ref(last.tensor))
         weight, again = recomputable(weight)
-        result: Tensor = _Weighted.apply(  # type: ignore[no-untyped-call]
-            last.ring_pass, again, last.tensor.detach(), weight, *last.inputs
-        )
+        with DisableTorchFunction():  # it is not the layer that reads the output
+            result: Tensor = _Weighted.apply(  # type: ignore[no-untyped-call]
+                last.ring_pass, again, last.tensor.detach(), weight, *last.inputs
+            )
         self.nodes.append(result.grad_fn)
         return result
 

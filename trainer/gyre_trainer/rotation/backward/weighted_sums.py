@@ -1,6 +1,6 @@
 """Whether backward needs what experts returned, as the graph of a forward tells."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,23 +27,47 @@ def are_added_up(
     That is so where they only go through nodes that save no values, and none of them depends on
     another one.
     """
-    experts = set(nodes)
-    reaches = {each.grad_fn: False for each in inputs if each.grad_fn is not None}
-    pending = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    while pending:
-        node = pending[-1]
-        unknown = [each for each in _before(node) if each not in reaches]
-        if node not in reaches and unknown:
-            pending += unknown
-            continue
-        pending.pop()
-        if node in reaches:
-            continue
-        depends = any(reaches[each] for each in _before(node))
-        if depends and (node in experts or node.name() not in _SAVE_NO_VALUES):
+    dependence = Dependence(inputs)
+    for output in outputs:
+        dependence.depends(output.grad_fn, nodes)
+    return not dependence.is_saved
+
+
+class Dependence:
+    """Which nodes of a growing graph depend on some of its nodes.
+
+    Attributes:
+        is_saved: whether a node was seen that depends on one of them and may save values.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        """``inputs`` end the search: nothing before them depends on the nodes."""
+        self.is_saved = False
+        self._reaches = {each.grad_fn: False for each in inputs if each.grad_fn is not None}
+        self._known: set[Any] = set()
+
+    def depends(self, node: Any, on: Collection[Any]) -> bool:
+        """Whether ``node`` is one of ``on``, which may grow, or depends on one."""
+        if node is None:
             return False
-        reaches[node] = depends or node in experts
-    return True
+        if len(self._known) != len(on):
+            self._known = set(on)
+        pending = [node]
+        while pending:
+            each = pending[-1]
+            unknown = [before for before in _before(each) if before not in self._reaches]
+            if each not in self._reaches and unknown:
+                pending += unknown
+                continue
+            pending.pop()
+            if each in self._reaches:
+                continue
+            reaches = any(self._reaches[before] for before in _before(each))
+            is_own = each in self._known
+            if reaches and (is_own or each.name() not in _SAVE_NO_VALUES):
+                self.is_saved = True
+            self._reaches[each] = reaches or is_own
+        return self._reaches[node]
 
 
 def _before(node: Any) -> Iterator[Any]:
