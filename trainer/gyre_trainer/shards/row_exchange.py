@@ -52,8 +52,7 @@ class WantedRows:
 def wanted_rows(layout: Layout, tokens: Tensor, padding_idx: int | None) -> WantedRows:
     """The rows of ``tokens``.
 
-    Fake tokens have no values. All are taken to differ, and to be spread evenly over the owners,
-    which sends the most.
+    Fake tokens have no values. All are taken to differ, and to be spread evenly over the owners.
 
     Raises:
         IndexError: a token is not in the vocabulary. On CUDA, the device stops instead.
@@ -92,9 +91,9 @@ def _require_rows(tokens: Tensor, num_rows: int) -> None:
 
 def _assumed(layout: Layout, cut: Cut, tokens: Tensor) -> WantedRows:
     num_ids = min(tokens.numel(), cut.shape[0])
-    starts = [first * num_ids // cut.shape[0] for first in _first_rows(layout, cut)]
-    ids = tokens.new_empty(num_ids, dtype=torch.int64)
-    return WantedRows(ids, torch.empty_like(tokens, dtype=torch.int64), starts, None)
+    starts = [-(-first * num_ids // cut.shape[0]) for first in _first_rows(layout, cut)]
+    ids = tokens.new_zeros(num_ids, dtype=torch.int64)
+    return WantedRows(ids, torch.zeros_like(tokens, dtype=torch.int64), starts, None)
 
 
 class RowExchange:
@@ -160,7 +159,8 @@ class RowExchange:
         ring, ids = self._ring, self.wanted.ids
         numel = -(-self._num_rows // dtype.itemsize)
         outgoing, before = ids.new_zeros(numel, dtype=dtype), None
-        outgoing.view(torch.uint8).index_fill_(0, ids, 1)
+        if not isinstance(ids, FakeTensor):
+            outgoing.view(torch.uint8).index_fill_(0, ids, 1)
         asked = [self._of_own(outgoing)] * ring.size
         for step in range(1, ring.size):
             buffer = ring.pool.take(numel, dtype, ids.device)
