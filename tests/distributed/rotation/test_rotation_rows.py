@@ -1,7 +1,10 @@
 """An embedding sends the rows of its tokens: exact, repeatable, and no more bytes than these."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +12,11 @@ import torch.distributed as dist
 from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
@@ -153,33 +158,49 @@ def test_rows_travel_in_bfloat16_and_add_up_in_float32(ranks: StartRanks) -> Non
         assert seen.counted == [head + 2 * (rows + 4)] * 2
 
 
-def told_when_ranks_differ(when: str) -> str:
+def told_when_ranks_differ(reach: str, when: str) -> str:
     torch.manual_seed(0)
-    tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
-    rotate_all(tables, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    with ExitStack() as context:
+        if reach == "group":
+            context.enter_context(
+                patch.object(transport, "connect_neighbours", lambda group, timeout: {})
+            )
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
+        tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
+        tables["layer"] = nn.Linear(4, 30)
+        rotate_all(tables, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+        told = _told(tables, when)
+        dist.barrier()  # a rank that ends at once could be missed before the difference is seen
+    return told
+
+
+def _told(tables: nn.ModuleDict, when: str) -> str:
     tokens, is_first = torch.arange(8), dist.get_rank() == 0
     try:
         if when == "forward":
             tables["other" if is_first else "one"](tokens)
+        elif when == "a layer's":
+            tables["layer"](torch.ones(2, 4)) if is_first else tables["one"](tokens)
         else:
             outputs: Any = tables["one"](tokens), tables["other"](tokens)
             outputs[is_first].sum().backward()
     except RotationError as error:
-        told = str(error)
-    else:
-        told = ""
-    dist.barrier()
-    return told
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group"), (3, "group")]
+)
+@pytest.mark.parametrize("when", ["forward", "backward", "a layer's"])
 def test_ranks_that_look_up_in_different_tables_are_told_which(
-    ranks: StartRanks, num_ranks: int, when: str
+    ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:
-    for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, when):
-        assert f"rank 0 calls other ({when}" in message
-        assert f"calls one ({when}" in message
+    first = "layer (forward" if when == "a layer's" else f"other ({when}"
+    for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when):
+        assert f"rank 0 calls {first}" in message
+        assert "calls one (" in message
 
 
 def refused_token(token: int) -> str:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from gyre_trainer.comm.spans import path_of, span
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, RowsRule, parameter_at, swapped
 from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
@@ -39,7 +40,7 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     exchange = RowExchange(sharded.ring, rotation.layout, wanted, rotation.number)
     rows: Tensor = _Rows.apply(rotation, exchange, parameter)  # type: ignore[no-untyped-call]
     others = {
-        name: local_of(parameter_at(module, name)).to(rotation.travelling_dtype)
+        name: cast(local_of(parameter_at(module, name)), rotation.policy.compute_dtype)
         for name in rotation.replicated
     }
     bounds = {cut.name: (0, len(rows))}
