@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -191,9 +192,12 @@ def _told(tables: nn.ModuleDict, when: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group"), (3, "group")]
+    ("num_ranks", "reach", "when"),
+    [
+        *product((2, 3), ("memory", "group"), ("forward", "backward")),
+        (3, "memory", "a layer's"),
+    ],
 )
-@pytest.mark.parametrize("when", ["forward", "backward", "a layer's"])
 def test_ranks_that_look_up_in_different_tables_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:

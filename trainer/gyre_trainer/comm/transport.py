@@ -162,11 +162,14 @@ class ProcessGroupTransport:
         group = self._words
         if not self._is_real:
             return
-        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
-            work = dist.irecv(torch.zeros(1), None, group, _NEVER_SENT_TAG, neighbour)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
+        # Of each rank: where one has closed its connection already, a wait for it fails without a
+        # timeout, and closes no other connection, on which a third rank may wait.
+        for step in range(1, dist.get_world_size(group)):
+            other = (dist.get_rank(group) + step) % dist.get_world_size(group)
+            with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
+                work = dist.irecv(torch.zeros(1), None, group, _NEVER_SENT_TAG, other)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
 
     def _identity(self, leg: Leg, stream: Stream) -> "_Identity | None":
         """Start to send or receive the identity of a leg, if it has one."""
