@@ -49,7 +49,7 @@ class Lookup(nn.Module):
         return checkpoint(self.embedding, tokens, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def made(dtype: torch.dtype = torch.float64, **options: bool) -> Lookup:
+def made(options: dict[str, bool], dtype: torch.dtype = torch.float64) -> Lookup:
     torch.manual_seed(0)
     return Lookup(**options).to(dtype)
 
@@ -75,7 +75,7 @@ class Seen:
 
 def looked_up(policy: RotationPolicy, options: dict[str, bool], dtype: torch.dtype) -> list[Seen]:
     """The same step twice."""
-    model, mesh = made(dtype, **options), make_mesh("cpu")
+    model, mesh = made(options, dtype), make_mesh("cpu")
     rotate_all(model, mesh=mesh, policy=policy)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     found, ring = [], ring_of(mesh)
@@ -87,7 +87,7 @@ def looked_up(policy: RotationPolicy, options: dict[str, bool], dtype: torch.dty
         here = ring.bytes_sent - before
         with torch.inference_mode():
             assert torch.equal(model(tokens_of(rank, num_ranks)), logits)
-        grads = {name: whole(each.grad) for name, each in model.named_parameters()}
+        grads = {name: whole(_grad(each)) for name, each in model.named_parameters()}
         model.zero_grad()
         found.append(Seen(logits.detach(), grads, [here, sent.total]))
     return found
@@ -95,11 +95,16 @@ def looked_up(policy: RotationPolicy, options: dict[str, bool], dtype: torch.dty
 
 def alone(num_ranks: int, options: dict[str, bool]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Each rank's logits, and the gradients of all ranks' sum, of the model as it is."""
-    model = made(**options)
+    model = made(options)
     logits = [model(tokens_of(rank, num_ranks)) for rank in range(num_ranks)]
-    sum(each.cos().sum() for each in logits).backward()  # type: ignore[union-attr]
-    grads = {name: each.grad for name, each in model.named_parameters()}
-    return [each.detach() for each in logits], grads  # type: ignore[return-value]
+    torch.stack([each.cos().sum() for each in logits]).sum().backward()
+    grads = {name: _grad(each) for name, each in model.named_parameters()}
+    return [each.detach() for each in logits], grads
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 WAYS: dict[str, tuple[RotationPolicy, dict[str, bool]]] = {
@@ -208,7 +213,7 @@ def test_ranks_that_look_up_in_different_tables_are_told_which(
 
 
 def refused_token(token: int) -> str:
-    model = made()
+    model = made({})
     rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
     with pytest.raises(IndexError) as refused:
         model.embedding(torch.tensor([3, token]))
@@ -222,7 +227,7 @@ def test_a_token_outside_of_the_embedding_is_named(ranks: StartRanks, token: int
 
 
 def bytes_in_a_graph() -> list[int]:
-    model, ring = made(), ring_of(make_mesh("cpu"))
+    model, ring = made({}), ring_of(make_mesh("cpu"))
     rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
     compile_whole(model, backend="aot_eager")
     sent = []
