@@ -93,7 +93,7 @@ def bytes_of_rows(
     """
     (num_rows, width), num_ranks = shape, len(tokens)
     start, stop = slice_bounds(num_rows, rank, num_ranks)
-    wanted = [torch.unique(each) for each in tokens]
+    wanted = [torch.tensor(sorted(set(each.flatten().tolist()))) for each in tokens]
     here = [((start <= each) & (each < stop)).sum().item() for each in wanted]
     flags = -(-num_rows // weight) * weight * (num_ranks - 1)
     num_sent = sum(here) - here[rank]
