@@ -97,7 +97,7 @@ def alone(num_ranks: int, options: dict[str, bool]) -> tuple[list[Tensor], dict[
     """Each rank's logits, and the gradients of all ranks' sum, of the model as it is."""
     model = made(options)
     logits = [model(tokens_of(rank, num_ranks)) for rank in range(num_ranks)]
-    torch.stack([each.cos().sum() for each in logits]).sum().backward()
+    torch.stack([each.cos().sum() for each in logits]).sum().backward()  # type: ignore[no-untyped-call]
     grads = {name: _grad(each) for name, each in model.named_parameters()}
     return [each.detach() for each in logits], grads
 
