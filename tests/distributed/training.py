@@ -1,6 +1,6 @@
 """Trains a small GPT in float64, on rotated ranks or in one process, for tests to compare."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,6 +12,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.layout import slice_bounds
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +77,28 @@ def batch(step: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, vocab_size, (GLOBAL_BATCH, NUM_TOKENS + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def bytes_of_rows(
+    tokens: Sequence[Tensor], rank: int, shape: tuple[int, int], *, weight: int, grad: int
+) -> int:
+    """What a rank sends for an embedding in a step: flags, rows, one number, gradients of rows.
+
+    Args:
+        tokens: those of each rank.
+        rank: the rank.
+        shape: of the embedding.
+        weight: bytes of an element on its way.
+        grad: bytes of a gradient's element on its way.
+    """
+    (num_rows, width), num_ranks = shape, len(tokens)
+    start, stop = slice_bounds(num_rows, rank, num_ranks)
+    wanted = [torch.tensor(sorted(set(each.flatten().tolist()))) for each in tokens]
+    here = [((start <= each) & (each < stop)).sum().item() for each in wanted]
+    flags = -(-num_rows // weight) * weight * (num_ranks - 1)
+    num_sent = sum(here) - here[rank]
+    num_grads = len(wanted[rank]) - here[rank]
+    return int(flags + num_sent * width * weight + num_grads * width * grad)
 
 
 def freeze(model: GPT, names: tuple[str, ...]) -> None:

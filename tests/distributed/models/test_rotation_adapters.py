@@ -18,7 +18,7 @@ from gyre_trainer.shards.local_shards import local_of
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartEither, StartRanks
-from tests.distributed.training import whole
+from tests.distributed.training import bytes_of_rows, whole
 
 Rules = dict[type[nn.Module] | str, Rule | None]
 NUM_STEPS = 3
@@ -190,15 +190,19 @@ def test_frozen_weights_travel_without_gradients(ranks: StartRanks) -> None:
         for name, module in llama().named_modules()
         if isinstance(module, nn.Linear)
     }
-    embedding = SIZES["vocab_size"] * SIZES["hidden_size"]
+    shape = SIZES["vocab_size"], SIZES["hidden_size"]
     # before the first adapter nothing needs a gradient, so nothing travels in backward; and the
     # gradient of the head's input is known after forward
     early = ["lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")]
-    forward = sum(linears.values()) + embedding
+    forward = sum(linears.values())
     backward = sum(linears.values()) - sum(linears[name] for name in early)
     for num_ranks in (2, 3):
         expected = 8 * (forward + backward) * (num_ranks - 1) // num_ranks
-        assert ranks(num_ranks).run(bytes_of_a_step) == [expected] * num_ranks
+        rows = tokens(0).chunk(num_ranks)
+        assert ranks(num_ranks).run(bytes_of_a_step) == [
+            expected + bytes_of_rows(rows, rank, shape, weight=8, grad=0)
+            for rank in range(num_ranks)
+        ]
 
 
 def test_adapters_that_rotate_send_weights_twice_and_gradients_once(ranks: StartRanks) -> None:

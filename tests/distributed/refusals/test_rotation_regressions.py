@@ -12,6 +12,7 @@ in every hop (test_rotation_schedule); and checkpoints for other numbers of rank
 """
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.distributed.training import (
     Variant,
     batch,
     build,
+    bytes_of_rows,
     default_dtype,
     distance,
     rotated_gpt,
@@ -259,5 +261,8 @@ def test_evaluation_sends_each_weight_once(ranks: StartRanks) -> None:
     rotated = sum(
         p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" not in name
     )
-    for sent in ranks(NUM_RANKS).run(evaluation_bytes):
-        assert sent == [8 * rotated * (NUM_RANKS - 1) // NUM_RANKS] * 2
+    shape = VARIANT.config.vocab_size, VARIANT.config.dim
+    slices = 8 * (rotated - prod(shape)) * (NUM_RANKS - 1) // NUM_RANKS
+    tokens = batch(0, VARIANT.config.vocab_size)[0].chunk(NUM_RANKS)
+    for rank, sent in enumerate(ranks(NUM_RANKS).run(evaluation_bytes)):
+        assert sent == [slices + bytes_of_rows(tokens, rank, shape, weight=8, grad=0)] * 2

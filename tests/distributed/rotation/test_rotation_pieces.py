@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass, replace
+from math import prod
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from tests.distributed.training import (
     Variant,
     batch,
     build,
+    bytes_of_rows,
     default_dtype,
     distance,
     rotated_gpt,
@@ -92,10 +94,17 @@ def test_pieces_change_nothing_but_the_size_of_the_buffers(
 def test_pieces_send_no_more_bytes(ranks: StartRanks, num_ranks: int) -> None:
     config = replace(LARGE, vocab_size=312)  # divides by ranks
     rotated = sum(p.numel() for name, p in build(config).named_parameters() if "norm" not in name)
-    expected = 8 * (3 * rotated - config.vocab_size * config.dim) * (num_ranks - 1) // num_ranks
-    for seen in ranks(num_ranks).run(trained_in_pieces, Variant(config)):
+    shape = config.vocab_size, config.dim
+    expected = 8 * 3 * (rotated - prod(shape)) * (num_ranks - 1) // num_ranks
+    for rank, seen in enumerate(ranks(num_ranks).run(trained_in_pieces, Variant(config))):
         assert seen.num_rounds == [4, 4]
-        assert seen.outcome.bytes_sent == [expected] * NUM_STEPS
+        of_rows = [
+            bytes_of_rows(
+                batch(step, config.vocab_size)[0].chunk(num_ranks), rank, shape, weight=8, grad=8
+            )
+            for step in range(NUM_STEPS)
+        ]
+        assert seen.outcome.bytes_sent == [expected + each + 8 for each in of_rows]
 
 
 def test_pieces_in_bfloat16_stay_close(ranks: StartRanks) -> None:

@@ -30,7 +30,14 @@ def config(sections: dict[str, Any]) -> TrainConfig:
 
 
 def rows(settings: TrainConfig) -> Tensor:
-    shape = settings.data.batch_size // dist.get_world_size(), settings.data.sequence_length
-    return torch.randint(
-        settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank())
-    )
+    """Tokens as a plan takes them to be: those of a rank's part of a step all differ, where the
+    vocabulary has as many, and lie evenly in the vocabulary. Ranks have them in other orders.
+    """
+    num_rows = settings.data.batch_size // dist.get_world_size()
+    num_parts = settings.optimizer.accumulation_steps
+    numel = num_rows * settings.data.sequence_length // num_parts
+    size = settings.model.vocab_size
+    tokens = torch.arange(numel) * size // numel if numel < size else torch.arange(numel) % size
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    parts = [tokens[torch.randperm(numel, generator=generator)] for _ in range(num_parts)]
+    return torch.cat(parts).view(num_rows, -1)

@@ -187,7 +187,6 @@ def test_trace_names_every_step_of_every_rotation(config: str, tmp_path: Path) -
     for rank in range(2):
         names = Counter(_annotations(tmp_path / "traces" / f"rank-{rank}.json"))
         modules = [
-            "embedding",
             "head",
             *(f"blocks.{block}.{part}" for block in range(3) for part in ("attention", "mlp")),
         ]
@@ -196,6 +195,8 @@ def test_trace_names_every_step_of_every_rotation(config: str, tmp_path: Path) -
                 assert names[f"{module} {phase}: slice {rank}, hop 0"] == 2
                 assert names[f"{module} {phase}: slice {1 - rank}, hop 1"] == 2
         assert sum(" hop " in name for name in names) == 4 * len(modules)
+        for what in ("forward: fetching rows", "backward: sending gradients of rows"):
+            assert names[f"embedding {what}"] == 2
         assert names["step 2"] == names["step 3"] == 1
         assert names["forward"] == names["backward"] == names["update"] == 2
         assert names[f"rank {rank}: receiving weights from rank {1 - rank}"] >= 2 * (

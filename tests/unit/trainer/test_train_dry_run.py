@@ -52,11 +52,15 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     num_tensors = len(list(plain(settings.model).parameters()))
     assert live[Category.OPTIMIZER] == 2 * live[Category.PARAMETERS] + 4 * num_tensors
     assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
-    embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights
+    num_rows, width = MODEL["vocab_size"], MODEL["dim"]
+    num_tokens = 32 * 16 // num_ranks  # all are taken to differ, so each has a row of the embedding
+    flags_and_meeting = num_rows * (num_ranks - 1) + 4 if num_ranks > 1 else 0
     share = (num_ranks - 1) / num_ranks
     num_norms = sum("norm" in name for name, _ in plain(settings.model).named_parameters())
     averaged = norms + 4 * num_norms  # and whether any rank has a gradient of each
-    assert cost.sent_bytes == share * (3 * rotated - embedding + 2 * averaged)
+    of_slices = 3 * (rotated - 4 * num_rows * width) + 2 * averaged
+    of_rows = 4 * width * 2 * num_tokens
+    assert cost.sent_bytes == share * (of_slices + of_rows) + flags_and_meeting
 
 
 def test_small_modules_share_hops_unless_the_configuration_says_otherwise() -> None:

@@ -208,7 +208,7 @@ class Ring:
         outgoing: Sequence[tuple[int, Tensor]],
         incoming: Sequence[tuple[int, Tensor]],
         stream: Stream,
-        identity: int,
+        identity: int | None,
     ) -> Hop:
         """Start to send tensors to any ranks of the ring, and to receive others.
 
@@ -220,7 +220,7 @@ class Ring:
             outgoing: what is sent, each after the rank on the ring that gets it.
             incoming: what is filled, each after the rank on the ring that it is from.
             stream: what all hold.
-            identity: as `shift` has it.
+            identity: as `shift` has it; None where all ranks have compared another one just before.
 
         Raises:
             RingError: the hop could not be started.
@@ -239,7 +239,7 @@ class Ring:
         except (RingError, RotationError):
             self.give_up()
             raise
-        return Hop(works, self, identity, ranks)
+        return Hop(works, self, identity or 0, ranks)
 
     def give_up(self) -> None:
         """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""

@@ -61,14 +61,15 @@ class Leg(NamedTuple):
         offset: the other rank minus this rank, modulo the ring's size: 1 or -1 for a neighbour.
         arrives: whether the tensor is received.
         description: for messages, such as "rank 0: sending weights to rank 1".
-        identity: the hop's, packed; both ends compare it. See `gyre_trainer.comm.identity`.
+        identity: the hop's, packed; both ends compare it. See `gyre_trainer.comm.identity`. None
+            where they have compared another one just before.
     """
 
     tensor: Tensor
     offset: int
     arrives: bool
     description: str
-    identity: int
+    identity: int | None
 
 
 class Transport(Protocol):
@@ -161,14 +162,19 @@ class ProcessGroupTransport:
         group = self._words
         if not self._is_real:
             return
-        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
-            work = dist.irecv(torch.zeros(1), None, group, _NEVER_SENT_TAG, neighbour)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
+        # Of each rank: where one has closed its connection already, a wait for it fails without a
+        # timeout, and closes no other connection, on which a third rank may wait.
+        for step in range(1, dist.get_world_size(group)):
+            other = (dist.get_rank(group) + step) % dist.get_world_size(group)
+            with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
+                work = dist.irecv(torch.zeros(1), None, group, _NEVER_SENT_TAG, other)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
 
-    def _identity(self, leg: Leg, stream: Stream) -> "_Identity":
-        """Start to send or receive the identity of a leg."""
+    def _identity(self, leg: Leg, stream: Stream) -> "_Identity | None":
+        """Start to send or receive the identity of a leg, if it has one."""
+        if leg.identity is None:
+            return None
         # Tools that count the bytes of a step, or its memory, must not see this.
         with torch._C._DisableTorchDispatch():
             message = torch.tensor([0 if leg.arrives else leg.identity])
@@ -209,18 +215,20 @@ class _ComparedWork:
     """A work that fails where the identity before its tensor is not the expected one.
 
     Without a ``work`` the tensor comes with another leg of the batch, which is waited for later.
+    Without an ``identity`` nothing is compared.
     """
 
-    def __init__(self, work: Work | None, identity: _Identity) -> None:
+    def __init__(self, work: Work | None, identity: _Identity | None) -> None:
         self._work = work
         self._identity = identity
 
     def wait(self) -> None:
-        self._identity.work.wait()
-        with torch._C._DisableTorchDispatch():
-            theirs = int(self._identity.message)
-        if theirs != self._identity.expected:
-            raise MispairedHop(theirs)
+        if self._identity is not None:
+            self._identity.work.wait()
+            with torch._C._DisableTorchDispatch():
+                theirs = int(self._identity.message)
+            if theirs != self._identity.expected:
+                raise MispairedHop(theirs)
         if self._work is not None:
             self._work.wait()
 

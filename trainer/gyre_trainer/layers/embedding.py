@@ -1,4 +1,9 @@
-"""An embedding by rows of its vocabulary: a slice gives its own tokens' rows, zero for others."""
+"""An embedding by rows of its vocabulary.
+
+Its rows are sent to the ranks whose tokens they are for. In a graph (`compile_whole`) and on one
+rank it goes round the ring as other modules do: a slice gives its own tokens' rows, zero for
+others.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, RowsRule
 from gyre_trainer.shards.layout import Cut
 
 
 @dataclass(frozen=True)
-class EmbeddingRule(Rule):
+class EmbeddingRule(RowsRule):
     """For `nn.Embedding`. Its gradient needs no weights, so these travel only in forward.
 
     Attributes:
@@ -54,6 +59,10 @@ class EmbeddingRule(Rule):
         here = None if padding is None or not start <= padding < stop else padding - start
         rows = self._rows(current, torch.where(outside, 0, tokens - start), here)
         return rows.masked_fill(outside.unsqueeze(-1), 0)
+
+    def of_rows(self, current: ModuleSlice, places: Tensor, padding: int | None) -> Tensor:
+        """The rows of the tokens, as the module makes them of ``current``'s."""
+        return self._rows(current, places, padding)
 
     def _rows(self, current: ModuleSlice, tokens: Tensor, padding_idx: int | None) -> Tensor:
         """What the module makes of ``tokens`` that are counted from the slice's first row."""

@@ -165,6 +165,29 @@ class Rule(ABC):
         return SumOfOutputs(dtype)
 
 
+class RowsRule(Rule):
+    """The rule of a module that gives rows of its one parameter, cut along these, to its tokens.
+
+    The rows that a rank needs are sent to it, so the slices stay where they are. See [Note: Rows of
+    an embedding] in `gyre_trainer.shards.row_exchange`.
+
+    Attributes:
+        padding_idx: the token whose row takes no gradient; None for no such token.
+    """
+
+    padding_idx: int | None
+
+    @abstractmethod
+    def of_rows(self, current: ModuleSlice, places: Tensor, padding: int | None) -> Tensor:
+        """The output for tokens whose rows stand in the parameter's place.
+
+        Args:
+            current: the module with these rows in the place of its parameter.
+            places: of each token, the place of its row.
+            padding: the place of the padding's row; None where there is none.
+        """
+
+
 def parameter_at(module: nn.Module, name: str) -> Any:
     """The parameter of a name, or the plain tensor that stands in its place.
 

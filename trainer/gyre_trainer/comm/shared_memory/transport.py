@@ -63,7 +63,7 @@ class SharedMemoryTransport:
             link = links[leg.offset]
             start = link.offer if leg.arrives == (stream is Stream.WEIGHTS) else link.copy
             try:
-                work = start(stream, leg.tensor, arrives=leg.arrives, identity=leg.identity)
+                work = start(stream, leg.tensor, arrives=leg.arrives, identity=leg.identity or 0)
             except OSError as error:
                 raise self._diagnosis.error(leg.description, error) from error
             works.insert(0, (work, leg.description))
