@@ -42,13 +42,15 @@ def compared(family: str, policy: RotationPolicy, **sizes: Any) -> tuple[set[str
     plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
     found = trained(model, rotates=True)
     assert found.keys() == expected.keys()
-    rules = {each.rule for each in plan.entries if len(each.names) > 2}
+    rules = {each.rule for each in plan.entries if each.rule and len(each.names) > 2}
     return rules, max(apart(found[name], expected[name]) for name in expected)
 
 
-def require_exact(ranks: Any, *args: Any) -> None:
-    for rules, off in ranks.run(compared, *args):
-        assert rules == BLOCKS
+def require_exact(ranks: Any, family: str, policy: RotationPolicy) -> None:
+    # the norm before its MLP is in the core, where a narrow twin cannot run it
+    expected = BLOCKS - ({"MLPRule"} if family == "RobertaPreLayerNorm" else set())
+    for rules, off in ranks.run(compared, family, policy):
+        assert rules == expected
         assert off <= 1e-11
 
 

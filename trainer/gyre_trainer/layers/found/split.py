@@ -131,7 +131,7 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
         except Exception:  # foreign code: it has something that cannot be copied
             return None
         taken = _watched(copied, core, lasts)
-        if not _finishes(copied, core):
+        if not _finishes(copied, core) or not taken:
             return None
         found |= set(taken)
     return found.pop() if len(found) == 1 else None
