@@ -75,6 +75,7 @@ MODELS = {
     "bert-large": RealModel(
         _sizes("bert", 1024, 4096, 24, (16, 16), 30522) | _NO_DROPOUT_IN_BERT, 512
     ),
+    "bert-large-dropout": RealModel(_sizes("bert", 1024, 4096, 24, (16, 16), 30522), 512),
     "t5-large": RealModel(_T5_LARGE | {"dropout_rate": 0.0}, 512),
     "t5-large-dropout": RealModel(_T5_LARGE, 512),
     "mixtral-8x7b": RealModel(
