@@ -83,7 +83,7 @@ class Trouble(Transform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         first = int(sample["tokens"][0])
-        if first in self.dies or rng.random() < self.unlucky:
+        if first in self.dies or (self.unlucky and rng.random() < self.unlucky):
             os.abort()
         if first in self.hangs and self.file:
             with Path(self.file).open("a") as file:
