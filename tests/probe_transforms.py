@@ -59,6 +59,7 @@ class Trouble(Transform):
 
     Attributes:
         dies, hangs, refuses, allocates: which samples do what.
+        unlucky: the probability that a sample dies, by its random numbers.
         slow_s: how long every sample takes.
         file: a path, to which those that hang write the number of their process; empty for none.
     """
@@ -67,6 +68,7 @@ class Trouble(Transform):
     hangs: tuple[int, ...] = ()
     refuses: tuple[int, ...] = ()
     allocates: tuple[int, ...] = ()
+    unlucky: float = 0.0
     slow_s: float = 0.0
     file: str = ""
 
@@ -81,7 +83,7 @@ class Trouble(Transform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         first = int(sample["tokens"][0])
-        if first in self.dies:
+        if first in self.dies or (self.unlucky and rng.random() < self.unlucky):
             os.abort()
         if first in self.hangs and self.file:
             with Path(self.file).open("a") as file:

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import Format, ListedFormat, make_format
+from gyre_daemon.datasets.formats import SINGLE_FILES, Format, ListedFormat, make_format
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, GyreError, ShardMissing, first_error
@@ -79,14 +80,30 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         if location.scheme != "file":
             continue
         form = make_format(name, dataset) if dataset.format else None
+        single = None if form else _single_files(name, dataset)
         try:
             for path in location.paths:
-                _look_for(path, form, follow_links=dataset.follow_links)
+                _look_for(path, form, single, follow_links=dataset.follow_links)
         except GyreError as error:
             yield name, error
 
 
-def _look_for(path: str, form: Format | ListedFormat | None, *, follow_links: bool) -> None:
+def _single_files(name: str, dataset: DatasetConfig) -> ListedFormat | None:
+    """The format of a folder of folders; None where the keys are those of another format."""
+    try:
+        form = make_format(name, replace(dataset, format=SINGLE_FILES))
+    except ConfigError:
+        return None
+    return form if isinstance(form, ListedFormat) else None
+
+
+def _look_for(
+    path: str,
+    form: Format | ListedFormat | None,
+    single: ListedFormat | None,
+    *,
+    follow_links: bool,
+) -> None:
     """Raise what the listing of a local path would raise; single files lie at any depth."""
     root = Root(Path(path), follow_links)
     if isinstance(form, ListedFormat) and not form.is_manifest(path):
@@ -98,7 +115,7 @@ def _look_for(path: str, form: Format | ListedFormat | None, *, follow_links: bo
     try:
         list_files(root.folder, form.pattern if form else "*", follow_links=follow_links)
     except ShardMissing:  # without a format, a folder of folders may hold single files
-        if form or not root.folder.is_dir() or not has_files(root, lambda _: True):
+        if not single or not root.folder.is_dir() or not has_files(root, single.is_wanted):
             raise
 
 

@@ -38,8 +38,9 @@ _MAX_PORTION_BYTES = 16 << 20
 # How fast the estimate of a sample's processor time follows what is measured.
 _FOLLOWS = 0.2
 _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
-# Samples that killed or stopped a process. A stream does not try them again, in no epoch: each
-# would cost it one more deadline.
+# Samples that killed or stopped a process under a seed. They are not tried again under it, in no
+# epoch: each would cost one more deadline. Under other seeds, as other jobs have for a source of a
+# mixture, random transforms may do well.
 _MAX_GIVEN_UP = 1024
 # Room for what is made to be measured, in parts of what is stored: the ids of a text take about as
 # much as the text, decoded sound some times of its file. What has no room is made again.
@@ -150,7 +151,7 @@ class PortionReader:
         self._staged = LayoutMaker(dataset.source.fields)
         self._stored = [spec.name for spec in stored_fields(dataset.source.fields)]
         self._sample_s = _FIRST_GUESS_S[dataset.cost]
-        self._given_up: dict[int, SampleFailed] = {}
+        self._given_up: dict[tuple[int, int], SampleFailed] = {}  # by seed and sample
 
     def cut(self, extents: Extents, lengths: Int64Array | None) -> Iterator[slice]:
         """Samples, cut into portions.
@@ -187,8 +188,8 @@ class PortionReader:
             GyreError: as `Fetcher.fill`.
         """
         for number, sample_id in enumerate(plan.sample_ids.tolist() if self._given_up else ()):
-            if sample_id in self._given_up:
-                raise self._corrupt(plan, number, self._given_up[sample_id])
+            if failure := self._given_up.get((plan.draws.seed, sample_id)):
+                raise self._corrupt(plan, number, failure)
         began = time.monotonic()
         staged = self._staged.make(plan.alone, plan.extents.tensor_bytes)
         outputs, made, end = self._outputs(plan, staged)
@@ -226,7 +227,7 @@ class PortionReader:
             )
         except SampleFailed as error:
             if error.is_costly and len(self._given_up) < _MAX_GIVEN_UP:
-                self._given_up[int(plan.sample_ids[error.number])] = error
+                self._given_up[plan.draws.seed, int(plan.sample_ids[error.number])] = error
             raise self._corrupt(plan, error.number, error) from error
         cpu_s = sum(each.cpu_s for each in answers)
         self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)

@@ -220,7 +220,8 @@ def test_check_config_warns_of_missing_files(
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"format": "files"}, {"format": "files", "extensions": ["x"]}]
+    "form",
+    [{}, {"extensions": ["x"]}, {"format": "files"}, {"format": "files", "extensions": ["x"]}],
 )
 def test_check_config_finds_single_files_at_any_depth(
     tmp_path: Path, gyred_command: GyredCommand, form: dict[str, object]

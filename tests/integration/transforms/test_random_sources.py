@@ -12,16 +12,17 @@ import numpy.typing as npt
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.errors import ConfigError, CursorRejected
+from gyre_client.errors import ConfigError, CorruptSample, CursorRejected
 from gyre_daemon.transforms import Sample
 from gyre_daemon.transforms.images.geometry import HorizontalFlip, RandomResizedCrop, Resize
 from PIL import Image
 
 from tests.batches import Batch, same, take
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.daemons import status
 from tests.drawn import cropped, generator, source_seed
 from tests.elastic import OpenRank, Stage, in_stages
+from tests.probe_transforms import install
 
 SEED, BATCH, KEPT = 5, 12, 3
 SIZES, LENGTHS = {"long": 37, "short": 11}, {"long": 9, "short": 5}
@@ -138,6 +139,40 @@ def test_two_jobs_share_what_is_made(daemon: Daemon) -> None:
     assert all(same([mine], [its]) for mine, its in both)
     # made once for both, but for what was made ahead of them
     assert status(daemon).num_samples_transformed < 0.75 * 2 * len(both) * BATCH
+
+
+def test_a_sample_that_kills_under_one_seed_is_made_for_another(tmp_path: Path) -> None:
+    tables = write_tokens(tmp_path / "data")
+    tables["short"]["transforms"] = [{"name": "trouble", "unlucky": 0.2}]
+    config, address = tmp_path / "gyre.toml", f"unix:{tmp_path}/run/gyre.sock"
+    values = {
+        "listen": [address],
+        "index_dir": str(tmp_path / "index"),
+        "installed_transforms": ["trouble"],
+        "datasets": tables,
+        "mixtures": {"all": {"weights": {"short": 1}}},
+    }
+    config.write_text(to_toml(values))
+    environment = {"PYTHONPATH": str(install(tmp_path / "packages"))}
+    daemon = Daemon(config, address, tmp_path / "log", environment)
+
+    def num_deaths(seed: int) -> int:
+        own = source_seed(seed, "short")
+        draws = [generator(own, 0, sample).random() for sample in range(SIZES["short"])]
+        return sum(draw < 0.2 for draw in draws)
+
+    unlucky = next(seed for seed in range(99) if num_deaths(seed) == 1)
+    lucky = next(seed for seed in range(99) if num_deaths(seed) == 0)
+    keys = {"batch_size": SIZES["short"], "prefetch_batches": 1}
+    daemon.start()
+    try:
+        for _ in range(2):
+            with loader(daemon, "all", seed=unlucky, **keys) as one, pytest.raises(CorruptSample):
+                next(one)
+        with loader(daemon, "all", seed=lucky, **keys) as other:
+            assert sorted(next(other)["sample_id"].tolist()) == list(range(SIZES["short"]))
+    finally:
+        daemon.stop()
 
 
 def test_mixtures_with_transforms_are_sources_and_caches_come_before_chance(

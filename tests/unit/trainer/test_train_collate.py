@@ -35,6 +35,15 @@ def test_windows_are_inputs_and_the_tokens_after_them(dtype: torch.dtype) -> Non
     assert examples.num_targets() == 4 * LENGTH
 
 
+def test_windows_that_say_nothing_of_documents_are_not_attended_inside_them() -> None:
+    batch = {"tokens": torch.zeros(3, LENGTH + 1, dtype=torch.uint8), "sample_id": torch.arange(3)}
+    collator = Collator(TOKENS, vocab_size=257, inside_documents=True)
+    with pytest.raises(DataRejected, match=r"`model.inside_documents` needs packed rows"):
+        collator.collate(batch, 0)
+    batch["position"] = torch.arange(3 * (LENGTH + 1), dtype=torch.int32).reshape(3, -1) % 3
+    assert collator.collate(batch, 0).positions is not None
+
+
 def test_padding_rows_count_nothing() -> None:
     batch = {
         "tokens": torch.zeros(3, LENGTH + 1, dtype=torch.uint8),

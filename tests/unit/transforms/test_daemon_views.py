@@ -280,9 +280,19 @@ def test_masks_are_decoded_as_they_are_stored() -> None:
         sample = {"png": np.frombuffer(buffer.getvalue(), np.uint8)}
         DecodeImage("png", "mask", colors="index").apply(sample, np.random.default_rng(0), {})
         assert np.array_equal(sample["mask"][:, :, 0], classes)
-    buffer = io.BytesIO()
-    Image.fromarray(picture(9, 9)).save(buffer, "PNG")
-    with pytest.raises(ValueError, match="its pixels are RGB, no numbers"):
-        DecodeImage("png", colors="index").apply(
-            {"png": np.frombuffer(buffer.getvalue(), np.uint8)}, np.random.default_rng(0), {}
-        )
+    for kind in ("PNG", "JPEG"):
+        buffer = io.BytesIO()
+        Image.fromarray(picture(9, 9)).save(buffer, kind)
+        with pytest.raises(ValueError, match="its pixels are RGB, no numbers"):
+            DecodeImage("png", colors="index").apply(
+                {"png": np.frombuffer(buffer.getvalue(), np.uint8)}, np.random.default_rng(0), {}
+            )
+    with pytest.raises(ValueError, match="min_size would mix the numbers"):
+        DecodeImage("png", colors="index", min_size=8)
+
+
+@pytest.mark.parametrize("masks", [("image",), ("mask", "mask")])
+def test_each_mask_is_a_field_of_its_own(masks: tuple[str, ...]) -> None:
+    fields = {name: Field(np.dtype(np.uint8), (None, None, 1)) for name in ("image", "mask")}
+    with pytest.raises(ValueError, match="name each mask once, and no mask 'image'"):
+        HorizontalFlip(masks=masks).outputs(fields)

@@ -91,9 +91,19 @@ class Examples:
 class Collator:
     """Turns the batches of one run into examples."""
 
-    def __init__(self, data: DataConfig, vocab_size: int) -> None:
+    def __init__(
+        self, data: DataConfig, vocab_size: int, *, inside_documents: bool = False
+    ) -> None:
+        """Collate nothing yet.
+
+        Args:
+            data: of the run.
+            vocab_size: of the model.
+            inside_documents: whether the model must know where documents of a window begin.
+        """
         self._data = data
         self._vocab_size = vocab_size
+        self._inside_documents = inside_documents
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
         """The examples of a batch: windows on the batch's device, documents on the CPU.
@@ -134,6 +144,11 @@ class Collator:
             )
         # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
         rows = tokens.long()
+        if positions is None and self._inside_documents:
+            raise DataRejected(
+                f"`model.inside_documents` needs packed rows, and those of {self._data.dataset!r} "
+                "do not say where documents begin; pack the dataset, or leave the option out"
+            )
         return Examples(
             rows[:, :-1],
             rows[:, 1:],

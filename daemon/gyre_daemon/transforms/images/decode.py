@@ -32,12 +32,12 @@ class DecodeImage(OfField):
         field: the bytes of files, which samples no longer have afterwards.
         to: the pixels, uint8 [height, width, channels].
         colors: `rgb` for 3 channels, `gray` for 1; `index` for 1 with the numbers that are stored,
-            as masks have them: those of a palette, or gray levels.
+            as masks have them: those of a palette, or gray levels. Files with colours are refused.
         max_pixels: an image that declares more is refused before it is decoded.
         exact: whether JPEG is decoded to the bit as Pillow does; if not, colours between pixels are
             interpolated more coarsely, which takes a few percent less time.
         min_size: if not 0, a JPEG file is decoded at a half, a quarter or an eighth of its size
-            where both lengths are at least this then.
+            where both lengths are at least this then. Not for `index`: numbers would be mixed.
     """
 
     to: str = "image"
@@ -45,6 +45,11 @@ class DecodeImage(OfField):
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 100_000_000
     exact: bool = True
     min_size: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse to mix numbers of a palette."""
+        if self.min_size and self.colors == "index":
+            raise ValueError("min_size would mix the numbers of `index`; leave one of both out")
 
     @property
     def is_random(self) -> bool:
@@ -93,7 +98,7 @@ class DecodeImage(OfField):
         try:
             height, width, stored, _ = simplejpeg.decode_jpeg_header(data)
             self._check_size(height, width)
-            if stored in ("CMYK", "YCCK"):
+            if stored in ("CMYK", "YCCK") or (self.colors == "index" and stored != "Gray"):
                 return None
             if factor > 1:
                 height, width = -(-height // factor), -(-width // factor)

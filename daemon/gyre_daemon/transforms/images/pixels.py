@@ -102,6 +102,11 @@ class MaskedTransform(ImageTransform):
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
+        if len(set(self.inputs)) < len(self.inputs):
+            raise ValueError(
+                f"masks are {', '.join(self.masks):.100}; name each mask once, and no mask "
+                f"{self.field!r:.100}"
+            )
         return {name: self.made_of(name, fields[name]) for name in self.inputs}
 
     def made_of(self, name: str, before: Field) -> Field:

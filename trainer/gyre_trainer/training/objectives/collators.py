@@ -18,6 +18,7 @@ from torch import Tensor
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.collate import Collator, Examples, require_known_tokens, window
 from gyre_trainer.training.config import DataConfig, TrainConfig
+from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.objectives.masking import masked
@@ -55,7 +56,8 @@ def collator_of(config: TrainConfig) -> Collates:
     """
     objective = objective_of(config.model)
     if objective == "causal":
-        return Collator(config.data, config.model.vocab_size)
+        inside = isinstance(config.model, GPTConfig) and config.model.inside_documents
+        return Collator(config.data, config.model.vocab_size, inside_documents=inside)
     return HidingCollator(config, objective)
 
 
