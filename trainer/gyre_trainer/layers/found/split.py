@@ -39,7 +39,7 @@ class _Tried(Unfinished):
 
     __slots__ = ()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise TypeError("its class decides what is computed")
 
