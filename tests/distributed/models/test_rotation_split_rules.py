@@ -99,6 +99,40 @@ class InTraining(Layer):
         return self.second(self.first(x) if self.training else x, x)
 
 
+class Undifferentiated(Layer):
+    """The first module takes no gradient, and the last layer does."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        with torch.no_grad():
+            hidden = self.first(x)
+        return self.second(hidden, x)
+
+
+class Asking(Layer):
+    """What the first module returns is used as its class says."""
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        hidden = self.first(x)
+        return self.second(hidden, x) * (1 if isinstance(hidden, Tensor) else 2)
+
+
+class Written(Layer):
+    """The last layer is called twice, and one of its outputs is written to."""
+
+    early = False
+
+    def forward(self, x: Tensor) -> Any:
+        """The output."""
+        hidden = self.first(x)
+        one = self.second.down(hidden)
+        if self.early:
+            one.mul_(x)
+        other = self.second.down(hidden)
+        return other + (one if self.early else one.mul_(x))
+
+
 class Others(Layer):
     """The last layer is called with something else, too, and its weight is read."""
 
@@ -113,7 +147,8 @@ def test_only_what_the_first_module_feeds_is_a_block() -> None:
     rule = MLPRule(ups=("first.up",), down="second.down", core="first")
     assert find_split_rule(Layer(), 2) == rule
     assert find_split_rule(Others(), 2) == rule
-    for other in (Unfed(8), Between(), Twice(), Returned(), InTraining(8)):
+    others = Unfed(8), Between(), Twice(), Returned(), InTraining(8), Undifferentiated(), Asking()
+    for other in others:
         assert find_split_rule(other, 2) is None, type(other).__name__
     hooked = Layer()
     hooked.first.register_forward_hook(lambda *_: None)
@@ -133,10 +168,10 @@ def used_otherwise() -> tuple[float, list[str]]:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(nn.Sequential(Others(), Layer()).double())
+        models.append(nn.Sequential(Others(), Layer(), Written()).double())
     model: Any = models[0]
     plan = rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
-    assert [each.rule for each in plan.entries if each.rule] == ["MLPRule"] * 2
+    assert [each.rule for each in plan.entries if each.rule] == ["MLPRule"] * 3
     off = gradients(model, mine(x)), gradients(models[1], x)
     told = []
     core: Any = model[0].first
@@ -151,6 +186,15 @@ def used_otherwise() -> tuple[float, list[str]]:
         told.append(str(error.value))
     with pytest.raises(RotationError) as error:
         model[1].second(core(mine(x)), mine(x))
+    told.append(str(error.value))
+    with pytest.raises(RotationError) as error, torch.no_grad():
+        kept = core(mine(x))
+        with torch.enable_grad():
+            model[0].second(kept, mine(x))
+    told.append(str(error.value))
+    model[2].early = True
+    with pytest.raises(RotationError) as error:
+        model(mine(x))
     told.append(str(error.value))
     return max(apart(each, off[1][name]) for name, each in off[0].items()), told
 

@@ -1,6 +1,7 @@
 """Checks that a rule is true of its module, on the own slice and before training."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any
     Random numbers that it draws for this are drawn again afterwards.
 
     Raises:
-        RotationError: it drops out after its last layer and the rule does not, or elsewhere than
-            the rule knows, or its output is not linear in the weights that the rule names.
+        RotationError: it drops out before its first layers or after its last one and the rule does
+            not, or elsewhere than the rule knows, or its output is not linear in the weights that
+            the rule names.
     """
     state = torch.get_rng_state()
     try:
@@ -50,12 +52,18 @@ def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any
         torch.set_rng_state(state)
 
 
-class _DropoutAfterWeights(TorchFunctionMode):
-    """Refuses dropout on what needs a gradient: on what was computed with the last weights."""
+class _DropoutOutside(TorchFunctionMode):
+    """Refuses dropout before or after a module's layers: all slices must have one mask there.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        seen: whether anything was dropped out.
+    """
+
+    def __init__(self, name: str, *, after: bool) -> None:
+        """With ``after``, what takes a gradient is refused, and else what takes none."""
         super().__init__()
-        self._name = name
+        self._name, self._after = name, after
+        self.seen = False
 
     def __torch_function__(
         self,
@@ -66,23 +74,37 @@ class _DropoutAfterWeights(TorchFunctionMode):
     ) -> Any:
         x = args[0] if args else (kwargs or {}).get("input")
         rate = (kwargs or {}).get("p", args[1] if len(args) > 1 else None)
-        if func in _DROPOUTS and isinstance(x, Tensor) and x.requires_grad and rate != 0:
-            raise RotationError(
-                f"{self._name} drops out after its last layer, with "
-                f"{getattr(func, '__name__', 'dropout')}: each slice would draw another mask; "
-                "keep that dropout outside of the rotated module"
-            )
+        if func in _DROPOUTS and isinstance(x, Tensor) and rate != 0 and _trains(args, kwargs):
+            self.seen = True
+            if x.requires_grad is self._after:
+                where = "after its last layer" if self._after else "before its first layers"
+                raise RotationError(
+                    f"{self._name} drops out {where}, with {getattr(func, '__name__', 'dropout')}: "
+                    "each slice would draw another mask; keep that dropout outside of the rotated "
+                    "module, or give its rule drops_out=True"
+                )
         return func(*args, **kwargs or {})
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a dropout drops anything, by its third argument."""
+    last = args[2] if len(args) > 2 else (kwargs or {}).get("training", True)
+    return last is not False
 
 
 def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not rotation.module.training:
         return
     last = [cut.name in rotation.rule.linear_in for cut in rotation.layout.cuts]
-    behind = _dropouts(rotation, args, kwargs, last)
+    outside = _DropoutOutside(rotation.name, after=True)
+    behind = _dropouts(rotation, args, kwargs, last, outside)
+    first = [not each for each in last]
+    if not rotation.rule.drops_out and outside.seen:
+        before = _DropoutOutside(rotation.name, after=False)
+        _dropouts(rotation, args, kwargs, first, before)
     if not behind:
         return
-    inside = _dropouts(rotation, args, kwargs, [not each for each in last])
+    inside = _dropouts(rotation, args, kwargs, first)
     for one, other in zip(behind, inside, strict=True):
         is_whole = one.takes_grad or not other.takes_grad
         if is_whole is (one.place is Place.INSIDE):
@@ -95,16 +117,23 @@ def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _dropouts(
-    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], trainable: list[bool]
+    rotation: Rotation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    trainable: list[bool],
+    outside: AbstractContextManager[object] | None = None,
 ) -> list[Dropout]:
-    """What the own slice drops out as the rule knows, where these parameters take a gradient."""
+    """What the own slice drops out as the rule knows, where these parameters take a gradient.
+
+    ``outside`` is a context for other dropout.
+    """
     undropped = Undropped()
     if rotation.rule.drops_out:
         kwargs = {**kwargs, MASKS_ARGUMENT: undropped}
     with torch.no_grad():
         call, flat = _own_slice_call(rotation, args, kwargs)
     call.trainable = trainable
-    with torch.enable_grad(), _DropoutAfterWeights(rotation.name):
+    with torch.enable_grad(), outside or nullcontext():
         call.compute(rotation.sharded.ring.rank, flat)
     return undropped.seen
 

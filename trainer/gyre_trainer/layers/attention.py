@@ -245,7 +245,7 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
-        refuse_dropout(module, core=self.core, allows_plain=self.drops_out)
+        self.require_known_dropout(module)
         reader = core_of(module, self.core)
         if num_slices > 1:
             require_changeable(reader, (*self.counts, *self.kv_counts, *self.groups))
@@ -281,6 +281,10 @@ class AttentionRule(Rule):
                 f"{self.num_kv_heads} key/value heads or {heads.num_heads} query heads"
             )
         return found
+
+    def require_known_dropout(self, module: nn.Module) -> None:
+        """Refuse any dropout without ``drops_out``."""
+        refuse_dropout(module, core=self.core, allows_plain=self.drops_out)
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         """The features of queries, keys and values in the one layer that makes them."""

@@ -87,10 +87,14 @@ class MLPRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
-        refuse_dropout(module, self.dropouts, self.core, allows_plain=self.drops_out)
+        self.require_known_dropout(module)
         for name in self.dropouts:
             use_slice_mask(module, name)
         return projections(module, self.ups, self.down, self._sections(module))
+
+    def require_known_dropout(self, module: nn.Module) -> None:
+        """Refuse dropout that is not named, or any without ``drops_out``."""
+        refuse_dropout(module, self.dropouts, self.core, allows_plain=self.drops_out)
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         if self.num_packed == 1:
@@ -134,8 +138,9 @@ def refuse_dropout(
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and not is_allowed:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}; "
-                "each slice would draw its own mask: set p=0, or let the rule know of it: "
-                "drops_out=True, or MLPRule(dropouts=...) if it acts on the hidden width"
+                "each slice would draw its own mask: set p=0, or set p before the model is rotated "
+                "if its blocks are found, or let the rule know of it: drops_out=True, or "
+                "MLPRule(dropouts=...) if it acts on the hidden width"
             )
 
 

@@ -29,6 +29,9 @@ class FeedForwardRule(MLPRule):
         use_slice_mask(module, "dropout")
         return projections(module, self.ups, self.down)
 
+    def require_known_dropout(self, module: nn.Module) -> None:
+        """Any: that of the layer is outside of the feed-forward, but for the one that is named."""
+
 
 class RotatedFeedForward(RotatedModule):
     """Mixed in before the layer's class: its feed-forward rotates, everything else is as it was."""

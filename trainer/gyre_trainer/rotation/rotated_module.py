@@ -66,8 +66,15 @@ class RotatedModule(ShardedModule):
             bundle.leave(self.rotation)
 
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
-        """Add the masks of a new call to its arguments, where slices drop out."""
-        if self.rotation.rule.uses_dropout and may_drop_out(self.rotation.module):
+        """Add the masks of a new call to its arguments, where slices drop out.
+
+        Raises:
+            RotationError: the module drops out since it was rotated, and its rule does not.
+        """
+        if not may_drop_out(self.rotation.module):
+            return
+        self.rotation.rule.require_known_dropout(self.rotation.module)
+        if self.rotation.rule.uses_dropout:
             equal = self.rotation.policy.dropout == "equal"
             kwargs[MASKS_ARGUMENT] = DropoutMasks(
                 new_key(), self.rotation.sharded.ring, equal=equal

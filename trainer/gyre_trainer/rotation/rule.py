@@ -101,6 +101,16 @@ class Rule(ABC):
             return nullcontext()
         return dropout_inside(current.weights, self.linear_in, masks or Undropped())
 
+    def require_known_dropout(self, module: nn.Module) -> None:
+        """Refuse a module that drops out otherwise than the rule knows, before each call.
+
+        Rates may have changed since the module was rotated.
+
+        Raises:
+            RotationError: names the dropout.
+        """
+        return
+
     @property
     def linear_in(self) -> tuple[str, ...]:
         """Names of the parameters in which the outputs must be linear; none by default."""

@@ -34,6 +34,16 @@ from gyre_trainer.rotation.rule import Rule
 _CONTAINERS = nn.ModuleList, nn.ModuleDict
 
 
+class _Tried(Unfinished):
+    """An `Unfinished` that a forward may not tell from a tensor either, as `isinstance` does."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise TypeError("its class decides what is computed")
+
+
 def find_split_rule(
     module: nn.Module, num_slices: int, *, regrouped: bool = False, drops_out: bool = True
 ) -> Rule | None:
@@ -122,7 +132,7 @@ def _in_place(rule: BlockRule, core: str, last: str) -> BlockRule:
 def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
     """The one among ``lasts`` that is given what the core returns; None where it is not the only.
 
-    It must be the same in training and in evaluation.
+    It must be the same in training and in evaluation, and both take gradients or none does.
     """
     found: set[str] = set()
     for training in (True, False):
@@ -131,7 +141,7 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
         except Exception:  # foreign code: it has something that cannot be copied
             return None
         taken = _watched(copied, core, lasts)
-        if not _finishes(copied, core) or not taken:
+        if not (_finishes(copied, core) and taken):
             return None
         found |= set(taken)
     return found.pop() if len(found) == 1 else None
@@ -141,7 +151,7 @@ def _finishes(module: nn.Module, core: str) -> bool:
     """Whether a call succeeds, without a mask or with one, and returns no `Unfinished`."""
     for with_mask in (False, True):
         # foreign code, called with arguments that it may not take
-        with suppress(Exception):
+        with suppress(Exception), torch.enable_grad():
             output = module(**_arguments(module, core, with_mask))
             return not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output))
     return False
@@ -169,7 +179,7 @@ def _watched(module: Any, core: str, lasts: list[str]) -> list[str]:
     taken: list[str] = []
     begins = module.get_submodule(core)
     begins.forward = lambda *args, **kwargs: with_first(
-        own_forward(begins)(*args, **kwargs), Unfinished
+        own_forward(begins)(*args, **kwargs), _Tried
     )
     for path in lasts:
         module.get_submodule(path).forward = _taking(module.get_submodule(path), path, taken)

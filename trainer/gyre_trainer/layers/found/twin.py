@@ -129,7 +129,9 @@ class Twin:
         return replace(self.rule, drops_out=any(self.dropouts.values()))
 
     def _calls(self) -> list[_Call]:
-        """The calls that the module takes: one in training, all if it drops out, and in evaluation.
+        """The calls that the module takes, in training and in evaluation.
+
+        It may drop out in some of them alone.
 
         Raises:
             StopIteration: it takes none in training.
@@ -138,7 +140,7 @@ class Twin:
         trained = (_Call(True, name) for name in names)
         evaluated = [_Call(False, name) for name in names]
         first = next(call for call in trained if self._whole(call) is not None)
-        others = [*(trained if self.dropouts[first] else ()), *evaluated]
+        others = [*trained, *evaluated]
         return [first, *(call for call in others if self._whole(call) is not None)]
 
     def numbers_read(self) -> dict[str, int]:

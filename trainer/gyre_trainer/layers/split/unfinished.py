@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from gyre_trainer.errors import RotationError
@@ -15,18 +16,31 @@ class Unfinished:
     exists. Whatever else uses this object is refused by name.
     """
 
-    __slots__ = ("_block", "_content")
+    __slots__ = ("_block", "_content", "_records", "_version")
 
     def __init__(self, content: Tensor, block: object = None) -> None:
         """``content`` is for the last layer of ``block``."""
         self._content = content
         self._block = block
+        self._records = torch.is_grad_enabled()
+        self._version: int | None = None  # of the content, once it was taken
 
     def take(self, block: object = None) -> Tensor:
-        """The content, for the last layer of the block alone."""
+        """The content, for the last layer of the block alone; once more, a copy of it.
+
+        Core and last layer are computed at once, so both have gradients, or none has.
+        """
         if block is not self._block:
             _refuse("gives it to the last layer of another block")
-        return self._content
+        if torch.is_grad_enabled() is not self._records:
+            _refuse("calls one of both under no_grad, and the other one with gradients")
+        version = -1 if self._content.is_inference() else self._content._version
+        if self._version is None:
+            self._version = version
+            return self._content
+        if self._version != version:
+            _refuse("writes to what the last layer returned, and then calls that layer once more")
+        return self._content.clone()  # either may be written to
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python and its tools ask any object for
