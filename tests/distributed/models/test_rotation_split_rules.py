@@ -1,5 +1,6 @@
 """Which split blocks are found, how their parts may be used, and rules for them by hand."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -155,6 +156,42 @@ def test_only_what_the_first_module_feeds_is_a_block() -> None:
     assert find_split_rule(hooked, 2) is None
     assert list(block_rules(nn.Sequential(Layer()), 2)) == ["0"]
     assert not block_rules(Layer(), 2)  # no item of a list: its parts may be called by others
+
+
+def with_shared_parts() -> list[nn.Sequential]:
+    """Models of two layers each, which share a module, or the parameters of one."""
+    models = [nn.Sequential(Layer(), Layer()) for _ in range(3)]
+    for model, name in zip(models, ("first", "second", "second.down"), strict=True):
+        layers: Any = model
+        if name == "second.down":
+            layers[1].second.down.weight = layers[0].second.down.weight
+            layers[1].second.down.bias = layers[0].second.down.bias
+        else:
+            setattr(layers[1], name, getattr(layers[0], name))
+    return models
+
+
+def of_shared_parts() -> list[float]:
+    """How far gradients are off in models that share parts."""
+    x = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in with_shared_parts():
+        model.double()
+        plain = deepcopy(model)
+        rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
+        mine_of, all_of = gradients(model, mine(x)), gradients(plain, x)
+        found.append(max(apart(each, all_of[name]) for name, each in mine_of.items()))
+    return found
+
+
+def test_layers_that_share_a_part_have_no_split_block(ranks: StartRanks) -> None:
+    """Another block could not be given what that part returns."""
+    for model in with_shared_parts():
+        assert not any(getattr(rule, "core", "") for rule in block_rules(model, 2).values())
+    repeated = Layer()
+    assert list(block_rules(nn.Sequential(repeated, repeated), 2)) == ["0"]
+    for off in ranks(2).run(of_shared_parts):
+        assert max(off) < 1e-12
 
 
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

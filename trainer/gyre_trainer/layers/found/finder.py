@@ -1,6 +1,8 @@
 """The blocks of one model: modules that are alike are tried once, as the experts of all layers."""
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ class BlockFinder:
     """Finds by which rules a model's modules rotate as a whole.
 
     Split blocks are found in modules of a list alone, such as layers. What is there once may be
-    called by its own parts, and a split block's core by itself computes nothing.
-
+    called by its own parts, and a split block's core by itself computes nothing. So
+    nothing inside may have a parameter that another module has, too.
 
     ``regrouped`` and ``drops_out`` are as of `find_rule`.
     """
@@ -39,11 +41,12 @@ class BlockFinder:
         self._shares_caches = not any(map(_has_cache_of_its_own, model.modules()))
         lists = (each for each in model.modules() if isinstance(each, _LISTS))
         self._repeated = {id(each) for one in lists for each in one.modules() if each is not one}
+        self._num_places = _num_places(model)
         self._tried: dict[Hashable, Rule | None] = {}
 
     def rule_of(self, module: nn.Module) -> Rule | None:
         """The rule that was found for a module; None where none was."""
-        repeats = id(module) in self._repeated
+        repeats = id(module) in self._repeated and not self._shares_parts(module)
         key = (repeats, *_likeness(module))
         if key not in self._tried:
             rule = find_rule(module, self._num_slices, **self._options)
@@ -54,6 +57,26 @@ class BlockFinder:
         if rule is not None and rule.caches_heads and not self._shares_caches:
             return None
         return rule
+
+    def _shares_parts(self, module: nn.Module) -> bool:
+        inside = (each for each in module.modules() if each is not module)
+        parts = chain(inside, module.parameters())
+        return any(self._num_places[id(part)] > 1 for part in parts)
+
+
+def _num_places(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, and each module with parameters, by its id."""
+    found: Counter[int] = Counter()
+    for module in model.modules():
+        modules = {
+            id(each) for each in module.children() if next(each.parameters(), None) is not None
+        }
+        found.update(modules | {id(each) for each in module._parameters.values()})
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def block_rules(
