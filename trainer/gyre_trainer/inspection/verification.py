@@ -19,11 +19,11 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rule_checks import largest_finite
 from gyre_trainer.rotation.backward.randomness import generators_of
 from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside, may_drop_out
+from gyre_trainer.rotation.caches.shared_cache import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import parameter_at, swapped
-from gyre_trainer.rotation.shared_cache import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.shards.local_shards import local_of
 
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.

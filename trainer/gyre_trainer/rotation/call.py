@@ -21,11 +21,11 @@ from gyre_trainer.rotation.backward.recomputation import (
     recomputable,
 )
 from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
+from gyre_trainer.rotation.caches.shared_cache import SharedCache, is_cache
 from gyre_trainer.rotation.form import Arguments, Form, Missing, Passed
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, parameter_at, swapped
-from gyre_trainer.rotation.shared_cache import SharedCache, is_cache
 from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
 
 _CONSTANTS = (

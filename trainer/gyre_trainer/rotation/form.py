@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from gyre_trainer.rotation.shared_cache import is_cache
+from gyre_trainer.rotation.caches.shared_cache import is_cache
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
+from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.form import Missing, Passed
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.shared_cache import is_cache
 
 NOTHING = "gyre: None"  # stands for None in traced arguments
 

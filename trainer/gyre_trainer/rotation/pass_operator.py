@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.call import Call, cast
 from gyre_trainer.rotation.form import Missing, Passed
 from gyre_trainer.rotation.graph_sites import FlatForm, Shapes, Site, numbers, shapes_of, sites_at
@@ -38,7 +39,6 @@ from gyre_trainer.rotation.ring_pass import RingPass
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.rotation.shared_cache import is_cache
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.shards.sharded_parameters import has_sole_storage
 

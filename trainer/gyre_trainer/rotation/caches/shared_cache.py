@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gyre_trainer.rotation.cached_layers import SharedLayers, refused
+from gyre_trainer.rotation.caches.cached_layers import SharedLayers, refused
 
 
 def is_cache(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.unusable_tensors import UnusableTensor
+from gyre_trainer.rotation.caches.unusable_tensors import UnusableTensor
 
 # The library's classes of layers that make new keys and values at each update, and of those that
 # write into what they have. What others keep is not known.
