@@ -280,6 +280,14 @@ def test_masks_are_decoded_as_they_are_stored() -> None:
         sample = {"png": np.frombuffer(buffer.getvalue(), np.uint8)}
         DecodeImage("png", "mask", colors="index").apply(sample, np.random.default_rng(0), {})
         assert np.array_equal(sample["mask"][:, :, 0], classes)
+    bits = classes > 9
+    for kind in ("PNG", "BMP", "TIFF"):
+        buffer = io.BytesIO()
+        Image.fromarray(bits).save(buffer, kind)
+        sample = {"png": np.frombuffer(buffer.getvalue(), np.uint8)}
+        DecodeImage("png", "mask", colors="index").apply(sample, np.random.default_rng(0), {})
+        assert sample["mask"].dtype == np.uint8
+        assert np.array_equal(sample["mask"][:, :, 0], bits)
     for kind in ("PNG", "JPEG"):
         buffer = io.BytesIO()
         Image.fromarray(picture(9, 9)).save(buffer, kind)

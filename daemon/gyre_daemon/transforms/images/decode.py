@@ -32,7 +32,8 @@ class DecodeImage(OfField):
         field: the bytes of files, which samples no longer have afterwards.
         to: the pixels, uint8 [height, width, channels].
         colors: `rgb` for 3 channels, `gray` for 1; `index` for 1 with the numbers that are stored,
-            as masks have them: those of a palette, or gray levels. Files with colours are refused.
+            as masks have them: of a palette, gray levels, or single bits. Files with colours are
+            refused.
         max_pixels: an image that declares more is refused before it is decoded.
         exact: whether JPEG is decoded to the bit as Pillow does; if not, colours between pixels are
             interpolated more coarsely, which takes a few percent less time.
@@ -132,15 +133,16 @@ class DecodeImage(OfField):
                 converted = self._converted(image)
         except _NO_IMAGE as error:
             raise ValueError(f"it is no image that can be decoded: {error}") from error
-        pixels = np.asarray(converted)
+        pixels = np.asarray(converted, np.uint8)  # single bits become 0 and 1
         return pixels if self.colors == "rgb" else pixels[:, :, None]
 
     def _converted(self, image: Image.Image) -> Image.Image:
         if self.colors != "index":
             return image.convert("RGB" if self.colors == "rgb" else "L")
-        if image.mode not in ("P", "L"):
+        if image.mode not in ("P", "L", "1"):
             raise ValueError(
-                f"its pixels are {image.mode}, no numbers of a palette and no gray levels of 8 bits"
+                f"its pixels are {image.mode}, no numbers of a palette, no gray levels of 8 bits "
+                "and not single bits"
             )
         image.load()
         return image
