@@ -82,10 +82,14 @@ class TransformWorkers:
         packet = HEAD.pack(Kind.DESCRIBE, 0, 0, 0, 0) + recipe
         if len(packet) > MAX_PACKET_BYTES:
             return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
-        async with self._line.turn(flow, 0.0):
-            answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
-        with contextlib.suppress(msgspec.MsgspecError):
-            return DESCRIBED_DECODER.decode(answer or b"")
+        reason = ""
+        for _ in range(2):  # a process may have been ended for another reason
+            async with self._line.turn(flow, 0.0):
+                answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
+            with contextlib.suppress(msgspec.MsgspecError):
+                return DESCRIBED_DECODER.decode(answer or b"")
+            if reason.startswith("it took"):
+                break
         return Described(f"the transforms cannot be loaded: {reason}")
 
     async def work(

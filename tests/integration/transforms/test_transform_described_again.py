@@ -1,0 +1,55 @@
+"""A chain is described although the process that was asked first has been ended."""
+
+import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars.store import SidecarStore
+from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.workers import TransformWorkers
+
+CHAINS = [{"name": "cast", "field": "tokens", "dtype": dtype} for dtype in ("float32", "float16")]
+
+
+async def unchanged(prefix: TransformedDataset, _is_last: bool) -> TransformedDataset:
+    return prefix
+
+
+async def described(folder: Path, threads: FairExecutor) -> tuple[list[str], int]:
+    """The dtypes that two chains make, and how many processes were replaced between them."""
+    np.arange(64, dtype=np.uint16).tofile(folder / "a.bin")
+    options = {"dtype": "uint16", "sequence_length": 4}
+    config = DatasetConfig(str(folder / "a.bin"), "tokens", options)
+    opener = StorageOpener(threads, EndpointOptions(16, 10.0, False), Metrics())
+    catalog = Catalog(
+        {"set": config}, opener, SidecarStore(str(folder), folder), None, allow_ad_hoc=False
+    )
+    counts = TransformCounts()
+    workers = TransformWorkers(1, 300.0, counts)
+    transforms = Transforms(workers, (), None, allow_modules=False)
+    made = []
+    try:
+        dataset = await catalog.open("set", config)
+        for chain in CHAINS:
+            for process in workers._idle:
+                signal.pidfd_send_signal(process._process, signal.SIGKILL)
+            found = await transforms.apply(dataset, [chain], unchanged, by_client=True, height=0)
+            made += [str(each.dtype) for each in found.fields if each.name == "tokens"]
+    finally:
+        transforms.close()
+        catalog.close()
+    return made, counts.num_replaced
+
+
+def test_a_chain_is_described_by_another_process_where_one_has_ended(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        scene = described(tmp_path, FairExecutor(executor, 1))
+        assert asyncio.run(asyncio.wait_for(scene, 240)) == (["float32", "float16"], 1)
