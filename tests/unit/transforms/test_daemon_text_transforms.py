@@ -117,6 +117,7 @@ def test_the_contents_of_the_file_are_part_of_the_version(path: Path, tmp_path: 
     [
         ("tokenizer.json", "must be an absolute path"),
         ("/nowhere/tokenizer.json", "cannot be read: No such file"),
+        ("/", "is a folder; name the file in it, such as tokenizer.json"),
         ("/etc/hostname", "is no tokenizer"),
     ],
 )

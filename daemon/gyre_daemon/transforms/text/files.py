@@ -28,6 +28,10 @@ def read_file(path: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
             contents = file.read(_MAX_FILE_BYTES + 1)
+    except IsADirectoryError as error:
+        raise ValueError(
+            f"{path!r:.200} is a folder; name the file in it, such as tokenizer.json"
+        ) from error
     except OSError as error:
         raise ValueError(f"{path!r:.200} cannot be read: {error.strerror}") from error
     if len(contents) > _MAX_FILE_BYTES:
