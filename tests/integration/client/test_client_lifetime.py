@@ -59,6 +59,7 @@ def test_a_second_thread_gets_an_error_while_the_first_one_reads(numbers: str) -
 def test_a_forked_child_gets_an_error(numbers: str) -> None:
     with Loader("numbers", batch_size=10, address=numbers) as loader:
         take(loader, 1)
+        gc.collect()  # in a child, the end of a channel that a test left open can wait forever
         pid = os.fork()
         if pid == 0:
             try:
@@ -76,6 +77,7 @@ def test_workers_of_a_dataloader_get_an_error(numbers: str) -> None:
         dataloader: DataLoader[Batch] = DataLoader(
             loader, batch_size=None, num_workers=1, multiprocessing_context="fork"
         )
+        gc.collect()  # as above
         iterator = iter(dataloader)
         with pytest.raises(ForkedProcess, match="num_workers=0"):
             next(iterator)
