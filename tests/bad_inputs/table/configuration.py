@@ -35,8 +35,8 @@ FILES = {
     "empty uri": ('[datasets.x]\nuri = ""\nformat = "tokens"', "uri is ''"),
     "unknown format": ('[datasets.x]\nuri = "/d"\nformat = "xls"', "format.*xls"),
     "key that no format has": (
-        '[datasets.x]\nuri = "/d"\ncolums = ["a"]',
-        "unknown key `colums` in dataset `x`; did you mean `columns`",
+        '[datasets.x]\nuri = "/d"\ncolumn = ["a"]',
+        "unknown key `column` in dataset `x`; did you mean `columns`",
     ),
     "uri of a number": ('[datasets.x]\nuri = 3\nformat = "tokens"', "uri is 3"),
     "chained uri": ('[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"', "chained URLs"),

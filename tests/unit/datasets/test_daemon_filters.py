@@ -103,7 +103,7 @@ def test_filters_that_are_none(text: str, reason: str) -> None:
 
 def test_nothing_is_read_for_a_filter_that_calls_what_there_is_not() -> None:
     assert asked_of("text == 'x' and length(text) > 3", FIELDS).columns == ("text",)
-    assert not asked_of("text == 'x' and lenght(text) > 3", FIELDS)
+    assert not asked_of("text == 'x' and size(text) > 3", FIELDS)
 
 
 def test_renamed_fields_have_their_new_names() -> None:
