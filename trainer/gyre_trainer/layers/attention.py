@@ -79,20 +79,6 @@ def _apply_rope(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1).type_as(x_BHTC)
 
 
-def inside_documents(positions_BT: Tensor) -> Tensor:
-    """Which token attends to which: to itself and those before it in its own document.
-
-    Args:
-        positions_BT: of each token in its document; a document begins where it is 0.
-
-    Returns:
-        Bool (B, 1, T, T), what attention takes for ``allowed_B1TT``.
-    """
-    document_BT = (positions_BT == 0).cumsum(1)
-    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-    return same_BTT.tril()[:, None]
-
-
 class Attention(nn.Module):
     """Self-attention with rotary positions and grouped key/value heads.
 

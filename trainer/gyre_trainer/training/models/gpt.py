@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.attention import Attention, Heads, inside_documents, rope_table
+from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initial.sharded_init import Constant, Init, Normal
@@ -135,7 +135,7 @@ class GPT(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         mask: tuple[Tensor, ...] = ()
         if config.inside_documents and positions_BT is not None:
-            mask = (inside_documents(positions_BT),)  # once for all layers and slices
+            mask = (_inside_documents(positions_BT),)  # once for all layers and slices
         for block in self.blocks:
             x_BTD = block(x_BTD, rope_TC, *mask)
         normed_BTD: Tensor = self.norm(x_BTD)
@@ -180,3 +180,17 @@ class GPT(nn.Module):
 
 def _norm(config: GPTConfig) -> nn.Module:
     return nn.RMSNorm(config.dim, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(config.dim)
+
+
+def _inside_documents(positions_BT: Tensor) -> Tensor:
+    """Which token attends to which: to itself and those before it in its own document.
+
+    Args:
+        positions_BT: of each token in its document; a document begins where it is 0.
+
+    Returns:
+        Bool (B, 1, T, T), what attention takes for ``allowed_B1TT``.
+    """
+    document_BT = (positions_BT == 0).cumsum(1)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return same_BTT.tril()[:, None]
