@@ -1,6 +1,6 @@
 """A module whose forward runs slice by slice."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -120,12 +120,19 @@ def bundle_small(model: nn.Module) -> None:
     """Let the small modules in ``model`` travel together where their policy says so."""
     modules = {
         module.rotation: module
-        for module in model.modules()
+        for module in _from_inside(model)
         if isinstance(module, RotatedModule) and not (module.bundle or module.needs_slices)
     }
     for bundle, rotations in bundled(list(modules)):
         for rotation in rotations:
             modules[rotation].bundle = bundle
+
+
+def _from_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all in it, as they are mostly called: a split block after what is inside."""
+    for child in module.children():
+        yield from _from_inside(child)
+    yield module
 
 
 def own_class(module: nn.Module) -> type:
