@@ -5,9 +5,9 @@
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
-wraps each layer, or each attention, MLP or other part of a layer that has matrices, and embedding
-and head where they are not tied. Times are beside the quicker of these two wraps, and bytes beside
-the one with the smaller peak. Rotation finds blocks. The last
+wraps each layer, or each sub-block: attention, MLP or other part of a layer that has matrices.
+Embedding and head are wrapped, too, where they are not tied. Times and peaks are beside each of
+these two wraps, and bytes beside the one with the smaller peak. Rotation finds blocks. The last
 row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
 parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
 layers, and torch's checkpoint is around what FSDP2 wraps, and around as much of DDP. With
@@ -61,8 +61,9 @@ _SIZES: dict[str, dict[str, int]] = {
     | {"vocab_size": _VOCABULARY},
 }
 _NUM_WARM_UP_STEPS = 2
-_PER_LAYER = "FSDP2, per layer"
-_WRAPS = ("FSDP2", _PER_LAYER)
+_PER_SUB_BLOCK, _PER_LAYER = "FSDP2 per sub-block", "FSDP2 per layer"
+_WRAPS = (_PER_SUB_BLOCK, _PER_LAYER)
+_OTHERS = (*_WRAPS, "DDP")
 Build = Callable[[str], Any]
 # CPU and passed seconds of each round, peak bytes, bytes sent
 Figures = tuple[list[tuple[float, float]], int, int]
@@ -180,7 +181,7 @@ def _contenders(way: _Way, ddp: Callable[..., Any]) -> dict[str, Build]:
     alike: dict[str, Any] = {"recomputes": way.recomputes, "device": way.device}
     return {
         "rotation": partial(_rotated, bundle_numel=way.bundle_numel, **alike),
-        "FSDP2": partial(_fully_sharded, per_layer=False, **alike),
+        _PER_SUB_BLOCK: partial(_fully_sharded, per_layer=False, **alike),
         _PER_LAYER: partial(_fully_sharded, per_layer=True, **alike),
         "DDP": partial(ddp, **alike),
     }
@@ -263,27 +264,29 @@ def _row(family: str, ranks: list[dict[str, Figures]]) -> str:
         rounds = list(zip(*(rank[label][0] for rank in ranks), strict=True))
         cpu[label] = [statistics.mean(used for used, _ in each) for each in rounds]
         passed[label] = [max(took for _, took in each) for each in rounds]
-    by_peak = min(_WRAPS, key=lambda wrap: ranks[0][wrap][1])
-    _, peaks, sent = zip(*(ranks[0][label] for label in ("rotation", by_peak, "DDP")), strict=True)
+    peaks = {label: peak for label, (_, peak, _) in ranks[0].items()}
+    sent = {label: num_bytes for label, (_, _, num_bytes) in ranks[0].items()}
+    own, by_peak = peaks["rotation"], min(_WRAPS, key=peaks.__getitem__)
     cells = [
         family,
         *_to_others(cpu),
         *_to_others(passed),
-        f"{peaks[0] / 2**20:.1f}",
-        *(f"{peaks[0] / peak:.2f}" for peak in peaks[1:]),
-        f"{sent[0] / sent[1]:.2f}",
+        f"{own / 2**20:.1f}",
+        *(f"{own / peaks[label]:.2f}" for label in _OTHERS),
+        f"{sent['rotation'] / sent[by_peak]:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _to_others(seconds: Mapping[str, list[float]]) -> list[str]:
-    """Rotation's median in ms, and its ratios to FSDP2's quicker wrap and to DDP."""
+    """Rotation's median in ms, and its ratios to the others'."""
     own = seconds["rotation"]
     if not own:
-        return ["-"] * 3
-    quicker = min(_WRAPS, key=lambda wrap: statistics.median(seconds[wrap]))
-    others = seconds[quicker], seconds["DDP"]
-    ratios = [statistics.median(a / b for a, b in zip(own, other, strict=True)) for other in others]
+        return ["-"] * (1 + len(_OTHERS))
+    ratios = [
+        statistics.median(a / b for a, b in zip(own, seconds[label], strict=True))
+        for label in _OTHERS
+    ]
     return [f"{1e3 * statistics.median(own):.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
 
 
@@ -306,9 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_table(options.models, options.tokens, options.ranks)
         return
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
-    times = "CPU, ms | to FSDP2 | to DDP | step, ms | to FSDP2 | to DDP"
-    print(f"| | {times} | peak, MiB | to FSDP2 | to DDP | sent to FSDP2's |")
-    print("|---" + "|---:" * 10 + "|", flush=True)
+    others = " | ".join(f"to {label}" for label in _OTHERS)
+    figures = " | ".join(f"{what} | {others}" for what in ("CPU, ms", "step, ms", "peak, MiB"))
+    print(f"| | {figures} | sent to FSDP2's |")
+    print("|---" + "|---:" * 13 + "|", flush=True)
     way = _Way(options.bundle_numel, options.recompute, options.device)
     run_on_ranks(
         options.ranks, print_rows, options.families, options.rounds, way, device=options.device
