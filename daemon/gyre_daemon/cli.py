@@ -163,7 +163,19 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
             parse_location(dataset.uri)
         except ValueError as error:
             raise ConfigError(f"datasets.{name}.uri: {error}") from error
-    return replace(effective, warnings=[*effective.warnings, *unmatched(config)])
+    warnings = [*effective.warnings, *unmatched(config)]
+    if not config.datasets and not getattr(parsed, "embedded", False):
+        warnings.append(_nothing_served(parsed.config))
+    return replace(effective, warnings=warnings)
+
+
+def _nothing_served(path: Path | None) -> str:
+    """What to do about a configuration without datasets."""
+    text = "no dataset is configured, so no job can read anything: add a table such as "
+    table = '[datasets.mine] with uri = "/data/shards"'
+    if path:
+        return f"{text}{table} to {path}, and let the daemon read it again (SIGHUP)"
+    return f"{text}{table} to a file, and name the file with --config"
 
 
 def _serve(parsed: argparse.Namespace) -> int:

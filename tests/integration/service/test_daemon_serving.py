@@ -59,6 +59,19 @@ def test_health_reflection_and_datasets(
     assert gyred_command("health", "--address", daemon.address).returncode == 0
 
 
+def test_a_daemon_without_datasets_says_what_to_do(
+    gyred: StartDaemon, token_files: Path, gyred_command: GyredCommand
+) -> None:
+    daemon = gyred({})
+    (warning,) = (each for each in daemon.events() if each["event"] == "configuration warning")
+    assert warning["level"] == "warning"
+    assert "no dataset is configured" in warning["reason"]
+    assert f"to {daemon.config_path}, and let the daemon read it again" in warning["reason"]
+    assert "name the file with --config" in gyred_command("check-config").stderr
+    daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
+    assert not [each for each in daemon.events() if each["event"] == "configuration warning"]
+
+
 def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with identified_channel(daemon.address) as channel:
