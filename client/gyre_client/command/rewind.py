@@ -56,6 +56,30 @@ def _prepare(args: argparse.Namespace) -> None:
         if not args.files.dataset:
             raise InvalidRequest(f"{args.run_path} does not name its dataset: give --dataset")
         args.dataset, args.format = args.files.dataset, args.format or args.files.format or None
+        args.option = [*_options(args), *args.option]
+
+
+def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    """Yields the run's own options of its data, which those of the command line replace.
+
+    Raises:
+        InvalidRequest: They name code. Who can write a run's files must not choose what runs here.
+    """
+    given = dict(args.option)
+    for key, value in args.files.options.items():
+        if key in given or (key == "transforms" and args.chain is not None):
+            continue
+        if key == "transforms" and _names_code(value):
+            raise InvalidRequest(
+                f"{args.run_path} has transforms of the form MODULE:CLASS, and a run's files run "
+                "no code: give them again, with --transforms FILE"
+            )
+        yield key, value
+
+
+def _names_code(transforms: object) -> bool:
+    tables = transforms if isinstance(transforms, list) else []
+    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
 
 
 def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
