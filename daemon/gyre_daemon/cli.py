@@ -15,6 +15,7 @@ import grpc
 import shtab
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 
 from gyre_daemon import __version__
@@ -302,8 +303,8 @@ def _open_datasets(config: DaemonConfig) -> int:
             status = 1
         else:
             num_shards = len(opened.storage.shards)
-            opens = f"opens: {opened.num_samples} samples in {num_shards} shards"
-            print(printable(f"# dataset `{name}` {opens}"))
+            opened_as = f"{counted(opened.num_samples, 'sample')} in {counted(num_shards, 'shard')}"
+            print(printable(f"# dataset `{name}` opens: {opened_as}"))
     return status
 
 

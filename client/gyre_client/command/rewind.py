@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -134,7 +135,7 @@ def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> st
         head += " of the run and of the data's order"
     head += f", epoch {located.epoch}"
     if located.row_length:
-        head += f", rows of {located.row_length:,} tokens"
+        head += f", rows of {counted(located.row_length, 'token', ',')}"
     if isinstance(loss := files.history.get(step, {}).get("loss"), int | float):
         head += f", loss {loss:.4f}"
     recorded = files.is_recorded(step, [row.sample_id for row in located.rows])

@@ -29,7 +29,9 @@ def from_folder(folder: Path, path: str) -> str:
 
 def scalars_from_folder(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Converted values by key, of which paths and those of sockets are seen from a folder."""
-    found = {key: from_folder(folder, values[key]) for key in _KEYS if key in values}
+    found: dict[str, Any] = {
+        key: from_folder(folder, values[key]) for key in _KEYS if key in values
+    }
     if "listen" in values:
         found["listen"] = tuple(_address(folder, text) for text in values["listen"])
     return {**values, **found}

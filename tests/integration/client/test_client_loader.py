@@ -71,9 +71,7 @@ def test_a_torch_dataloader_that_would_stack_batches_is_refused(
         stacking: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size)
         with pytest.raises(InvalidRequest, match=r"use DataLoader\(loader, batch_size=None\)"):
             iter(stacking)
-        listing: DataLoader[list[Batch]] = DataLoader(
-            loader, batch_size=batch_size, collate_fn=list
-        )
+        listing: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size, collate_fn=list)
         assert len(next(iter(listing))) == batch_size
 
 

@@ -267,7 +267,7 @@ def test_check_config_opens_what_must_be_unpacked_replaced_measured_or_kept(
     lines = [line for line in checked.stdout.splitlines() if line.startswith("# dataset")]
     sizes = {"filtered": 1, "kept": 2, "packed": 1, "replaced": 3}
     assert lines == [
-        f"# dataset `{name}` opens: {size} samples in 1 shards" for name, size in sizes.items()
+        f"# dataset `{name}` opens: {size} samples in 1 shard" for name, size in sizes.items()
     ]
     assert "`wrong` cannot be opened: unknown key `fields` in transforms[0]" in checked.stderr
 

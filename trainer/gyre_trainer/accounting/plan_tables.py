@@ -111,7 +111,7 @@ def text(
     seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
     return "\n\n".join(
         [
-            f"{num_ranks} ranks; {per_step}; all figures in MiB",
+            f"{counted(num_ranks, 'rank')}; {per_step}; all figures in MiB",
             modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from gyre_common.counts import counted
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.configuration import config_file
@@ -242,13 +243,13 @@ class TrainConfig:
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
-                f"but the run has {self.run.steps} steps"
+                f"but the run has {counted(self.run.steps, 'step')}"
             )
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` and `optimizer.decay_steps` are "
                 f"{self.optimizer.warmup_steps} and {self.optimizer.decay_steps}, "
-                f"but the run has {self.run.steps} steps"
+                f"but the run has {counted(self.run.steps, 'step')}"
             )
         if isinstance(self.model, GPTConfig):
             self._require_bounded(self.model)

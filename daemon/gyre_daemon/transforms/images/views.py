@@ -108,7 +108,8 @@ def gaussian(kernel_size: int, sigma: float) -> npt.NDArray[np.float32]:
     """The weights of an odd kernel, or of its middle where the others add nothing to a pixel."""
     radius = min(kernel_size // 2, int(_MOST_SIGMAS * sigma) + 1)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
-    return (weights / weights.sum()).astype(np.float32)
+    kernel: npt.NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
+    return kernel
 
 
 @dataclass(frozen=True)
