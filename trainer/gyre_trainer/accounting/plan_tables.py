@@ -101,12 +101,12 @@ def text(
         *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
     ]
     results = iter(side_by_side(to_do, _begin(len(to_do))))
-    counted = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
+    figures = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
-        **{str(strategy): each for strategy, each in counted.items()},
-        TENSOR_PARALLEL: tensor_parallel(counted[Strategy.DDP], config, num_ranks, num_layers, dim),
+        **{str(strategy): each for strategy, each in figures.items()},
+        TENSOR_PARALLEL: tensor_parallel(figures[Strategy.DDP], config, num_ranks, num_layers, dim),
     }
     seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
     return "\n\n".join(
@@ -115,9 +115,9 @@ def text(
             modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
-            *_assumption(counted),
+            *_assumption(figures),
             _notes(rates, given),
-            recommendation(counted, rates, memory_bytes),
+            recommendation(figures, rates, memory_bytes),
         ]
     )
 
