@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gyre_common.counts import counted
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import FigureJobs, StepFigures, figures
@@ -101,12 +102,14 @@ def text(
         *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
     ]
     results = iter(side_by_side(to_do, _begin(len(to_do))))
-    figures = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
+    by_strategy = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
-        **{str(strategy): each for strategy, each in figures.items()},
-        TENSOR_PARALLEL: tensor_parallel(figures[Strategy.DDP], config, num_ranks, num_layers, dim),
+        **{str(strategy): each for strategy, each in by_strategy.items()},
+        TENSOR_PARALLEL: tensor_parallel(
+            by_strategy[Strategy.DDP], config, num_ranks, num_layers, dim
+        ),
     }
     seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
     return "\n\n".join(
@@ -115,9 +118,9 @@ def text(
             modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
-            *_assumption(figures),
+            *_assumption(by_strategy),
             _notes(rates, given),
-            recommendation(figures, rates, memory_bytes),
+            recommendation(by_strategy, rates, memory_bytes),
         ]
     )
 
