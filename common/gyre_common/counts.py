@@ -1,6 +1,6 @@
 """Numbers of things, in words."""
 
-_ES = ("ch", "sh", "s", "x")
+_ES = ("tch", "sh", "s", "x")  # of "epoch", "epochs"
 
 
 def counted(number: int, noun: str, spec: str = "") -> str:
