@@ -15,6 +15,7 @@ import grpc
 import shtab
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 
 from gyre_daemon import __version__
@@ -163,7 +164,19 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
             parse_location(dataset.uri)
         except ValueError as error:
             raise ConfigError(f"datasets.{name}.uri: {error}") from error
-    return replace(effective, warnings=[*effective.warnings, *unmatched(config)])
+    warnings = [*effective.warnings, *unmatched(config)]
+    if not config.datasets and not getattr(parsed, "embedded", False):
+        warnings.append(_nothing_served(parsed.config))
+    return replace(effective, warnings=warnings)
+
+
+def _nothing_served(path: Path | None) -> str:
+    """What to do about a configuration without datasets."""
+    text = "no dataset is configured, so no job can read anything: add a table such as "
+    table = '[datasets.mine] with uri = "/data/shards"'
+    if path:
+        return f"{text}{table} to {path}, and let the daemon read it again (SIGHUP)"
+    return f"{text}{table} to a file, and name the file with --config"
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -290,8 +303,8 @@ def _open_datasets(config: DaemonConfig) -> int:
             status = 1
         else:
             num_shards = len(opened.storage.shards)
-            opens = f"opens: {opened.num_samples} samples in {num_shards} shards"
-            print(printable(f"# dataset `{name}` {opens}"))
+            opened_as = f"{counted(opened.num_samples, 'sample')} in {counted(num_shards, 'shard')}"
+            print(printable(f"# dataset `{name}` opens: {opened_as}"))
     return status
 
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
+from gyre_common.counts import counted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -353,7 +354,8 @@ def _sync(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
     if source is None:
         return
     if not 0 <= source < mesh.size():
-        raise RotationError(f"sync_from is {source}, but the mesh has {mesh.size()} ranks")
+        ranks = counted(mesh.size(), "rank")
+        raise RotationError(f"sync_from is {source}, but the mesh has {ranks}")
     place = (mesh.mesh.flatten() == mesh.mesh.flatten()[source]).view(mesh.shape).nonzero()[0]
     with collective("taking the values of one rank"):
         for _, tensor in (*module.named_parameters(), *module.named_buffers()):

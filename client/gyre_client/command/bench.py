@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -64,7 +65,7 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     if batch_size > description.num_samples:
         raise InvalidRequest(
             f"--batch-size is {batch_size}, but the dataset has only "
-            f"{description.num_samples} samples"
+            f"{counted(description.num_samples, 'sample')}"
         )
     is_local_path = is_location(args.dataset, args.format) and "://" not in args.dataset
     task = {
@@ -107,11 +108,11 @@ def _text(
         else "larger than the page cache, so the disk is measured too"
     )
     head = (
-        f"{printable(description.uri)}: {description.num_samples:,} samples, "
+        f"{printable(description.uri)}: {counted(description.num_samples, 'sample', ',')}, "
         f"{size(description.num_bytes)}, {printable(description.format)}; "
         f"batches of {args.batch_size}, full shuffle.\n"
         f"Files {cache}. Each loader ran alone, twice {args.seconds:g} s; medians. "
-        f"{num_checked} batches were compared first: same bytes."
+        f"Compared first: {counted(num_checked, 'batch')}, same bytes."
     )
     if found.header_scan_s:
         head += (
@@ -140,7 +141,7 @@ def _summary(medians: "Mapping[Contender, Mapping[str, float]]") -> str:
     parts = []
     for form in ("plain", "tuned"):
         best = max((each for each in rates if each.loader == form), key=lambda each: rates[each])
-        where = f"with {best.num_workers} workers" if best.num_workers else "in process"
+        where = f"with {counted(best.num_workers, 'worker')}" if best.num_workers else "in process"
         parts.append(
             f"{gyre / rates[best]:.2f} times those of the {form} DataLoader at its best ({where})"
         )

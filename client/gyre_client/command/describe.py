@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -99,7 +100,8 @@ def _packed(packing: pb.Packing) -> str:
     *shorter, longest = [f"{each.length:,}" for each in packing.lengths] or [f"{packing.length:,}"]
     lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
     filled = f"{lengths}, of which {packing.efficiency:.2%} is filled"
-    parts = [f"{packing.num_documents:,} documents by {packing.field} into sequences of {filled}"]
+    documents = counted(packing.num_documents, "document", ",")
+    parts = [f"{documents} by {packing.field} into sequences of {filled}"]
     if packing.lengths:
         counts = [f"{each.num_sequences:,} of {each.length:,}" for each in packing.lengths]
         parts.append(f"there are {', '.join(counts)}")

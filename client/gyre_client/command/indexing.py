@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gyre_common.counts import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
@@ -87,7 +88,8 @@ class Indexed:
             indexed.last = each
             indexed.num_reused += indexed.last.reused
             indexed.changes[indexed.last.shard] = _CHANGES.get(indexed.last.change, "indexed")
-            samples = f"{indexed.last.num_samples:,} samples" if indexed.last.num_samples else ""
+            num_samples = indexed.last.num_samples
+            samples = counted(num_samples, "sample", ",") if num_samples else ""
             bar.update(indexed.last.shards_done, indexed.last.num_shards, samples)
         indexed.changes |= dict.fromkeys(indexed.last.removed, "removed")
         return indexed
@@ -124,14 +126,12 @@ class Indexed:
             ("cursors", self._cursors(counts["changed"])),
         ]
         for name, column in self.columns.items():
-            text = (
-                f"{name} of {column.shards_done:,} shards, {column.num_reused:,} of them read "
-                "before"
-            )
+            shards = counted(column.shards_done, "shard", ",")
+            text = f"{name} of {shards}, {column.num_reused:,} of them read before"
             pairs.append(("column", text))
         if its := self.measured:
-            text = f"of {its.shards_done:,} shards, {its.num_reused:,} of them measured before"
-            pairs.append(("lengths", text))
+            shards = counted(its.shards_done, "shard", ",")
+            pairs.append(("lengths", f"of {shards}, {its.num_reused:,} of them measured before"))
         rows = [
             (name, _MEANINGS[change])
             for name, change in sorted(self.changes.items())

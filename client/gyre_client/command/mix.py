@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -87,7 +88,7 @@ def mix(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 
 
 def _line(answer: pb.ChangeWeightsResponse, what: str) -> str:
-    ranks = "1 rank" if answer.num_ranks == 1 else f"{answer.num_ranks} ranks"
+    ranks = counted(answer.num_ranks, "rank")
     return (
         f"{ranks} of the job {printable(answer.job)} read {what}; step {answer.earliest_step} "
         "would have been the earliest"

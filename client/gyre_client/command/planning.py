@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -112,7 +113,7 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             )
         if step.HasField("row_length"):
             shorter.append(step.num_shorter)
-            balanced += f"; rows have {step.row_length:,} tokens{_shorter(step)}"
+            balanced += f"; rows have {counted(step.row_length, 'token', ',')}{_shorter(step)}"
         texts.append(
             f"step {request.step} begins at position {step.first_position}, in epoch "
             f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples{balanced}\n"
@@ -126,13 +127,18 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         )
     if stop is not None and shorter:
         num_mixed = sum(1 for each in shorter if each)
-        texts.append(f"{num_mixed:,} of {len(shorter):,} steps have sequences of several lengths")
+        have = "has" if num_mixed == 1 else "have"
+        of = counted(len(shorter), "step", ",")
+        texts.append(f"{num_mixed:,} of {of} {have} sequences of several lengths")
     return CommandOutput(values[0] if stop is None else values, "\n".join(texts))
 
 
 def _shorter(step: pb.PlanStepResponse) -> str:
     number = step.num_shorter
-    return f", and {number:,} samples of the global batch have shorter sequences" if number else ""
+    if not number:
+        return ""
+    have = "has" if number == 1 else "have"
+    return f", and {counted(number, 'sample', ',')} of the global batch {have} shorter sequences"
 
 
 def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -165,9 +171,9 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         )
         for each in response.estimates
     ]
-    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs} epochs"
+    epochs = counted(args.epochs, "epoch")
     head = (
-        f"{response.num_samples:,} samples, {epochs}: "
+        f"{counted(response.num_samples, 'sample', ',')}, {epochs}: "
         f"{size(response.num_bytes_served)} served (estimated)"
     )
     text = f"{head}\n\n{table(header, rows)}\n\n{printable(response.recommendation)}"

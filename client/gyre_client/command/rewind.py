@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -56,6 +57,30 @@ def _prepare(args: argparse.Namespace) -> None:
         if not args.files.dataset:
             raise InvalidRequest(f"{args.run_path} does not name its dataset: give --dataset")
         args.dataset, args.format = args.files.dataset, args.format or args.files.format or None
+        args.option = [*_options(args), *args.option]
+
+
+def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    """Yields the run's own options of its data, which those of the command line replace.
+
+    Raises:
+        InvalidRequest: They name code. Who can write a run's files must not choose what runs here.
+    """
+    given = dict(args.option)
+    for key, value in args.files.options.items():
+        if key in given or (key == "transforms" and args.chain is not None):
+            continue
+        if key == "transforms" and _names_code(value):
+            raise InvalidRequest(
+                f"{args.run_path} has transforms of the form MODULE:CLASS, and a run's files run "
+                "no code: give them again, with --transforms FILE"
+            )
+        yield key, value
+
+
+def _names_code(transforms: object) -> bool:
+    tables = transforms if isinstance(transforms, list) else []
+    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
 
 
 def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -110,7 +135,7 @@ def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> st
         head += " of the run and of the data's order"
     head += f", epoch {located.epoch}"
     if located.row_length:
-        head += f", rows of {located.row_length:,} tokens"
+        head += f", rows of {counted(located.row_length, 'token', ',')}"
     if isinstance(loss := files.history.get(step, {}).get("loss"), int | float):
         head += f", loss {loss:.4f}"
     recorded = files.is_recorded(step, [row.sample_id for row in located.rows])

@@ -23,6 +23,7 @@ class RunFiles:
         cursor: Any one of the job.
         dataset: As the run's configuration names it; empty where that is not known.
         format: Of the data at a path; empty for a name.
+        options: Of the data at a path, but for those that may hold credentials.
         checkpoints: The steps of the run's checkpoints; empty for a cursor's file.
         history: The records of committed steps, by step; empty for a cursor's file.
     """
@@ -30,6 +31,7 @@ class RunFiles:
     cursor: bytes
     dataset: str = ""
     format: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
     checkpoints: Sequence[int] = ()
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -74,13 +76,17 @@ def _of_run(folder: Path, checkpoint: Path) -> RunFiles:
     try:
         cursor = base64.b64decode(manifest["loader"]["cursor"], validate=True)
         data = dict(manifest.get("data", {}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{checkpoint / _MANIFEST} has no cursor of a loader") from error
+        options = dict(json.loads(data.get("options", "{}")))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{checkpoint / _MANIFEST} has no cursor of a loader, or says wrongly what its data is"
+        ) from error
     numbers = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
     return RunFiles(
         _cursor(cursor, checkpoint),
         str(data.get("dataset", "")),
         str(data.get("format", "")),
+        options,
         sorted(int(each) for each in numbers if each.isdecimal()) or [int(manifest["step"])],
         _history(folder / "history.jsonl"),
     )

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from gyre_common.counts import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import (
@@ -143,19 +144,20 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
         pairs.append(("abandoned", f"{abandoned}, kept by clients whose sessions are over"))
     if status.num_hidden_sessions:
         pairs.append(("sessions", _sessions(status)))
-    sent = f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"
+    sent = f"{counted(status.num_batches_sent, 'batch', ',')}, {size(status.num_bytes_sent)}"
     pairs.append(("sent", sent))
     if status.num_substitutes_sent:
-        replaced = f"{status.num_substitutes_sent:,} samples sent in place of corrupt ones"
+        samples = counted(status.num_substitutes_sent, "sample", ",")
+        replaced = f"{samples} sent in place of corrupt ones"
         pairs.append(("substitutes", replaced))
     if status.num_samples_transformed:
         num_replaced = status.num_transform_workers_replaced
         work = (
-            f"{status.num_samples_transformed:,} samples in "
+            f"{counted(status.num_samples_transformed, 'sample', ',')} in "
             f"{duration(status.transform_cpu_s)} of processor time"
         )
         if num_replaced:
-            work += f"; {num_replaced} workers replaced"
+            work += f"; {counted(num_replaced, 'worker')} replaced"
         pairs.append(("transformed", work))
     pairs += [("measuring", measuring_line(each)) for each in status.measurings]
     if status.HasField("cache"):
@@ -165,7 +167,7 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
         reads = (
             f"{cache.num_hits / num_reads:.0%} hits, {cache.num_joined:,} joined, "
             f"{cache.num_misses:,} missed, {cache.num_past:,} past it; "
-            f"{cache.num_evicted:,} blocks evicted, {cache.num_corrupt:,} corrupt"
+            f"{counted(cache.num_evicted, 'block', ',')} evicted, {cache.num_corrupt:,} corrupt"
         )
         pairs += [("cache", sizes), ("cache reads", reads)]
     return pairs
@@ -205,7 +207,7 @@ def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | No
 
 
 def _sessions(status: pb.DaemonStatus) -> str:
-    text = f"{len(status.sessions)} sessions"
+    text = counted(len(status.sessions), "session")
     hidden = status.num_hidden_sessions
     return f"{text} and {hidden} of other users" if hidden else text
 

@@ -1,5 +1,6 @@
 """Histograms of lengths, for terminals and as pictures of a page."""
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -16,7 +17,7 @@ def title(histogram: pb.LengthHistogram) -> str:
     """Returns what a histogram is of."""
     return (
         f"lengths of {printable(histogram.field)}: {histogram.least:,} to {histogram.greatest:,}, "
-        f"mean {histogram.mean:,.1f}, of {histogram.num_samples:,} samples"
+        f"mean {histogram.mean:,.1f}, of {counted(histogram.num_samples, 'sample', ',')}"
     )
 
 

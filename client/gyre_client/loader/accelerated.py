@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from gyre_common.counts import counted
 
 from gyre_client.errors import InvalidRequest
 
@@ -54,8 +55,9 @@ class PreparedLoader:
         local_size = self.dataset.local_batch_size
         if self.batch_size not in (None, local_size):
             raise InvalidRequest(
-                f"the Loader makes the batches, of {local_size} samples on each rank, but a batch "
-                f"size of {self.batch_size} is asked for: use DataLoader(loader, batch_size=None), "
+                f"the Loader makes the batches, of {counted(local_size, 'sample')} on each rank, "
+                f"but a batch size of {self.batch_size} is asked for: use "
+                "DataLoader(loader, batch_size=None), "
                 f"or per_device_train_batch_size={local_size} in a Trainer"
             )
 

@@ -1,6 +1,11 @@
-"""Keywords of torch's DataLoader that a Loader does not have, and what to use instead."""
+"""What torch's DataLoader has or does that a Loader has not, and what to use instead."""
 
 from collections.abc import Iterable
+from types import FrameType
+
+from torch.utils.data import default_collate
+
+from gyre_client.errors import InvalidRequest
 
 _READS_AHEAD = "leave it out: the daemon reads and decodes in parallel, ahead of the trainer"
 _PINNED = "use `device`, which copies batches to a GPU through pinned memory"
@@ -37,3 +42,23 @@ def refuse_unknown(names: Iterable[str]) -> None:
     for name in names:
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise TypeError(f"Loader() got an unexpected keyword argument {name!r}{instead}")
+
+
+def refuse_stacking(caller: FrameType | None) -> None:
+    """Refuses a DataLoader that would stack the batches of a Loader into larger ones.
+
+    Args:
+        caller: Asks for an iterator over the Loader. In a DataLoader it is a method of an object
+            that knows whether the DataLoader collates, and how.
+
+    Raises:
+        InvalidRequest: It is such a DataLoader.
+    """
+    fetcher = caller.f_locals.get("self") if caller else None
+    collates = getattr(fetcher, "auto_collation", None) is True
+    if collates and getattr(fetcher, "collate_fn", None) is default_collate:
+        raise InvalidRequest(
+            "a Loader makes the batches, and this DataLoader would stack several into one: use "
+            "DataLoader(loader, batch_size=None), or give it a `collate_fn` that takes a list of "
+            "batches"
+        )

@@ -7,6 +7,7 @@ them ends.
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, InvalidRequest
 from gyre_client.loader import accelerated
-from gyre_client.loader.dataloader_keywords import refuse_unknown
+from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
@@ -246,6 +247,7 @@ class Loader(LoaderSteps):
 
     def __iter__(self) -> EpochIterator:
         accelerated.check_reader(self)
+        refuse_stacking(sys._getframe(1))
         if not self._restart:
             with self._one_thread:
                 self._place.stream()  # the daemon begins to read

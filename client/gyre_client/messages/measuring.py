@@ -1,5 +1,6 @@
 """How far a daemon is that measures the samples of a dataset, in words."""
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -8,7 +9,7 @@ def measuring_line(state: pb.MeasuringState) -> str:
     """Returns a line such as `wiki: 1,200 of 40,000 samples (3.0%), 85/s, 456 s left`."""
     done, whole = state.num_done, max(state.num_samples, 1)
     line = (
-        f"{printable(state.dataset)}: {done:,} of {state.num_samples:,} samples "
+        f"{printable(state.dataset)}: {done:,} of {counted(state.num_samples, 'sample', ',')} "
         f"({done / whole:.1%})"
     )
     num_new = done - state.num_reused

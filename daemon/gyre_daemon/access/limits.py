@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gyre_common.counts import counted
+
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import JobLimits, LimitsConfig, UserLimits
 from gyre_daemon.errors import Overloaded
@@ -97,7 +99,7 @@ class Limits:
         if limits is None or num_open < limits.connections:
             return ""
         return (
-            f"{caller.name} has {num_open} connections to the daemon, and may have "
+            f"{caller.name} has {counted(num_open, 'connection')} to the daemon, and may have "
             f"{limits.connections} (limits.user.connections); close some"
         )
 
@@ -192,7 +194,7 @@ class Rates:
 def _check_sessions(who: str, num_open: int, limit: int, key: str) -> None:
     if num_open >= limit:
         raise Overloaded(
-            f"{who} has {num_open} sessions, and may have {limit} (limits.{key}.sessions); close "
-            "one",
+            f"{who} has {counted(num_open, 'session')}, and may have {limit} "
+            f"(limits.{key}.sessions); close one",
             {"needed_sessions": num_open + 1, "limit_sessions": limit, "who": who},
         )

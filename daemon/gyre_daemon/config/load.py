@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gyre_daemon.config.file import misspelt_variables, read_toml
 from gyre_daemon.config.mixtures import check_sources, parse_mixture
+from gyre_daemon.config.paths import dataset_from_folder, from_folder, scalars_from_folder
 from gyre_daemon.config.schema import (
     DaemonConfig,
     DatasetConfig,
@@ -52,7 +53,7 @@ def load(
     """Merge defaults, file, environment and flags; each overrides those before it.
 
     Args:
-        path: a TOML file; None for none.
+        path: a TOML file; None for none. Relative paths in it count from its folder.
         environment: `GYRE_<KEY>` sets the scalar key of that name; lists are comma-separated.
         flags: values by key; None means not given.
 
@@ -79,32 +80,40 @@ def load(
             {key: "--" + key.replace("_", "-") for key in flags},
         ),
     ]
+    folder = path.absolute().parent if path else Path()
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(SCALAR_KEYS, "default")
     for origin, given, names in set_by:
-        values |= converted(DaemonConfig, given, str(path), names)
+        found = converted(DaemonConfig, given, str(path), names)
+        values |= scalars_from_folder(folder, found) if origin == "file" else found
         origins |= dict.fromkeys(given, origin)
     config = DaemonConfig(
         **values,
-        datasets=_parse_datasets(datasets, mixtures),
+        datasets=_parse_datasets(folder, datasets, mixtures),
         job_weights={
             pattern: convert(value, Positive, f"job_weights.{pattern}")
             for pattern, value in weights.items()
         },
         limits=limits,
-        tokens={name: convert(path, Text, f"tokens.{name}") for name, path in tokens.items()},
+        tokens={
+            name: from_folder(folder, convert(file, Text, f"tokens.{name}"))
+            for name, file in tokens.items()
+        },
     )
     warnings += misspelt_variables(environment, list(variables.values()))
     return EffectiveConfig(config, origins, warnings)
 
 
 def _parse_datasets(
-    datasets: Mapping[str, Any], mixtures: Mapping[str, Any]
+    folder: Path, datasets: Mapping[str, Any], mixtures: Mapping[str, Any]
 ) -> dict[str, DatasetConfig]:
     both = sorted(datasets.keys() & mixtures.keys())
     if both:
         raise ConfigError(f"`{both[0]}` is the name of a dataset and of a mixture; rename one")
-    parsed = {name: parse_dataset(name, entry) for name, entry in datasets.items()}
+    parsed = {
+        name: dataset_from_folder(folder, parse_dataset(name, entry))
+        for name, entry in datasets.items()
+    }
     parsed |= {name: parse_mixture(name, entry) for name, entry in mixtures.items()}
     check_sources(parsed)
     return parsed

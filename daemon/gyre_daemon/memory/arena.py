@@ -3,7 +3,8 @@
 [Note: Who owns an arena] A shared stream makes an arena and closes it. Code that reads or writes
 there holds a lease: a thread while its work runs, a coroutine while it waits for bytes that land
 there, a payload until it was sent. When the arena is closed and the last lease was returned, the
-memory is given back at once, even if a frame or a traceback still refers to a slot.
+memory is given back at once, even if a frame or a traceback still refers to a slot. An arena that
+is still being made when its stream ends is closed by the task that makes it.
 
 [Note: What clients keep] A client gets a descriptor that only reads. What it does with it the
 daemon cannot see: it may keep it after it said that it has unmapped the arena, or pass it on to

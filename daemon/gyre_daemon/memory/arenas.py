@@ -77,6 +77,7 @@ class Arenas:
         self._making_bytes = 0  # the size of the arena that is being made, or 0
         self._own: list[Arena] = []
         self._leaving: list[Arena] = []
+        self._is_closed = False
         self._is_short = asyncio.Event()
 
     @property
@@ -159,7 +160,12 @@ class Arenas:
         self._trim()
 
     def close(self) -> None:
-        """Give all arenas back; one that is leased, when its last lease is returned."""
+        """Give all arenas back; one that is leased, when its last lease is returned.
+
+        An arena that is being made is given back, too: by the task that makes it, which may learn
+        of its cancellation only after it has made it.
+        """
+        self._is_closed = True
         for arena in self._own + self._leaving:
             arena.close()
         self._own.clear()
@@ -215,7 +221,10 @@ class Arenas:
         except BaseException:
             arena.close()
             raise
-        self._own.append(arena)
+        if self._is_closed:  # meanwhile, so nobody else would close this one
+            arena.close()
+        else:
+            self._own.append(arena)
 
     async def _allocate(self, arena: Arena, flow: Flow) -> None:
         works = [

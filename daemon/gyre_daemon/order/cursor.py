@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass, fields, replace
 
+from gyre_common.counts import counted
+
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
@@ -298,7 +300,7 @@ def joined_at(data: bytes) -> int:
 
 
 def _in_words(bucket: BucketRule | None) -> str:
-    return f"{bucket.window_batches} batches by `{bucket.field}`" if bucket else "none"
+    return f"{counted(bucket.window_batches, 'batch')} by `{bucket.field}`" if bucket else "none"
 
 
 def _without_defaults(order: Order) -> dict[str, object]:

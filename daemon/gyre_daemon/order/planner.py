@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from gyre_common.counts import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
@@ -143,7 +144,8 @@ class BatchPlanner:
         self.stages = stages_of(order, stages)
         if stages[-1].num_samples > num_samples:
             raise InvalidRequest(
-                f"the job has {stages[-1].num_samples} samples and its dataset {num_samples}"
+                f"the job has {counted(stages[-1].num_samples, 'sample')} and its "
+                f"dataset {num_samples}"
             )
         self.order = order
         self.num_samples = num_samples

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from gyre_common.counts import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.shuffle.permutation import MAX_SAMPLES, Int64Array
@@ -66,13 +67,15 @@ def epoch_length(tail: str, global_batch_size: int, num_samples: int) -> int:
         )
     if tail == "drop" and num_samples < global_batch_size:
         raise InvalidRequest(
-            f"an epoch of {num_samples} samples has no whole batch of {global_batch_size}; with "
-            "tail `drop` the global batch size must not exceed the dataset"
+            f"an epoch of {counted(num_samples, 'sample')} has no whole batch of "
+            f"{global_batch_size}; with tail `drop` the global batch size must not exceed the "
+            "dataset"
         )
     if tail != "drop" and global_batch_size > _MAX_EPOCHS_PER_BATCH * num_samples:
         raise InvalidRequest(
-            f"a global batch of {global_batch_size} goes through the {num_samples} samples of the "
-            f"dataset more than {_MAX_EPOCHS_PER_BATCH} times; lower the batch size"
+            f"a global batch of {global_batch_size} goes through the "
+            f"{counted(num_samples, 'sample')} of the dataset more than "
+            f"{_MAX_EPOCHS_PER_BATCH} times; lower the batch size"
         )
     num_whole = num_samples // global_batch_size * global_batch_size
     num_filled = -(-num_samples // global_batch_size) * global_batch_size

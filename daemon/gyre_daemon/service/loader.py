@@ -5,12 +5,14 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.principal import Principal
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
@@ -193,6 +195,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         if peer and wants_arenas and session.share_arenas(peer):
             facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
+            peer.when_gone(partial(self._give_up, session.session_id, owner))
         wanted = session.request
         return pb.SessionOpened(
             session_id=session.session_id,
@@ -324,6 +327,14 @@ class LoaderService(pb_grpc.LoaderServicer):
                     await asyncio.sleep(left_s)
         finally:
             self._close(session.session_id)
+
+    def _give_up(self, session_id: str, owner: Principal) -> None:
+        """End a session whose client has gone, if no control stream would end it."""
+        with contextlib.suppress(LeaseExpired):
+            if not self._sessions.get(session_id, owner).attached:
+                self._sessions.close(
+                    session_id, GyreError("the client has gone before it read anything")
+                )
 
     def _close(self, session_id: str) -> None:
         self._sessions.close(session_id, GyreError("the client ended its stream"))

@@ -12,6 +12,8 @@ ranks are given the same state, and never by the moment at which one rank has lo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gyre_common.counts import counted
+
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset, Prefix
@@ -76,8 +78,9 @@ class Resumption:
             cursor = replace(cursor, stages=(Stage(0, num_samples),), num_shards=num_shards)
         if cursor.stages and cursor.stages[-1].num_samples != num_samples:
             raise CursorRejected(
-                f"the state says that its data has {cursor.stages[-1].num_samples} samples, but it "
-                f"has {num_samples}; pass the state as state_dict() gave it"
+                "the state says that its data has "
+                f"{counted(cursor.stages[-1].num_samples, 'sample')}, but it has "
+                f"{num_samples}; pass the state as state_dict() gave it"
             )
         if not grow or not its.grows:
             return cursor
@@ -122,9 +125,9 @@ class Resumption:
         num_shards = await self._num_shards(cursor)
         if num_shards > len(its.shards):
             raise CursorRejected(
-                f"the state is of {num_shards} shards of `{its.name}`, and this daemon has opened "
-                f"it with {len(its.shards)}; if the others were added since, `gyre index` finds "
-                "them, otherwise restore them",
+                f"the state is of {counted(num_shards, 'shard')} of `{its.name}`, and this daemon "
+                f"has opened it with {len(its.shards)}; if the others were added since, "
+                "`gyre index` finds them, otherwise restore them",
                 {"differs": "fingerprint"},
             )
         if not 0 < num_shards < len(its.shards):

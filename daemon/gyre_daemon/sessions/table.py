@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
 
+from gyre_common.counts import counted
+
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
 from gyre_daemon.datasets.dataset import Dataset
@@ -287,7 +289,7 @@ def _in_words(planner: BatchPlanner) -> str:
     """The stages of a job, for people."""
     first, *later = planner.stages.all
     parts = [f"{each.num_samples} from epoch {each.first_epoch} on" for each in later]
-    return ", ".join([f"{first.num_samples} samples", *parts])
+    return ", ".join([counted(first.num_samples, "sample"), *parts])
 
 
 def _who(reader: Reader) -> str:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from gyre_common.counts import counted
+
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.patterns import patterns_of
 
@@ -34,7 +36,7 @@ def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:
         return
     root, pattern = folder.rstrip("/"), _narrowest(pattern, names)
     found = " and ".join(
-        f"{word} ({len(its)} files, such as {its[0]})" for word, its in by_word.items()
+        f"{word} ({counted(len(its), 'file')}, such as {its[0]})" for word, its in by_word.items()
     )
     patterns = " or ".join(f"{root}/*{word}{pattern}" for word in by_word)
     raise InvalidRequest(

@@ -228,7 +228,7 @@ def test_an_optimizer_that_was_made_before_rotating_is_refused(ranks: StartRanks
     for of_all, of_a_norm, of_a_layer, on_meta in ranks(2).run(told_of_early_optimizers):
         assert "AdamW holds 4 parameters, first norm.weight, that the model has no" in of_all
         assert "AdamW holds 2 parameters, first norm.weight" in of_a_norm
-        assert "AdamW holds 1 parameters, first down.weight of" in of_a_layer
+        assert "AdamW holds 1 parameter, first down.weight of" in of_a_layer
         assert "AdamW holds 4 parameters" in on_meta
         for text in (of_all, of_a_norm, of_a_layer, on_meta):
             assert "make the optimizer after these" in text

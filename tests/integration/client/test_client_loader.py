@@ -10,6 +10,7 @@ import pytest
 import torch
 import webdataset
 from gyre_client import Loader, objects, texts
+from gyre_client.errors import InvalidRequest
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
@@ -60,6 +61,18 @@ def test_inside_a_torch_dataloader(numbers: str) -> None:
         dataloader: DataLoader[Batch] = DataLoader(wrapped, batch_size=None, num_workers=0)
         assert len(dataloader) == 21
         assert same(list(bare), list(dataloader))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_torch_dataloader_that_would_stack_batches_is_refused(
+    numbers: str, batch_size: int
+) -> None:
+    with Loader("numbers", batch_size=10, address=numbers) as loader:
+        stacking: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size)
+        with pytest.raises(InvalidRequest, match=r"use DataLoader\(loader, batch_size=None\)"):
+            iter(stacking)
+        listing: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size, collate_fn=list)
+        assert len(next(iter(listing))) == batch_size
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 13])

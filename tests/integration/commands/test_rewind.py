@@ -253,12 +253,44 @@ def first_of(tokens: list[int]) -> str:
     return f"[{', '.join(map(str, tokens[:8]))}"
 
 
-def write_run(folder: Path, cursor: bytes, ids: list[list[int]]) -> None:
+def test_the_options_of_a_run_are_those_of_its_data(tmp_path: Path, rewind: Rewind) -> None:
+    """Of a path, by a private daemon; what is given on the command line replaces them."""
+    texts = [f"{number} " + "word " * (len(each) % 40) for number, each in enumerate(documents(60))]
+    (tmp_path / "docs").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "docs" / "0.parquet")
+    options = {
+        "transforms": [TOKENIZE],
+        "pack": {"field": "tokens", "length": 64, "overlong": "split"},
+    }
+    with Loader(str(tmp_path / "docs"), batch_size=G, options=options) as loader:
+        ids = [next(loader)["sample_id"].tolist() for _ in range(3)]
+        cursor = loader.state_dict()["cursor"]
+    place = {"dataset": str(tmp_path / "docs"), "format": "parquet"}
+    run = tmp_path / "run"
+    write_run(run, cursor, ids, {**place, "options": json.dumps(options)})
+    status, text = rewind(run, "--step", "1")
+    assert (status, "the history has the same samples" in text) == (0, True), text
+    status, text = rewind(run, "--step", "1", "--option", "filter=length(text) > 90")
+    assert (status, "belongs to other data" in text) == (1, True), text
+
+    foreign = {"transforms": [{"name": "os:system"}]}
+    write_run(run, cursor, ids, {**place, "options": json.dumps(foreign)})
+    status, text = rewind(run, "--step", "1")
+    assert (status, "a run's files run no code" in text) == (2, True), text
+    write_run(run, cursor, ids, {**place, "options": "[1]"})
+    status, text = rewind(run, "--step", "1")
+    assert (status, "says wrongly what its data is" in text) == (2, True), text
+
+
+def write_run(
+    folder: Path, cursor: bytes, ids: list[list[int]], data: dict[str, str] | None = None
+) -> None:
     """What `gyre-train` leaves of a run, as far as `gyre rewind` reads it."""
+    data = data or {"dataset": "packed", "format": ""}
     for step in (1, 3):
         checkpoint = folder / "checkpoints" / f"step-{step:08}"
         checkpoint.mkdir(parents=True, exist_ok=True)
-        manifest: dict[str, Any] = {"step": step, "data": {"dataset": "packed", "format": ""}}
+        manifest: dict[str, Any] = {"step": step, "data": data}
         manifest["loader"] = {"cursor": base64.b64encode(cursor).decode()}
         (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")

@@ -41,7 +41,7 @@ def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(
     for refused in refusals(serve("set", **options)):
         assert type(refused) is InvalidRequest
         assert "holds train (2 files, such as wiki_train_000" in str(refused)
-        assert "and val (1 files, such as wiki_val_000" in str(refused)
+        assert "and val (1 file, such as wiki_val_000" in str(refused)
         pattern = re.search(
             rf"name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, "
             rf"or (\S+/\*\.{suffix}) for all",

@@ -130,6 +130,34 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
     asyncio.run(write())
 
 
+@pytest.mark.usefixtures("_no_collector")
+def test_an_arena_that_is_made_while_its_stream_ends_is_given_back() -> None:
+    """The task that makes it may learn that it is cancelled only after it has made it."""
+    share = divide(NUM_BYTES, 48, 1 << 30, in_groups=True)
+
+    async def make() -> None:
+        before = num_mapped()
+        registry = ArenaRegistry(1 << 30)
+        with ThreadPoolExecutor(1) as threads:
+            arenas = Arenas(share, Budget(0), registry, FairExecutor(threads, 1))
+            await arenas.allocate(NO_JOB)
+            made = asyncio.Event()
+            completing = asyncio.create_task(arenas.complete(NO_JOB, made.set))
+            while arenas.take(share.group_bytes):
+                pass
+            await asyncio.sleep(0)
+            assert num_mapped() == before + 2, "another arena is being made"
+            arenas.close()
+            assert num_mapped() == before + 1
+            await made.wait()
+            completing.cancel()
+        assert num_mapped() == before
+        await asyncio.sleep(0)  # what the arena said is heard
+        assert registry.num_bytes == 0
+
+    asyncio.run(make())
+
+
 def shared_bytes(daemon: Daemon) -> int:
     assert daemon.process
     return mapped_arena_bytes(daemon.process.pid)

@@ -196,6 +196,19 @@ def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemo
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
 
 
+def test_a_client_that_goes_before_it_reads_keeps_nothing_for_a_lease(daemon: Daemon) -> None:
+    with identified_channel(daemon.address) as channel:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
+            _, descriptor = open_session(daemon, side, channel)
+        os.close(descriptor)
+        until(lambda: status(daemon).memory_reserved_bytes == 0)
+    process = daemon.process
+    assert process
+    until(lambda: mapped_arena_bytes(process.pid) == 0)
+    (closed,) = (event for event in daemon.events() if event["event"] == "session closed")
+    assert closed["reason"] == "the client has gone before it read anything"
+
+
 def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
     """A client that keeps everything is refused at the end of the budget, and told why."""
     sides = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]

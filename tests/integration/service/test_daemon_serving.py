@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from gyre_common.counts import counted
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -57,6 +58,19 @@ def test_health_reflection_and_datasets(
             6006,
         )
     assert gyred_command("health", "--address", daemon.address).returncode == 0
+
+
+def test_a_daemon_without_datasets_says_what_to_do(
+    gyred: StartDaemon, token_files: Path, gyred_command: GyredCommand
+) -> None:
+    daemon = gyred({})
+    (warning,) = (each for each in daemon.events() if each["event"] == "configuration warning")
+    assert warning["level"] == "warning"
+    assert "no dataset is configured" in warning["reason"]
+    assert f"to {daemon.config_path}, and let the daemon read it again" in warning["reason"]
+    assert "name the file with --config" in gyred_command("check-config").stderr
+    daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
+    assert not [each for each in daemon.events() if each["event"] == "configuration warning"]
 
 
 def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
@@ -254,7 +268,8 @@ def test_check_config_opens_what_must_be_unpacked_replaced_measured_or_kept(
     lines = [line for line in checked.stdout.splitlines() if line.startswith("# dataset")]
     sizes = {"filtered": 1, "kept": 2, "packed": 1, "replaced": 3}
     assert lines == [
-        f"# dataset `{name}` opens: {size} samples in 1 shards" for name, size in sizes.items()
+        f"# dataset `{name}` opens: {counted(size, 'sample')} in 1 shard"
+        for name, size in sizes.items()
     ]
     assert "`wrong` cannot be opened: unknown key `fields` in transforms[0]" in checked.stderr
 

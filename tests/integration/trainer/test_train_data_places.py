@@ -5,6 +5,8 @@ import socket
 from pathlib import Path
 
 import numpy as np
+import pytest
+from gyre_client.command.cli import main
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
@@ -43,6 +45,21 @@ def test_the_history_of_a_dataset_that_grows_says_the_epochs(
     epochs = [each.epoch for each in committed(tmp_path / "run/history.jsonl")]
     assert epochs == [0, 0, 1, 1, 2, 2, 2, 2, 3]
     assert '"epochs": 3.25' in (tmp_path / "run/report.json").read_text()
+
+
+def test_rewind_needs_nothing_but_the_folder_of_a_run(
+    tmp_path: Path, tiny_jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "data/0.bin", 8)
+    config = tmp_path / "train.toml"
+    config.write_text(configuration(tmp_path, tmp_path / "data", 2))
+    job = tiny_jobs.start("run", str(config))
+    errors = job.errors(DEADLINE_S)
+    assert job.wait(DEADLINE_S) == 0, errors
+    status = main(["rewind", str(tmp_path / "run"), "--step", "1", "--num", "1"])
+    found = capsys.readouterr()
+    assert status == 0, found.err
+    assert "the history has the same samples" in found.out
 
 
 def start_as_on_two_nodes(

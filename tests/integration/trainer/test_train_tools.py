@@ -141,9 +141,13 @@ def test_a_plan_of_experts_says_what_it_assumes_of_the_tokens(
     [
         (["--ranks", "2"], "plan needs CONFIG.toml, or a model: --model, --sequence"),
         (["--model", "nowhere", "--sequence", "8", "--batch", "4"], "nowhere cannot be read"),
+        (
+            ["--model", "m", "--sequence", "8", "--batch", "8", "--ranks", "3"],
+            "--batch is 8; it must be a multiple of 3, the number of ranks\n",
+        ),
     ],
 )
-def test_a_plan_without_a_model_says_what_is_missing(
+def test_a_plan_says_what_is_missing_or_wrong(
     flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *flags]) == 2

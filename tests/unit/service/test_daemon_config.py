@@ -62,6 +62,44 @@ def test_without_a_file_all_values_are_defaults() -> None:
     assert "datasets" not in effective.origins
 
 
+def test_relative_paths_in_a_file_count_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "etc").mkdir()
+    written(
+        tmp_path / "etc",
+        """
+        listen = ["unix:gyre.sock", "tcp:127.0.0.1:0"]
+        index_dir = "index"
+        tls_certificate = "/keys/a.pem"
+        tls_key = "keys/a.key"
+        report_dir = ""
+        [tokens]
+        ci = "tokens/ci"
+        [datasets.a]
+        uri = "../data/{0..3}.bin/"
+        [datasets.b]
+        uri = "/data"
+        [datasets.c]
+        uri = "s3://bucket/c"
+        storage = { ca_file = "root.pem", region = "x" }
+        """,
+    )
+    monkeypatch.chdir(tmp_path)
+    environment = {"GYRE_CACHE_DIR": "cache"}
+    config = load(Path("etc/gyre.toml"), environment, {"unpack_dir": "unpacked"}).config
+    etc = tmp_path / "etc"
+    assert config.listen == (f"unix:{etc}/gyre.sock", "tcp:127.0.0.1:0")
+    assert config.index_dir == f"{etc}/index"
+    assert (config.tls_certificate, config.tls_key) == ("/keys/a.pem", f"{etc}/keys/a.key")
+    assert config.tokens == {"ci": f"{etc}/tokens/ci"}
+    uris = [dataset.uri for dataset in config.datasets.values()]
+    assert uris == [f"{etc}/../data/{{0..3}}.bin/", "/data", "s3://bucket/c"]
+    assert config.datasets["c"].storage == {"ca_file": f"{etc}/root.pem", "region": "x"}
+    # those of the shell count from where it is
+    assert (config.cache_dir, config.unpack_dir, config.report_dir) == ("cache", "unpacked", "")
+
+
 def test_a_list_is_a_list_or_text_with_commas(tmp_path: Path) -> None:
     path = written(tmp_path, 'listen = ["unix:/a", "tcp:127.0.0.1:0"]')
     assert load(path, {}, {}).config.listen == ("unix:/a", "tcp:127.0.0.1:0")

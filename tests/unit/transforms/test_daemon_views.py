@@ -4,6 +4,7 @@ import io
 from collections import Counter
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
@@ -22,7 +23,12 @@ from gyre_daemon.transforms.images.geometry import (
     VerticalFlip,
 )
 from gyre_daemon.transforms.images.policies import IMAGENET, AutoAugment, TrivialAugment
-from gyre_daemon.transforms.images.views import GaussianBlur, RandomGrayscale, RandomSolarize
+from gyre_daemon.transforms.images.views import (
+    GaussianBlur,
+    RandomGrayscale,
+    RandomSolarize,
+    gaussian,
+)
 from PIL import Image, ImageFilter, ImageOps
 
 from tests.unit.transforms.test_daemon_images import picture
@@ -67,6 +73,18 @@ def test_blur_is_a_gaussian(channels: int, kernel_size: int, sigma: float) -> No
     if channels == 3:
         by_boxes = Image.fromarray(image).filter(ImageFilter.GaussianBlur(sigma))
         assert difference(found, np.asarray(by_boxes)) <= 8
+
+
+@pytest.mark.parametrize(("sigma", "num_weights"), [(0.1, 3), (2.0, 35), (30.0, 255)])
+def test_a_wide_kernel_costs_what_its_gaussian_needs(sigma: float, num_weights: int) -> None:
+    """And the pixels are, to the bit, those of all its weights."""
+    image = picture(140, 153)
+    assert len(gaussian(255, sigma)) == num_weights
+    weights = np.exp(-0.5 * (np.arange(-127, 128) / sigma) ** 2)
+    whole = (weights / weights.sum()).astype(np.float32)
+    made = cv2.sepFilter2D(image, cv2.CV_32F, whole, whole, borderType=cv2.BORDER_REFLECT_101)
+    wanted = np.rint(made).clip(0, 255).astype(np.uint8)
+    assert difference(applied(GaussianBlur(255, (sigma, sigma)), image), wanted) == 0
 
 
 def test_gray_and_inverted_levels_are_those_of_the_formulas_and_of_pillow() -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gyre_common.counts import counted
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import FigureJobs, StepFigures, figures
@@ -101,23 +102,25 @@ def text(
         *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
     ]
     results = iter(side_by_side(to_do, _begin(len(to_do))))
-    counted = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
+    by_strategy = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
     columns: dict[str, StepFigures] = {
-        **{str(strategy): each for strategy, each in counted.items()},
-        TENSOR_PARALLEL: tensor_parallel(counted[Strategy.DDP], config, num_ranks, num_layers, dim),
+        **{str(strategy): each for strategy, each in by_strategy.items()},
+        TENSOR_PARALLEL: tensor_parallel(
+            by_strategy[Strategy.DDP], config, num_ranks, num_layers, dim
+        ),
     }
     seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
     return "\n\n".join(
         [
-            f"{num_ranks} ranks; {per_step}; all figures in MiB",
+            f"{counted(num_ranks, 'rank')}; {per_step}; all figures in MiB",
             modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
-            *_assumption(counted),
+            *_assumption(by_strategy),
             _notes(rates, given),
-            recommendation(counted, rates, memory_bytes),
+            recommendation(by_strategy, rates, memory_bytes),
         ]
     )
 

@@ -152,4 +152,6 @@ def read_plan(options: argparse.Namespace) -> TrainConfig:
     missing = [flag for flag, value in flags.items() if value is None]
     if missing:
         raise ConfigError(f"plan needs CONFIG.toml, or a model: {', '.join(missing)} missing")
-    return of_model(options.model, options.sequence, options.batch, options.set)
+    config = of_model(options.model, options.sequence, options.batch, options.set)
+    config.require_divisible(options.ranks, "--batch")
+    return config

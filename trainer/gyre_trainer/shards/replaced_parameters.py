@@ -8,6 +8,7 @@ them.
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gyre_common.counts import counted
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -44,10 +45,10 @@ class _Replaced:
         names = [self._names[each] for each in held if each in self._names]
         if names:
             raise RotationError(
-                f"{type(optimizer).__name__} holds {len(names)} parameters, first {names[0]}, that "
-                "the model has no more: rotate_all, rotate, materialize or a conversion, such as "
-                "bfloat16(), has replaced them, so a step would not train it; make the optimizer "
-                "after these"
+                f"{type(optimizer).__name__} holds {counted(len(names), 'parameter')}, first "
+                f"{names[0]}, that the model has no more: rotate_all, rotate, materialize "
+                "or a conversion, such as bfloat16(), has replaced them, so a step would not "
+                "train it; make the optimizer after these"
             )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from gyre_common.counts import counted
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.configuration import config_file
@@ -242,13 +243,13 @@ class TrainConfig:
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
-                f"but the run has {self.run.steps} steps"
+                f"but the run has {counted(self.run.steps, 'step')}"
             )
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` and `optimizer.decay_steps` are "
                 f"{self.optimizer.warmup_steps} and {self.optimizer.decay_steps}, "
-                f"but the run has {self.run.steps} steps"
+                f"but the run has {counted(self.run.steps, 'step')}"
             )
         if isinstance(self.model, GPTConfig):
             self._require_bounded(self.model)
@@ -268,8 +269,12 @@ class TrainConfig:
                 "activations no memory holds; make one of them, or the model, smaller"
             )
 
-    def require_divisible(self, world_size: int) -> None:
+    def require_divisible(self, world_size: int, batch_key: str = "`data.batch_size`") -> None:
         """Check that the ranks divide evenly among rings, and the global batch among the ranks.
+
+        Args:
+            world_size: the number of ranks.
+            batch_key: what the user gave the batch size as, for the error.
 
         Raises:
             ConfigError: says what the number of ranks, or the batch size, must be a multiple of.
@@ -279,11 +284,13 @@ class TrainConfig:
                 f"there are {world_size} ranks, but `run.replicas` is {self.run.replicas}; "
                 "make the number of ranks a multiple of it"
             )
-        parts = world_size * self.optimizer.accumulation_steps
+        num_steps = self.optimizer.accumulation_steps
+        parts = world_size * num_steps
         if self.data.batch_size % parts:
+            times = f" times {num_steps} accumulation steps" if num_steps > 1 else ""
             raise ConfigError(
-                f"`data.batch_size` is {self.data.batch_size}; it must be a multiple of {parts} "
-                f"({world_size} ranks times {self.optimizer.accumulation_steps} accumulation steps)"
+                f"{batch_key} is {self.data.batch_size}; it must be a multiple of {parts}, the "
+                f"number of ranks{times}"
             )
 
 

@@ -18,6 +18,7 @@ from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
 from gyre_trainer.layers.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
+from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.objectives.collators import collator_of, sampler_of
@@ -89,7 +90,7 @@ class Training:
             Path(config.run.out) / "checkpoints",
             config.checkpoint.keep,
             config.model,
-            {"dataset": config.data.dataset, "format": config.data.format},
+            data_of(config.data),
         )
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from gyre_common.counts import counted
 
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
@@ -40,7 +41,9 @@ def apply_filter(
         parts.append(ids[passes(index.locate(ids))])
     kept = np.concatenate(parts)
     if not len(kept):
-        raise ConfigError(f"the filter {text!r:.200} leaves none of {index.num_samples} samples")
+        raise ConfigError(
+            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
+        )
     if len(kept) == index.num_samples:
         return index, kept
     if isinstance(index, ChunkedIndex):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gyre_common.counts import counted
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.expression import Filter, Values
@@ -113,7 +114,9 @@ def apply_late(
         parts.append(ids[passes(_wide(index, ids, columns, made))])
     kept = np.concatenate(parts)
     if not len(kept):
-        raise ConfigError(f"the filter {text!r:.200} leaves none of {index.num_samples} samples")
+        raise ConfigError(
+            f"the filter {text!r:.200} leaves none of {counted(index.num_samples, 'sample')}"
+        )
     if len(kept) == index.num_samples:
         return dataset, kept
     identity = hashlib.blake2b(digest_size=16, person=b"gyre.filter")

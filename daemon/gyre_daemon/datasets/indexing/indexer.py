@@ -188,8 +188,8 @@ class Indexer:
         index, damaged = await self._assembled(opening, served, shards, refresh=refresh)
         if index.num_samples == 0:
             raise InvalidRequest(
-                f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or "
-                "too short"
+                f"dataset `{opening.name}` has no sample: all of its shards, "
+                f"{len(shards)} in number, are empty or too short"
             )
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         chosen = None if fields is index.fields else fields

@@ -10,12 +10,17 @@ from typing import Annotated
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.transforms.images.colors import gray_levels
 from gyre_daemon.transforms.images.geometry import Positive, Probability
 from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image, contiguous
 from gyre_daemon.transforms.transform import Field, Sample
+
+# Weights of a Gaussian beyond this are below 2**-46, which changes no sum of float32. The time of a
+# blur grows with the pixels times the weights. With fewer of them, pixels are no longer exact.
+_MOST_SIGMAS = 8
 
 
 class _Sometimes(ImageTransform):
@@ -93,12 +98,18 @@ class GaussianBlur(_Sometimes):
 
     def changed(self, image: Pixels, rng: np.random.Generator) -> Pixels:
         """See `_Sometimes.changed`."""
-        places = np.arange(self.kernel_size) - self.kernel_size // 2
-        weights = np.exp(-0.5 * (places / rng.uniform(*self.sigma)) ** 2)
-        kernel = (weights / weights.sum()).astype(np.float32)
+        kernel = gaussian(self.kernel_size, rng.uniform(*self.sigma))
         made = cv2.sepFilter2D(image, cv2.CV_32F, kernel, kernel, borderType=cv2.BORDER_REFLECT_101)
         blurred: Pixels = np.rint(made).clip(0, 255).astype(np.uint8)
         return blurred.reshape(image.shape)
+
+
+def gaussian(kernel_size: int, sigma: float) -> npt.NDArray[np.float32]:
+    """The weights of an odd kernel, or of its middle where the others add nothing to a pixel."""
+    radius = min(kernel_size // 2, int(_MOST_SIGMAS * sigma) + 1)
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+    kernel: npt.NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
+    return kernel
 
 
 @dataclass(frozen=True)

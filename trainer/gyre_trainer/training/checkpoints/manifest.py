@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
-from gyre_trainer.training.config import ModelConfig
+from gyre_trainer.training.config import DataConfig, ModelConfig
 from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
 
 FORMAT = 2
@@ -41,7 +41,7 @@ class Manifest:
         model: the keys of the configuration of the model.
         loader: the loader's state, in base64.
         files: the other files of the directory.
-        data: `dataset` and `format` of the configuration, for `gyre rewind`.
+        data: what `gyre rewind` opens the data with; see `data_of`.
     """
 
     step: AtLeast0
@@ -59,6 +59,18 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write the manifest as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def data_of(data: DataConfig) -> dict[str, str]:
+    """The dataset, its format and its options, the latter as JSON.
+
+    A path is absolute. The table `storage` is left out, since it may hold credentials.
+    """
+    place = data.dataset
+    if data.format and "://" not in place:
+        place = str(Path(place).expanduser().absolute())
+    options = {key: value for key, value in data.options.items() if key != "storage"}
+    return {"dataset": place, "format": data.format, "options": json.dumps(options)}
 
 
 def encoded(state: Mapping[str, bytes]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
@@ -83,9 +84,10 @@ class RunRecorder:
             )
         self._progress = Progress(config.run.steps, sys.stderr)
         self._progress.say(
-            f"{facts.num_parameters / 1e6:.2f} M parameters on {facts.world_size} ranks, "
-            f"{facts.num_samples:,} samples per epoch, steps {first_step} to {config.run.steps}, "
-            f"in {self._out}"
+            f"{facts.num_parameters / 1e6:.2f} M parameters on "
+            f"{counted(facts.world_size, 'rank')}, "
+            f"{counted(facts.num_samples, 'sample', ',')} per epoch, "
+            f"steps {first_step} to {config.run.steps}, in {self._out}"
         )
 
     @property
@@ -161,7 +163,7 @@ class RunRecorder:
             write_report(report, self._report_path)
             title = (
                 f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
-                f"{report.world_size} ranks, "
+                f"{counted(report.world_size, 'rank')}, "
                 f"{report.num_tokens / 1e6:.1f} M tokens"
             )
             draw_loss(records, resumed_at, title, self._figure_path)
