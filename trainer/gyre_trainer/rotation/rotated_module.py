@@ -91,9 +91,7 @@ class RotatedModule(ShardedModule):
             RotationError: there are more than when the module was rotated.
         """
         rotation = self.rotation
-        if not rotation.rule.linear_in:
-            return
-        if num_hooks_inside(rotation.module.get_submodule(rotation.rule.core)) > self.num_hooks:
+        if rotation.rule.linear_in and num_hooks(rotation.module, rotation.rule) > self.num_hooks:
             raise RotationError(
                 f"a hook was registered inside of {rotation.name} after it was rotated as a whole: "
                 "it would be called for each slice, with a part of what the module computes; "
@@ -137,6 +135,21 @@ def num_hooks_inside(module: nn.Module) -> int:
         )
         for hook in hooks.values()
     )
+
+
+def num_hooks(module: nn.Module, rule: Rule) -> int:
+    """How many hooks would get what slices of a module compute, or what no slice has.
+
+    Those are hooks on modules inside. On the core of a split block, and on its last layer, those on
+    gradients are: what goes from one to the other never exists.
+    """
+    core = module.get_submodule(rule.core)
+    found = num_hooks_inside(core)
+    if rule.core:
+        last = module.get_submodule(rule.linear_in[0].rpartition(".")[0])
+        found += sum(len(each._backward_hooks) for each in (core, last))
+        found += sum(len(each._backward_pre_hooks) for each in (core, last))
+    return found
 
 
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:

@@ -90,7 +90,10 @@ def _cores(module: nn.Module) -> Iterator[str]:
 
 
 def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
-    """The paths of linear layers directly in the module, and in those beside the core."""
+    """The paths of linear layers directly in the module, and in those beside the core.
+
+    A hook would not get what such a layer is given, nor its gradient.
+    """
     for name, child in module.named_children():
         if is_projection(child):
             found = {name: child}
@@ -99,7 +102,8 @@ def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
         else:
             continue
         for path, each in found.items():
-            if is_projection(each) and not each._forward_pre_hooks:
+            hooks = each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks
+            if is_projection(each) and not any(hooks):
                 yield path
 
 
