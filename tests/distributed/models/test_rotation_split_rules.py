@@ -228,7 +228,7 @@ def used_otherwise() -> tuple[float, list[str]]:
     for watched in (core, model[0].second.down):
         with (
             watched.register_full_backward_hook(lambda *_: None),
-            pytest.raises(RotationError, match="a hook was registered inside of RotatedOthers"),
+            pytest.raises(RotationError, match="a hook was registered inside of Others"),
         ):
             model(mine(x))
     with pytest.raises(RotationError) as error:

@@ -127,7 +127,7 @@ def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks_both_ways: Start
     for messages in ranks_both_ways(2).run(told_of_hooks):
         assert len(messages) == 3
         for message in messages:
-            assert message.startswith("a hook was registered inside of RotatedPerceptron")
+            assert message.startswith("a hook was registered inside of Perceptron")
 
 
 def doubled_by_hooks() -> float:
