@@ -94,9 +94,10 @@ class RotatedModule(ShardedModule):
         if rotation.rule.linear_in and num_hooks(rotation.module, rotation.rule) > self.num_hooks:
             raise RotationError(
                 f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
-                "was rotated as a whole: it would be called for each slice, with a part of what the "
-                "module computes; register it before rotating, or on the module itself, or let the "
-                "layers inside rotate one by one (find_blocks=False, and no rule for the module)"
+                "was rotated as a whole: it would be called for each slice, with a part of what "
+                "the module computes; register it before rotating, or on the module itself, or let "
+                "the layers inside rotate one by one (find_blocks=False, and no rule for the "
+                "module)"
             )
 
     def rotation_by(self, rule: Rule) -> Rotation:
