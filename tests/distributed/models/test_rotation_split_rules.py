@@ -156,6 +156,10 @@ def test_only_what_the_first_module_feeds_is_a_block() -> None:
     hooked = Layer()
     hooked.first.register_forward_hook(lambda *_: None)
     assert find_split_rule(hooked, 2) is None
+    for path in ("first", "second.down"):
+        watched = Layer()
+        watched.get_submodule(path).register_full_backward_hook(lambda *_: None)
+        assert find_split_rule(watched, 2) is None
     assert list(block_rules(nn.Sequential(Layer()), 2)) == ["0"]
     assert not block_rules(Layer(), 2)  # no item of a list: its parts may be called by others
 
@@ -223,6 +227,12 @@ def used_otherwise() -> tuple[float, list[str]]:
         with core.register_forward_hook(use), pytest.raises(RotationError) as error:
             model(mine(x))
         told.append(str(error.value))
+    for watched in (core, model[0].second.down):
+        with (
+            watched.register_full_backward_hook(lambda *_: None),
+            pytest.raises(RotationError, match="a hook was registered inside of Others"),
+        ):
+            model(mine(x))
     with pytest.raises(RotationError) as error:
         model[1].second(core(mine(x)), mine(x))
     told.append(str(error.value))

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.backward.slice_dropout import Dropout, Place, Undropped
+from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import SumOfOutputs
 from gyre_trainer.rotation.rotation import Rotation
@@ -45,11 +47,22 @@ def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any
     """
     state = torch.get_rng_state()
     try:
-        _check_dropout(rotation, args, kwargs)
+        with torch.inference_mode(mode=False):
+            _check_dropout(rotation, *_recordable(args, kwargs))
         torch.set_rng_state(state)
         _check_linearity(rotation, args, kwargs)
     finally:
         torch.set_rng_state(state)
+
+
+def _recordable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Arguments with copies of tensors of inference mode, so that a graph may keep them."""
+
+    def recordable(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    found: tuple[Any, Any] = tree_map_only(Tensor, recordable, (args, kwargs), is_leaf=is_cache)
+    return found
 
 
 class _DropoutOutside(TorchFunctionMode):

@@ -97,7 +97,7 @@ def _compare(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any])
     outputs = zip(found.outputs, expected.outputs, strict=True)
     for index, (one, other) in enumerate(outputs):
         _require_close(rotation, f"output {index}", one, other)
-    dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    dtype = _dtype_of(rotation)
     for (name, grad), (_, of_whole) in zip(found.input_grads, expected.input_grads, strict=True):
         _require_close(rotation, f"the gradient of {name}", grad, of_whole)
     largest = max(
@@ -116,6 +116,14 @@ def _on_any_rank(rotation: Rotation, value: bool) -> bool:
     with ring_of(mesh).hang_diagnosis.collective("verifying a rotated module"):
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=ring_group(mesh))
     return bool(flag.item())
+
+
+def _dtype_of(rotation: Rotation) -> torch.dtype:
+    """What is computed in, which autocast may have chosen."""
+    kind = rotation.sharded.flat.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return rotation.policy.compute_dtype or rotation.sharded.flat.dtype
 
 
 def _mesh_of(rotation: Rotation) -> DeviceMesh:
@@ -137,7 +145,7 @@ def _require_close(
         return
     one = torch.zeros_like(some) if found is None else found
     other = torch.zeros_like(some) if expected is None else expected
-    dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    dtype = _dtype_of(rotation)
     if _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS), noise):
         return
     raise RotationError(
@@ -204,7 +212,8 @@ class _Results:
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         if trained and wanted:
             cotangents = [_cotangent(tensor) for tensor in trained]
-            grads = list(torch.autograd.grad(trained, wanted, cotangents, allow_unused=True))
+            with _without_hooks(wanted):
+                grads = list(torch.autograd.grad(trained, wanted, cotangents, allow_unused=True))
         found = iter(grads)
         self.input_grads = [(f"input {index}", next(found)) for index, _ in enumerate(inputs)]
         self.grads: list[tuple[str, Tensor | None]] = []
@@ -234,6 +243,20 @@ class _Results:
         cut = layout.cuts[position]
         start, stop = layout.bounds(cut, ring.rank)
         return mean.narrow(cut.dim, start, stop - start) / ring.size
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which no hook on the gradient of one of the tensors is called."""
+    hooks = {id(each): each._backward_hooks for each in tensors if each._backward_hooks}
+    kept = [(each, dict(each)) for each in hooks.values() if each is not None]
+    for each, _ in kept:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in kept:
+            each.update(before)
 
 
 def _undropped(rotation: Rotation, weights: Mapping[str, Tensor]) -> AbstractContextManager[object]:

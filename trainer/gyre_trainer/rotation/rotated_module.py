@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
 from gyre_trainer.rotation.bundles.bundle import Bundle
@@ -36,6 +37,7 @@ class RotatedModule(ShardedModule):
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
+        num_hooks: how many hooks modules inside had when it was rotated.
     """
 
     rotation: Rotation
@@ -43,6 +45,7 @@ class RotatedModule(ShardedModule):
     needs_slices: bool = False
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False
+    num_hooks: int = 0
     training: bool
     _by_rule: dict[Rule, Rotation]
 
@@ -54,6 +57,7 @@ class RotatedModule(ShardedModule):
     @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
         """One pass round the ring, or a call beside the others of the bundle."""
+        self._require_no_more_hooks()
         self.add_dropout_masks(kwargs)
         if self.bundle is not None:
             return self.bundle.run(self.rotation, args, kwargs)
@@ -80,6 +84,22 @@ class RotatedModule(ShardedModule):
                 new_key(), self.rotation.sharded.ring, equal=equal
             )
 
+    def _require_no_more_hooks(self) -> None:
+        """Refuse hooks inside that the rule was not checked with.
+
+        Raises:
+            RotationError: there are more than when the module was rotated.
+        """
+        rotation = self.rotation
+        if rotation.rule.linear_in and num_hooks(rotation.module, rotation.rule) > self.num_hooks:
+            raise RotationError(
+                f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
+                "was rotated as a whole: it would be called for each slice, with a part of what "
+                "the module computes; register it before rotating, or on the module itself, or let "
+                "the layers inside rotate one by one (find_blocks=False, and no rule for the "
+                "module)"
+            )
+
     def rotation_by(self, rule: Rule) -> Rotation:
         """The same sharded parameters under another rule; equal rules give the same object."""
         if rule not in self._by_rule:
@@ -100,6 +120,37 @@ class RotatedModule(ShardedModule):
         )
         copied._by_rule = {}
         return cast("Self", copied)
+
+
+def num_hooks_inside(module: nn.Module) -> int:
+    """How many hooks of others modules inside have, which would get what slices compute."""
+    return sum(
+        not getattr(hook, "__module__", "").startswith("gyre_trainer.")
+        for each in module.modules()
+        if each is not module
+        for hooks in (
+            each._forward_hooks,
+            each._forward_pre_hooks,
+            each._backward_hooks,
+            each._backward_pre_hooks,
+        )
+        for hook in hooks.values()
+    )
+
+
+def num_hooks(module: nn.Module, rule: Rule) -> int:
+    """How many hooks would get what slices of a module compute, or what no slice has.
+
+    Those are hooks on modules inside. On the core of a split block, and on its last layer, those on
+    gradients are: what goes from one to the other never exists.
+    """
+    core = module.get_submodule(rule.core)
+    found = num_hooks_inside(core)
+    if rule.core:
+        last = module.get_submodule(rule.linear_in[0].rpartition(".")[0])
+        found += sum(len(each._backward_hooks) for each in (core, last))
+        found += sum(len(each._backward_pre_hooks) for each in (core, last))
+    return found
 
 
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:

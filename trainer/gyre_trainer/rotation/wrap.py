@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, num_hooks
 from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
@@ -90,6 +90,7 @@ def wrap(
         )
     mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
+    module.num_hooks = num_hooks(module, rule)  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
 
 

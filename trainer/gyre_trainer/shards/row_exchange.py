@@ -56,8 +56,11 @@ def wanted_rows(layout: Layout, tokens: Tensor, padding_idx: int | None) -> Want
 
     Raises:
         IndexError: a token is not in the vocabulary. On CUDA, the device stops instead.
+        TypeError: tokens are no int64 or int32, which torch refuses, too.
     """
     (cut,) = layout.cuts
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"tokens of an embedding must be int64 or int32, not {tokens.dtype}")
     if isinstance(tokens, FakeTensor):
         return _assumed(layout, cut, tokens)
     _require_rows(tokens, cut.shape[0])

@@ -78,13 +78,14 @@ class ShardedParameters:
         self._first_version += _MORE_THAN_ANY_COUNT
 
     def require_here(self, parameter: Tensor, name: str) -> None:
-        """Require that the local shard of one of the parameters lies in ``flat``.
+        """Require that it is one of the parameters, whose local shard lies in ``flat``.
 
         Raises:
-            RotationError: it no longer does.
+            RotationError: it is not, or no longer does.
         """
+        is_own = any(parameter is each for each in self.parameters)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if not same_storage(local, self.flat):
+        if not (is_own and same_storage(local, self.flat)):
             raise RotationError(
                 f"parameter {name} no longer lies in its rotated slice; "
                 "move or convert a model before it is rotated, and load states by copying "

@@ -22,6 +22,7 @@ from gyre_trainer.layers.found.linears import find_linear_rule, is_projection
 from gyre_trainer.layers.found.twin import BlockRule, Twin
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of, is_table
+from gyre_trainer.rotation.rotated_module import num_hooks_inside
 from gyre_trainer.rotation.rule import Rule
 
 # Subsets of the numbers that a forward reads. One has four of them or fewer, as a rule: 15 subsets,
@@ -108,10 +109,15 @@ def _twin(module: nn.Module, rule: BlockRule, num_slices: int) -> Twin | None:
 
 
 def has_plain_layers(module: nn.Module) -> bool:
-    """Whether all matrices are those of linear layers and embeddings directly inside."""
+    """Whether all matrices are those of linear layers and embeddings directly inside.
+
+    A hook on one of these would get what slices compute, so there must be none.
+    """
     others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]
-    return not module._parameters and all(parameter.ndim <= 1 for parameter in inside)
+    if module._parameters or num_hooks_inside(module):
+        return False
+    return all(parameter.ndim <= 1 for parameter in inside)
 
 
 def _features(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -7,9 +7,9 @@ parameters does is found out by calls: such a tensor is taken, and changes what 
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ _BATCH, _TIME, _SOURCE_TIME = 7, 3, 4
 # Names that `transformers` has for arguments of attention.
 MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
 _SOURCES = "key_value_states", "encoder_hidden_states"
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def plain_arguments(module: nn.Module, *, attends: bool, width: int = WIDTH) -> dict[str, Any]:
@@ -64,6 +66,31 @@ def other_arguments(module: nn.Module) -> dict[str, Tensor]:
     known |= dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
     names = {parameter.name for parameter in parameters_of(module)}
     return {name: tensor for name, tensor in known.items() if name in names}
+
+
+def optional_arguments(module: nn.Module, known: Collection[str]) -> dict[str, Tensor]:
+    """Tensors like the activations, by the names of parameters that are None by default.
+
+    Such a one may be a residual, which is not what slices may add up.
+
+    Args:
+        module: the module.
+        known: names of parameters of which arguments are known.
+    """
+    return {
+        parameter.name: _random(_BATCH, _TIME, WIDTH)
+        for parameter in parameters_of(module)[1:]
+        if parameter.default is None and parameter.name not in known
+    }
+
+
+def without_hooks(twin: _Module) -> _Module:
+    """The twin, which calls no hooks of its own: a call of the whole module calls them, once."""
+    twin._forward_hooks.clear()
+    twin._forward_pre_hooks.clear()
+    twin._backward_hooks.clear()
+    twin._backward_pre_hooks.clear()
+    return twin
 
 
 def arguments_by_heads(
@@ -119,7 +146,8 @@ def batched_arguments(
 def outputs_of(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor] | None:
     """What a module returns beside its arguments; None where it cannot be called like this."""
     try:
-        return returned(module(**arguments), arguments)
+        with _quiet():
+            return returned(module(**arguments), arguments)
     except Exception:  # foreign code, with arguments of another form than it takes
         return None
 

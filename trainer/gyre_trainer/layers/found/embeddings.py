@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.layers.embedding import OwnEmbeddingRule
+from gyre_trainer.layers.found.calls import without_hooks
+from gyre_trainer.layers.found.side_effects import SideEffects
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.rule import ModuleSlice, swapped
 from gyre_trainer.shards.layout import Layout
@@ -40,16 +42,24 @@ def _twin(module: nn.Embedding) -> nn.Embedding:
     instead[id(module.weight)] = nn.Parameter(weight)
     if hasattr(module, "config"):
         instead[id(module.config)] = module.config
-    twin = deepcopy(module, instead)
+    twin = without_hooks(deepcopy(module, instead))
     twin.num_embeddings = _NUM_ROWS
     twin.padding_idx = None if module.padding_idx is None else _PADDING
     return twin
 
 
 def _fits(twin: nn.Embedding, num_slices: int) -> bool:
+    """Whether the slices' rows add up to the twin's.
+
+    Raises:
+        TypeError: it writes to its tensors, or counts its calls.
+    """
     tokens = torch.arange(2 * _NUM_ROWS).remainder(_NUM_ROWS).view(2, -1)
     state = torch.get_rng_state()
+    first = SideEffects(twin, tokens)
     expected: Tensor = twin(tokens)
+    first.require_none_of_whole()
+    more = SideEffects(twin)
     rule = OwnEmbeddingRule(_NUM_ROWS, twin.padding_idx)
     layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
     found = torch.zeros_like(expected)
@@ -61,4 +71,5 @@ def _fits(twin: nn.Embedding, num_slices: int) -> bool:
         )
         with swapped(twin, weights):
             found += rule.run(current, tokens)
+    more.require_none_of_more_calls()
     return torch.allclose(found, expected) and torch.equal(torch.get_rng_state(), state)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.layers.experts.moe import ExpertsRule
+from gyre_trainer.layers.found.calls import without_hooks
+from gyre_trainer.layers.found.side_effects import SideEffects
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import Layout
 
@@ -73,7 +75,7 @@ def _twin(module: nn.Module) -> nn.Module | None:
     }
     if hasattr(module, "config"):
         instead[id(module.config)] = module.config
-    twin = deepcopy(module, instead)
+    twin = without_hooks(deepcopy(module, instead))
     for name, value in vars(twin).items():
         if type(value) is int:
             setattr(twin, name, narrow.get(value, value))
@@ -116,9 +118,16 @@ def _fits_width(twin: nn.Module, rule: ExpertsRule, num_slices: int, width: int)
 def _sums_up(
     twin: nn.Module, rule: ExpertsRule, num_slices: int, arguments: dict[str, Any]
 ) -> bool:
-    """Whether slices add up to the output, which is linear in the last layer and not random."""
+    """Whether slices add up to the output, which is linear in the last layer and not random.
+
+    Raises:
+        TypeError: it writes to its tensors, or counts its calls.
+    """
     state = torch.get_rng_state()
+    first = SideEffects(twin, arguments)
     expected = _output(twin, arguments)
+    first.require_none_of_whole()
+    more = SideEffects(twin)
     layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
     found = torch.zeros_like(expected)
     for index in range(num_slices):
@@ -127,6 +136,7 @@ def _sums_up(
         _, sliced = rule.arguments_of(start, stop, (), arguments)
         with swapped(twin, weights):
             found += _output(twin, sliced)
+    more.require_none_of_more_calls()
     nothing = {name: torch.zeros_like(twin.get_parameter(name)) for name in rule.last}
     with swapped(twin, nothing):
         silent = not _output(twin, arguments).any()

@@ -45,7 +45,10 @@ class BlockFinder:
         self._tried: dict[Hashable, Rule | None] = {}
 
     def rule_of(self, module: nn.Module) -> Rule | None:
-        """The rule that was found for a module; None where none was."""
+        """The rule that was found for a module; None where none was.
+
+        Modules of which some parameters alone are tied rotate layer by layer.
+        """
         repeats = id(module) in self._repeated and not self._shares_parts(module)
         key = (repeats, *_likeness(module))
         if key not in self._tried:
@@ -55,6 +58,9 @@ class BlockFinder:
             self._tried[key] = rule
         rule = self._tried[key]
         if rule is not None and rule.caches_heads and not self._shares_caches:
+            return None
+        num_places = {self._num_places[id(each)] for each in module.parameters()}
+        if rule is not None and rule.linear_in and len(num_places) > 1:
             return None
         return rule
 
@@ -134,7 +140,8 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
     Attributes that are objects must be the same one, such as a configuration.
     """
     for path, part in module.named_modules():
-        yield path, type(part)
+        yield path, type(part), bool(part._forward_hooks or part._forward_pre_hooks)
+        yield bool(part._backward_hooks or part._backward_pre_hooks)
         for name, parameter in part.named_parameters(recurse=False):
             yield name, parameter.shape, parameter.dtype
         for name, buffer in part.named_buffers(recurse=False):

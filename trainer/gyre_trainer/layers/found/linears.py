@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gyre_trainer.layers.found.calls import without_hooks
+from gyre_trainer.layers.found.side_effects import SideEffects
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.projections import is_transposed_linear
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
@@ -77,7 +79,7 @@ def _twin(module: nn.Linear, num_outputs: int) -> nn.Linear:
         instead[id(buffer)] = torch.randn(buffer.shape, dtype=torch.float64)
     if hasattr(module, "config"):
         instead[id(module.config)] = module.config
-    twin = deepcopy(module, instead)
+    twin = without_hooks(deepcopy(module, instead))
     twin.in_features, twin.out_features = _INPUTS, num_outputs
     return twin
 
@@ -99,10 +101,19 @@ def _by_slices(twin: nn.Linear, x: Tensor, num_slices: int) -> Tensor:
 
 
 def _are_alike(twin: nn.Linear, other: Callable[[nn.Linear, Tensor], Tensor]) -> bool:
-    """Whether both give the same outputs and gradients, and draw no random numbers."""
+    """Whether both give the same outputs and gradients, and draw no random numbers.
+
+    Raises:
+        TypeError: it writes to its tensors, or counts its calls.
+    """
     x = torch.randn(2, 3, _INPUTS, dtype=torch.float64, requires_grad=True)
     state = torch.get_rng_state()
-    outputs = twin(x), other(twin, x)
+    first = SideEffects(twin, x)
+    whole = twin(x)
+    first.require_none_of_whole()
+    more = SideEffects(twin)
+    outputs = whole, other(twin, x)
+    more.require_none_of_more_calls()
     if not torch.equal(torch.get_rng_state(), state):
         return False
     leaves, grad = (x, *twin.parameters()), torch.randn_like(outputs[0])

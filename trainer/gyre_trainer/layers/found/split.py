@@ -83,13 +83,17 @@ def _cores(module: nn.Module) -> Iterator[str]:
     """
     for name, child in module.named_children():
         is_core = has_plain_layers(child) and any(map(is_projection, child.children()))
-        is_free = "forward" not in vars(child) and not child._forward_hooks
+        hooks = child._forward_hooks, child._backward_hooks, child._backward_pre_hooks
+        is_free = "forward" not in vars(child) and not any(hooks)
         if is_core and is_free and not is_projection(child):
             yield name
 
 
 def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
-    """The paths of linear layers directly in the module, and in those beside the core."""
+    """The paths of linear layers directly in the module, and in those beside the core.
+
+    A hook would not get what such a layer is given, nor its gradient.
+    """
     for name, child in module.named_children():
         if is_projection(child):
             found = {name: child}
@@ -98,7 +102,8 @@ def _layers_beside(module: nn.Module, core: str) -> Iterator[str]:
         else:
             continue
         for path, each in found.items():
-            if is_projection(each) and not each._forward_pre_hooks:
+            hooks = each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks
+            if is_projection(each) and not any(hooks):
                 yield path
 
 

@@ -15,13 +15,16 @@ from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
     batched_arguments,
+    optional_arguments,
     other_arguments,
     outputs_of,
     parameters_of,
     plain_arguments,
     returned,
+    without_hooks,
 )
 from gyre_trainer.layers.found.linears import is_projection
+from gyre_trainer.layers.found.side_effects import SideEffects
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import (
     features_of,
@@ -31,7 +34,6 @@ from gyre_trainer.layers.projections import (
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
-from gyre_trainer.rotation.backward.module_attributes import BeforeCall, has_tensor
 from gyre_trainer.rotation.backward.slice_dropout import (
     Dropout,
     Masks,
@@ -66,7 +68,8 @@ class Twin:
         layout: how the rule cuts the twin.
         arguments: by the names of the forward's parameters, of all calls.
         others: likewise, of which each is given in one call: attention with a mask, with a bias, or
-            to another source may be other code than attention without.
+            to another source may be other code than attention without, and an MLP may add a
+            residual.
         expected: the whole module's outputs of each call, once known; None where it cannot be
             called like this.
         dropouts: what it drops out in each call, once known. Nothing is dropped meanwhile.
@@ -103,10 +106,11 @@ class Twin:
                 instead[id(layer.bias)] = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
         if hasattr(module, "config"):
             instead[id(module.config)] = module.config
-        twin = deepcopy(module, instead)
+        twin = without_hooks(deepcopy(module, instead))
         layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
         arguments = plain_arguments(twin, attends=isinstance(rule, AttentionRule))
         others = other_arguments(twin)
+        others = optional_arguments(twin, {*arguments, *others}) | others
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
             found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))
             batched = tuple(batched_arguments(twin, arguments, found))
@@ -172,28 +176,19 @@ class Twin:
         """The whole module's outputs; None where it cannot be called like this.
 
         Raises:
-            TypeError: it keeps a tensor as an attribute, or counts its calls. Others may read the
-                tensor, which would be that of one slice, and slices would count as calls.
+            TypeError: it keeps a tensor as an attribute, counts its calls, or writes to buffers,
+                parameters or arguments. Others may read the tensor, which would be that of one
+                slice, and slices would count as calls.
         """
         if call not in self.expected:
             self.module.train(call.training)
-            before, undropped = BeforeCall(self.module), Undropped()
+            arguments, undropped = self._arguments(call), Undropped()
+            first = SideEffects(self.module, arguments)
             with self._dropping(undropped, call):
-                self.expected[call] = outputs_of(self.module, self._arguments(call))
-            self.dropouts[call] = undropped.seen
-            names = [place.name for place, _ in before.changes() if has_tensor(place.value)]
-            if names or before.overwritten():
-                raise TypeError(f"keeps a tensor as {(*names, before.overwritten())[0]}")
-            if before.counts() and self._counts_again(call):
-                raise TypeError("counts its calls")
+                outputs = outputs_of(self.module, arguments)
+            first.require_none_of_whole()
+            self.expected[call], self.dropouts[call] = outputs, undropped.seen
         return self.expected[call]
-
-    def _counts_again(self, call: _Call) -> bool:
-        """Whether another call changes numbers, or contents, once more."""
-        before = BeforeCall(self.module)
-        with self._dropping(Undropped(), call):
-            outputs_of(self.module, self._arguments(call))
-        return before.counts()
 
     def _dropping(self, undropped: Undropped, call: _Call) -> AbstractContextManager[object]:
         """A context in which the whole module drops nothing in training, and tells what it would.
@@ -211,6 +206,9 @@ class Twin:
         state = torch.get_rng_state()
         expected = self._whole(call)
         assert expected is not None
+        if not expected:  # it returns what it was given
+            return False
+        effects = SideEffects(self.module)
         reductions = [
             self.rule.output_reduction(position, self.layout, output.dtype)
             for position, output in enumerate(expected)
@@ -223,6 +221,7 @@ class Twin:
             dropouts.append(undropped.seen)
             for reduction, output in zip(reductions, outputs, strict=True):
                 reduction.add(index, output)
+        effects.require_none_of_more_calls()
         found = [reduction.result() for reduction in reductions]
         return (
             torch.equal(torch.get_rng_state(), state)

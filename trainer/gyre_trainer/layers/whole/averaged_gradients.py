@@ -75,6 +75,10 @@ class ReplicatedGradients:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._watched
 
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter is averaged, if it takes one."""
+        return parameter in self or any(parameter is each for each in self._parameters)
+
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of plain parameters, too; they take the first rank's values."""
         for parameter in parameters:

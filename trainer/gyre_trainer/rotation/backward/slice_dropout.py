@@ -149,7 +149,7 @@ class _DropoutInside(TorchFunctionMode):
             return func(input, p, False)  # torch refuses what is no probability
         if isinstance(self._masks, Undropped):
             self._see(tuple(input.shape), rate, input.requires_grad)
-            return input
+            return input.mul_(1) if inplace else input  # a trial sees that it is written to
         dropped = self._masks_here(self._masks).apply(input, rate)
         return input.copy_(dropped) if inplace else dropped
 
@@ -160,8 +160,10 @@ class _DropoutInside(TorchFunctionMode):
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
+        is_causal: bool = False,
         **others: Any,
     ) -> Tensor:
+        others["is_causal"] = is_causal
         if not dropout_p:
             return _ATTENTION(query, key, value, attn_mask, dropout_p, **others)
         if isinstance(self._masks, Undropped):

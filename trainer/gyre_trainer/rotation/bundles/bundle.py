@@ -77,6 +77,8 @@ class Bundle:
         if rotation.sharded.replica_gradients is not None and torch.is_grad_enabled():
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         dtype, cuts = rotation.policy.compute_dtype, rotation.layout.cuts
+        for cut in cuts:  # what is computed with are those that the bundle knows
+            rotation.sharded.require_here(parameter_at(rotation.module, cut.name), cut.name)
         first = self._starts[rotation.sharded]
         whole = self._whole.parameters(rotation.module)[first : first + len(cuts)]
         weights = {cut.name: tensor for cut, tensor in zip(cuts, whole, strict=True)}

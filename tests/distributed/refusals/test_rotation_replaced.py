@@ -1,0 +1,198 @@
+"""What others put in the place of parameters, or inside of blocks, after a model was rotated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.training import whole
+
+WIDTH, NUM_ROWS = 8, 30
+
+
+class Perceptron(nn.Module):
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(F.gelu(self.up(x)))
+        return output
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a norm that stays whole, and a head."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_ROWS, WIDTH)
+        self.blocks = nn.ModuleList(Perceptron(hidden) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_ROWS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        output: Tensor = self.head(self.norm(x))
+        return output
+
+
+def made(dtype: torch.dtype = torch.float64, hidden: int = 12) -> Any:
+    torch.manual_seed(0)
+    return Model(hidden).to(dtype)
+
+
+def rotated(dtype: torch.dtype = torch.float64, **policy: Any) -> Any:
+    model = made(dtype)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(**policy))
+    return model
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(NUM_ROWS, (2, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def assigned(model: Any) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def norm_assigned(model: Any) -> None:
+    own = {name: 2 * each for name, each in model.state_dict().items() if "norm" in name}
+    model.load_state_dict(own, assign=True, strict=False)
+
+
+def norm_set(model: Any) -> None:
+    model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)
+
+
+def head_called_with(model: Any) -> None:
+    weight = whole(model.head.weight.detach()).requires_grad_()
+    with torch.no_grad():
+        torch.func.functional_call(model, {"head.weight": 2 * weight}, tokens_of(0))
+
+
+def told(change: Callable[[Any], None]) -> str:
+    model = rotated()
+    model(tokens_of(dist.get_rank())).sum().backward()
+    with pytest.raises(RotationError) as refused:
+        change(model)
+        model(tokens_of(dist.get_rank()))
+    return str(refused.value)
+
+
+def test_parameters_that_were_replaced_are_refused(ranks_both_ways: StartEither) -> None:
+    """Their gradients would stay each rank's own, and a bundle would compute with the old ones."""
+    ours = ranks_both_ways(2)
+    for change, expected in (
+        (assigned, "embedding.weight of Model was replaced after the model was rotated"),
+        (norm_assigned, "norm.weight of Model was replaced"),
+        (norm_set, "norm.weight of Model was replaced"),
+        (head_called_with, "parameter weight no longer lies in its rotated slice"),
+    ):
+        for message in ours.run(told, change):
+            assert message.startswith(expected), change.__name__
+            assert "load_state_dict" in message
+
+
+def told_of_hooks() -> list[str]:
+    model, x, messages = rotated(), tokens_of(0), []
+    model(x).sum().backward()
+    for register in (
+        lambda block: block.down.register_forward_hook(lambda module, args, y: y + 1),
+        lambda block: block.up.register_forward_pre_hook(lambda module, args: None),
+        lambda block: block.down.register_full_backward_hook(lambda module, grads, of: None),
+    ):
+        hook = register(model.blocks[1])
+        with pytest.raises(RotationError) as refused:
+            model(x)
+        messages.append(str(refused.value))
+        hook.remove()
+    model.blocks[1].register_forward_hook(lambda module, args, y: 2 * y)
+    plain = made()
+    plain.blocks[1].register_forward_hook(lambda module, args, y: 2 * y)
+    assert torch.allclose(model(x), plain(x), rtol=1e-12)
+    return messages
+
+
+def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks_both_ways: StartEither) -> None:
+    for messages in ranks_both_ways(2).run(told_of_hooks):
+        assert len(messages) == 3
+        for message in messages:
+            assert message.startswith("a hook was registered inside of Perceptron")
+
+
+def doubled_by_hooks() -> float:
+    """How far gradients are from twice as large ones, whose hooks are there at the first call."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plain = rotated(), made()
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: calls.append(0) or 2 * grad)
+    model(tokens_of(rank)).sin().sum().backward()
+    torch.stack([plain(tokens_of(each)).sin().sum() for each in range(size)]).mean().backward()
+    assert len(calls) == len(list(model.parameters()))
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(one.grad) - 2 * other.grad).abs().max()) for one, other in pairs)
+
+
+def test_hooks_on_gradients_are_no_part_of_what_is_verified(ranks_both_ways: StartEither) -> None:
+    assert max(ranks_both_ways(2).run(doubled_by_hooks)) < 1e-12
+
+
+def autocast_apart(recompute: bool) -> float:
+    """How far a first step under autocast is from the plain model's under it, in its norm."""
+    model, plain = made(torch.float32, 256), made(torch.float32, 256)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=recompute))
+    losses = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(each(tokens_of(0)).float().square().mean())
+        losses[-1].backward()
+    one, other = whole(model.blocks[0].up.weight.grad), plain.blocks[0].up.weight.grad
+    assert torch.allclose(losses[0], losses[1], rtol=1e-2)
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_are_verified_under_autocast_as_precisely_as_it_computes(
+    ranks: StartRanks, recompute: bool
+) -> None:
+    assert max(ranks(2).run(autocast_apart, recompute)) < 2e-2
+
+
+def trained_after_inference() -> float:
+    model, plain = rotated(), made()
+    for each in (model, plain):
+        with torch.inference_mode():
+            each(tokens_of(0))
+        each(tokens_of(0)).sin().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(one.grad) - other.grad).abs().max()) for one, other in pairs)
+
+
+def test_the_first_call_may_be_in_inference_mode(ranks_both_ways: StartEither) -> None:
+    """In training, too, where dropout is looked for."""
+    assert max(ranks_both_ways(2).run(trained_after_inference)) < 1e-12
+
+
+def told_of_tokens() -> list[str]:
+    model, messages = rotated(), []
+    for tokens in (torch.tensor([1.5]), torch.tensor([True]), torch.tensor([3], dtype=torch.int16)):
+        with pytest.raises(TypeError) as refused:
+            model(tokens)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_tokens_that_torch_would_refuse_are_refused(ranks: StartRanks) -> None:
+    for messages in ranks(2).run(told_of_tokens):
+        assert [each.rpartition(".")[2] for each in messages] == ["float32", "bool", "int16"]
