@@ -137,9 +137,10 @@ def test_attention_that_needs_a_source_is_tried_with_a_mask_too() -> None:
     """With a mask it reads how many query heads share a key/value head, and without it does not."""
     import transformers
 
+    library: Any = transformers
     side = SIZES | HEADS | {"head_dim": 8}
-    config = transformers.T5GemmaConfig(encoder=dict(side), decoder=dict(side), vocab_size=32)
+    config = library.T5GemmaConfig(encoder=dict(side), decoder=dict(side), vocab_size=32)
     with torch.device("meta"):
-        model: nn.Module = transformers.T5GemmaForConditionalGeneration(config)
+        model: nn.Module = library.T5GemmaForConditionalGeneration(config)
     rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
     assert rules["model.decoder.layers.0.cross_attn"].groups == ("num_key_value_groups",)
