@@ -31,16 +31,17 @@ class Expert(nn.Module):
 class Layer(nn.Module):
     """A router that rotates, experts that only tokens above a threshold get, and a shared one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_names: bool) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, DIM)
-        self.experts = nn.ModuleList(Expert() for _ in range(3))
+        experts = {f"expert_{number}": Expert() for number in range(3)}
+        self.experts = nn.ModuleDict(experts) if has_names else nn.ModuleList(experts.values())
         self.shared_expert = Expert()
 
     def forward(self, x: Tensor, is_routed: bool) -> Tensor:
         scores = self.router(x).sigmoid()
         total = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(self.experts.children()):
             rows = torch.arange(number, len(x), 2)[: None if is_routed else 0]
             if len(rows):
                 total.index_add_(0, rows, expert(x[rows]) * scores[rows, number, None])
@@ -49,9 +50,9 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, has_names: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer(has_names=has_names) for _ in range(2))
 
     def forward(self, x: Tensor, is_routed: bool) -> Tensor:
         for layer in self.layers:
@@ -65,9 +66,14 @@ def step(model: nn.Module, number: int, rank: int, routed: tuple[bool, ...]) -> 
     model(x, routed[rank]).sin().sum().backward()
 
 
-def distance(steps: Sequence[tuple[bool, ...]], policy: RotationPolicy) -> float:
-    """How far gradients of some steps are from one process's; which ranks route tokens in each."""
-    plain, model = Layers().double(), Layers().double()
+def distance(
+    steps: Sequence[tuple[bool, ...]], policy: RotationPolicy, *, has_names: bool = False
+) -> float:
+    """How far gradients of some steps are from one process's; which ranks route tokens in each.
+
+    Experts are listed, or have names, as those of Switch Transformers have.
+    """
+    plain, model = (Layers(has_names=has_names).double() for _ in range(2))
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
         nn.init.normal_(
             parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel())
@@ -95,3 +101,8 @@ def test_ranks_without_tokens_for_any_expert(ranks: StartRanks, policy: Rotation
     for steps in ([first, second], [none, second, first, none], [both, first, none]):
         for off in ranks(2).run(partial(distance, steps, policy)):
             assert off <= 1e-12, steps
+
+
+def test_experts_with_names(ranks: StartRanks) -> None:
+    for off in ranks(2).run(partial(distance, [(True, False)], LAYERS, has_names=True)):
+        assert off <= 1e-12

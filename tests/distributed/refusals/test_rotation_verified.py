@@ -10,7 +10,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.verification import _close, _off
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -184,3 +184,45 @@ def test_a_count_of_a_frozen_configuration_is_refused_by_name(ranks: StartRanks)
         assert "CountsHeads.config.num_heads cannot be set, because Derived" in derived
         for text in (frozen, derived):
             assert "from the weights (view(..., -1, head_dim)) or from an attribute of the" in text
+
+
+class Attention(nn.Module):
+    """Four query heads with one key/value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.k, self.v = nn.Linear(16, 4, bias=False), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        scores = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+        output: Tensor = self.o((scores @ v).transpose(1, 2).flatten(-2))
+        return output
+
+
+class Doubled(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 16 / self.q.weight.shape[0]
+
+
+def told_in_bfloat16(kind: type[Attention]) -> str:
+    """What a call ends in whose keys' gradients cancel, so that they are mostly rounding."""
+    model = nn.ModuleDict({"attention": kind()})
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, size in {"q": 30.0, "k": 0.003, "v": 1.0, "o": 1.0}.items():
+            weight = model["attention"].get_parameter(f"{name}.weight")
+            weight.copy_(torch.randn(weight.shape) / 4 * size)
+    rule = AttentionRule(1, inputs=("q", "k", "v"), output="o")
+    policy = RotationPolicy(compute_dtype=torch.bfloat16)
+    rotate_all(model, mesh=make_mesh("cpu"), rules={"attention": rule}, policy=policy)
+    x = 30 + torch.randn(2, 12, 16)  # a softmax does not see what all keys have in common
+    return told(lambda: model["attention"](x).sum().backward())
+
+
+def test_rounding_of_few_bits_is_no_difference(ranks: StartRanks) -> None:
+    assert ranks(2).run(told_in_bfloat16, Attention) == ["", ""]
+    for refused in ranks(2).run(told_in_bfloat16, Doubled):
+        assert "Doubled computes something else when it rotates: output 0 is off" in refused

@@ -9,6 +9,7 @@ from gyre_trainer.accounting.depth import FigureJobs, figures, num_alike_layers,
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.modules_table import module_counts, modules_table
+from gyre_trainer.accounting.plan_tables import shape_of
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig, build
@@ -129,3 +130,57 @@ def test_the_first_dry_run_that_fails_says_why() -> None:
     odd = [partial(dry_run, config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
     with pytest.raises(ConfigError, match="multiple of 3"):
         side_by_side(odd)
+
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+# Beside a tower of images with as many layers, and the decoder of a family that has encoders, too.
+TOWER = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 5, "image_size": 28}
+NESTED: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": TEXT | {"head_dim": 8}, "vision_config": TOWER},
+    "bart": {"architectures": ["BartForCausalLM"], "encoder_layers": 2, "decoder_layers": 5}
+    | {"d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 2, "vocab_size": 128},
+}
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_configurations_of_several_parts_are_planned(family: str) -> None:
+    settings = config({"config": {"model_type": family} | NESTED[family]})
+    assert num_alike_layers(settings) == 5
+    assert step_figures(settings, Strategy.GYRE, 2).sent_bytes > 0
+
+
+def test_scaled_rotary_positions_are_planned() -> None:
+    """Their factors are made by `torch.tensor`, while the model is made on `meta`."""
+    factors = [1.0] * 8  # one for each pair of channels of a head
+    scaling = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    keys = {"num_hidden_layers": 1, "pad_token_id": 0, "rope_scaling": scaling}
+    model = {"model_type": "phi3", "original_max_position_embeddings": 8, **TEXT, **keys}
+    assert dry_run(config({"config": model}), Strategy.GYRE, 2).sent_bytes > 0
+
+
+def test_a_decoder_with_a_configuration_of_its_own_has_its_layers() -> None:
+    side = TEXT | {"head_dim": 8}
+    sides = {"encoder": side | {"num_hidden_layers": 1}, "decoder": side}
+    settings = config({"config": {"model_type": "t5gemma", "vocab_size": 128, **sides}})
+    assert num_alike_layers(settings) == 0
+    assert shape_of(settings) == (5, 32)
+
+
+def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
+    model = {"config": LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 3}}
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM of this configuration fails by itself"
+    ):
+        step_figures(config(model), Strategy.DDP, 2)
+
+
+def test_an_unknown_family_is_named_without_all_others() -> None:
+    with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no `model_type` 'llama5'$"):
+        num_alike_layers(config({"config": {"model_type": "llama5"}}))

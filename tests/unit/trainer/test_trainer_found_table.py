@@ -131,3 +131,16 @@ def test_blocks_of_the_families_are_found(family: str) -> None:
         blocks, share = found(family, num_ranks, recompute=recompute, dropout=dropout)
         assert blocks == expected
         assert share > FEW.get(family, 0.97)
+
+
+def test_attention_that_needs_a_source_is_tried_with_a_mask_too() -> None:
+    """With a mask it reads how many query heads share a key/value head, and without it does not."""
+    import transformers
+
+    library: Any = transformers
+    side = SIZES | HEADS | {"head_dim": 8}
+    config = library.T5GemmaConfig(encoder=dict(side), decoder=dict(side), vocab_size=32)
+    with torch.device("meta"):
+        model: nn.Module = library.T5GemmaForConditionalGeneration(config)
+    rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
+    assert rules["model.decoder.layers.0.cross_attn"].groups == ("num_key_value_groups",)

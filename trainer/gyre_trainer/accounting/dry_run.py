@@ -21,15 +21,19 @@ from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distr
 from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
-from gyre_trainer.errors import ConfigError
+from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.found.finder import block_rules, experts_rules
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, plain
+from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config
 from gyre_trainer.training.objectives.collators import stand_in
+from gyre_trainer.training.step import Stepper
+
+_FEW_TOKENS = 16
 
 
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
@@ -60,16 +64,39 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
                 f"what a step of {type(model).__name__} costs depends on the tokens' values, such "
                 f"as which experts they choose, so it cannot be planned ({error})"
             ) from error
+        except TrainError:
+            raise
+        except (RuntimeError, ValueError, IndexError):
+            _require_plain_step(config, examples.shortened(_FEW_TOKENS))
+            raise
     return dataclasses.replace(cost, assumes_even_routing=values.assumes_even_routing)
+
+
+def _require_plain_step(config: TrainConfig, examples: Examples) -> None:
+    """Compute the loss without rotation, to tell whether the configuration makes a model.
+
+    Raises:
+        ConfigError: it makes one whose own code fails, such as one of 7 query heads that share 3
+            key/value heads.
+    """
+    with torch.device("meta"):
+        model = plain(config.model)
+    allocate(model, torch.device("cpu"))
+    try:
+        Stepper(model, config).loss_sum(examples)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} of this configuration fails by itself: {error}"
+        ) from error
 
 
 def _num_warm_up_tokens(config: TrainConfig) -> int:
     """Few, so that a plan takes little time; all where experts could be left without tokens."""
-    few, all_tokens = 16, config.data.sequence_length
     if isinstance(config.model, GPTConfig):
-        return few
+        return _FEW_TOKENS
     keys = library_config(config.model).to_dict()
-    return all_tokens if any("expert" in key for key in keys) else few
+    has_experts = any("expert" in key for key in keys)
+    return config.data.sequence_length if has_experts else _FEW_TOKENS
 
 
 def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
@@ -101,7 +128,8 @@ def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
-        with QuickFakeTensorMode(), values or KnownValues():
+        # `torch.tensor` on `meta` gives one that is not fake, as for scaled rotary frequencies.
+        with QuickFakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
             yield mesh
     finally:
         dist.destroy_process_group()

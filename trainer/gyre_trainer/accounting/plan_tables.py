@@ -28,6 +28,7 @@ from gyre_trainer.inspection.table import table
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config
+from gyre_trainer.training.models.library import shape_of as library_shape
 
 StepCosts = Mapping[Strategy, StepCost]
 
@@ -156,8 +157,7 @@ def shape_of(config: TrainConfig) -> tuple[int, int]:
     """The number of layers, and the width of the residual stream."""
     if isinstance(config.model, GPTConfig):
         return config.model.num_layers, config.model.dim
-    described = library_config(config.model)
-    return described.num_hidden_layers, described.hidden_size
+    return library_shape(library_config(config.model))
 
 
 def peaks(costs: StepCosts) -> str:

@@ -34,6 +34,9 @@ _TOLERANCE_OF_OTHERS = 5e-2
 # largest gradient of the module's parameters, a gradient counts as zero, rotated and whole.
 _NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
 _NOISE_OF_OTHERS = 5e-3
+# What both ways sum in few bits, such as gradients of keys, which cancel, may be off by more. So a
+# difference counts beside the whole module's own rounding: its distance from float32.
+_TIMES_ROUNDING = 4.0
 
 
 def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -94,19 +97,42 @@ def _compare(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any])
     if _on_any_rank(rotation, is_random):
         return False
     found = _Results(rotation, args, kwargs, rotates=True)
-    outputs = zip(found.outputs, expected.outputs, strict=True)
-    for index, (one, other) in enumerate(outputs):
-        _require_close(rotation, f"output {index}", one, other)
     dtype = _dtype_of(rotation)
-    for (name, grad), (_, of_whole) in zip(found.input_grads, expected.input_grads, strict=True):
-        _require_close(rotation, f"the gradient of {name}", grad, of_whole)
-    largest = max(
-        (largest_finite(grad) for _, grad in expected.grads if grad is not None), default=0.0
-    )
-    noise = _NOISE.get(dtype, _NOISE_OF_OTHERS) * largest
-    for (name, grad), (_, of_whole) in zip(found.grads, expected.grads, strict=True):
-        _require_close(rotation, f"the gradient of {name}", grad, of_whole, noise)
+    compared = list(zip(found.named(), expected.named(), strict=True))
+    noise = _NOISE.get(dtype, _NOISE_OF_OTHERS) * expected.largest_grad()
+    different = [
+        (place, name)
+        for place, ((name, one), (_, other)) in enumerate(compared)
+        if not _agree(rotation, one, other, noise if place >= found.num_before_grads else 0.0)
+    ]
+    if dtype not in _TOLERANCE and _on_any_rank(rotation, bool(different)):
+        exact = _in_float32(rotation, args, kwargs)
+        different = [
+            (place, name)
+            for place, name in different
+            if not exact or not _rounded(*(each for _, each in (*compared[place], exact[place])))
+        ]
+    for place, name in different:
+        (_, one), (_, other) = compared[place]
+        off = _off(*_both(one, other))
+        raise RotationError(
+            f"{rotation.name} computes something else when it rotates: {name} is {off}; its rule "
+            "does not fit it, or its forward reads sizes that a slice does not have"
+        )
     return True
+
+
+def _in_float32(
+    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Tensor | None]]:
+    """The whole module's results in float32; none where its code does not take that."""
+    kind = rotation.sharded.flat.device.type
+    try:
+        with torch.autocast(kind, enabled=False):
+            found = _Results(rotation, args, kwargs, rotates=False, dtype=torch.float32)
+            return list(found.named())
+    except RuntimeError:  # foreign code, with a dtype of its own
+        return []
 
 
 def _on_any_rank(rotation: Rotation, value: bool) -> bool:
@@ -132,26 +158,33 @@ def _mesh_of(rotation: Rotation) -> DeviceMesh:
     return parameter.device_mesh
 
 
-def _require_close(
-    rotation: Rotation,
-    what: str,
-    found: Tensor | None,
-    expected: Tensor | None,
-    noise: float = 0.0,
-) -> None:
-    """Refuse a difference of values above ``noise``; no gradient counts as zeros."""
-    some = expected if found is None else found
-    if some is None:
-        return
-    one = torch.zeros_like(some) if found is None else found
-    other = torch.zeros_like(some) if expected is None else expected
+def _agree(rotation: Rotation, found: Tensor | None, expected: Tensor | None, noise: float) -> bool:
+    """Whether they are equal but for rounding, or not above ``noise``; None counts as zeros."""
+    if found is None and expected is None:
+        return True
     dtype = _dtype_of(rotation)
-    if _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS), noise):
-        return
-    raise RotationError(
-        f"{rotation.name} computes something else when it rotates: {what} is {_off(one, other)}; "
-        "its rule does not fit it, or its forward reads sizes that a slice does not have"
+    return _close(*_both(found, expected), _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS), noise)
+
+
+def _both(found: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both, with zeros in place of None."""
+    some = expected if found is None else found
+    assert some is not None
+    return (
+        torch.zeros_like(some) if found is None else found,
+        torch.zeros_like(some) if expected is None else expected,
     )
+
+
+def _rounded(found: Tensor | None, expected: Tensor | None, exact: Tensor | None) -> bool:
+    """Whether ``found`` is about as far from the exact values as the whole module's own are."""
+    if exact is None:
+        return False
+    one, other = _both(found, expected)
+    if one.shape != other.shape or _of_another_kind(one, other).any():
+        return False
+    rounding = largest_finite(other.float() - exact)
+    return largest_finite(one.float() - exact) <= _TIMES_ROUNDING * rounding
 
 
 def _off(found: Tensor, expected: Tensor) -> str:
@@ -174,8 +207,15 @@ class _Results:
     """
 
     def __init__(
-        self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], *, rotates: bool
+        self,
+        rotation: Rotation,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        rotates: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """Call the module; as a whole in ``dtype``, or else in that of the policy."""
         self._rotation = rotation
         args, kwargs = copies_of_caches((args, kwargs), rotation.name)
         args, kwargs = tree_map(_leaf, (args, kwargs), is_leaf=is_cache)
@@ -190,7 +230,7 @@ class _Results:
         else:
             whole = {name: _whole(p) for name, p in zip(names, own, strict=True)}
             weights = list(whole.values())
-            dtype = rotation.policy.compute_dtype
+            dtype = dtype or rotation.policy.compute_dtype
             local = {name: local_of(each) for name, each in others.items()}
             used = {name: cast(each, dtype) for name, each in {**whole, **local}.items()}
             args, kwargs = tree_map_only(
@@ -225,6 +265,21 @@ class _Results:
         for position, (name, weight) in enumerate(zip(names, weights, strict=True)):
             if weight.requires_grad:
                 self.grads.append((name, self._shard(position, next(found), rotates=rotates)))
+
+    @property
+    def num_before_grads(self) -> int:
+        """How many of `named` are no gradients of parameters."""
+        return len(self.outputs) + len(self.input_grads)
+
+    def named(self) -> Iterator[tuple[str, Tensor | None]]:
+        """All of them with their names: outputs, and gradients of inputs and of parameters."""
+        yield from ((f"output {place}", each) for place, each in enumerate(self.outputs))
+        for name, grad in (*self.input_grads, *self.grads):
+            yield f"the gradient of {name}", grad
+
+    def largest_grad(self) -> float:
+        """The largest entry of the gradients of parameters; 0 without any."""
+        return max((largest_finite(each) for _, each in self.grads if each is not None), default=0)
 
     def _shard(self, position: int, grad: Tensor | None, *, rotates: bool) -> Tensor | None:
         """The own shard's averaged gradient."""

@@ -147,19 +147,20 @@ class CallsEveryExpert:
 def call_every_expert(model: nn.Module) -> None:
     """Let all modules with a list of rotated experts call every expert, on every rank.
 
-    A list of experts is a `ModuleList` named `experts` whose modules are of one class.
+    A list of experts is a `ModuleList` or a `ModuleDict` named `experts`, of modules of one class.
     """
     for path, module in list(model.named_modules()):
         experts = getattr(module, _LIST_NAME, None)
-        if isinstance(experts, nn.ModuleList) and _are_rotated(experts):
+        if isinstance(experts, nn.ModuleList | nn.ModuleDict) and _are_rotated(experts):
             if isinstance(module, CallsEveryExpert):
                 continue
             mix_in(module, CallsEveryExpert, "Whole")
             others = list(_others(module, experts))
             order = CallOrder(_mesh_of(experts), len(others))
-            calls = _Calls(list(experts), path or type(module).__name__, order)
+            listed = list(experts.children())
+            calls = _Calls(listed, path or type(module).__name__, order)
             module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
-            for index, expert in enumerate(experts):
+            for index, expert in enumerate(listed):
                 # before the hook that compares the expert, a collective, so that all ranks agree
                 expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
             for number, other in enumerate(others):
@@ -183,7 +184,7 @@ def _mesh_of(experts: nn.Module) -> DeviceMesh:
     return parameter.device_mesh
 
 
-def _others(module: nn.Module, experts: nn.ModuleList) -> Iterator[nn.Module]:
+def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
     """The topmost modules beside the experts that are called and rotate, or have such inside.
 
     One inside would be too late: what is around it may be computed again in backward.
@@ -206,8 +207,9 @@ def recomputes_experts(module: nn.Module) -> bool:
     return isinstance(module, CallsEveryExpert) and bool(module._expert_calls.recomputed)
 
 
-def _are_rotated(experts: nn.ModuleList) -> bool:
-    is_list = len(experts) > 1 and len({own_class(expert) for expert in experts}) == 1
+def _are_rotated(experts: nn.Module) -> bool:
+    listed = list(experts.children())
+    is_list = len(listed) > 1 and len({own_class(expert) for expert in listed}) == 1
     return is_list and _rotates(experts)
 
 

@@ -59,12 +59,18 @@ def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     return [each for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-def other_arguments(module: nn.Module) -> dict[str, Tensor]:
-    """A mask, and activations of a source to attend to, by the names of the parameters for them."""
-    mask = torch.linspace(-1, 1, _TIME * _TIME, dtype=torch.float64).view(1, 1, _TIME, _TIME)
-    known = {MASK: mask.expand(_BATCH, -1, -1, -1)}
-    known |= dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
+def other_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """A mask, and activations of a source to attend to, by the names of the parameters for them.
+
+    Args:
+        module: what is called.
+        arguments: of all its calls. A mask fits a source among them.
+    """
+    width = _SOURCE_TIME if any(name in arguments for name in _SOURCES) else _TIME
+    mask = torch.linspace(-1, 1, _TIME * width, dtype=torch.float64).view(1, 1, _TIME, width)
+    known = {MASK: mask.expand(_BATCH, -1, -1, -1)} | _sources()
     names = {parameter.name for parameter in parameters_of(module)}
+    names -= arguments.keys() & {*_SOURCES}
     return {name: tensor for name, tensor in known.items() if name in names}
 
 
@@ -91,6 +97,16 @@ def without_hooks(twin: _Module) -> _Module:
     twin._backward_hooks.clear()
     twin._backward_pre_hooks.clear()
     return twin
+
+
+def required_sources(module: nn.Module) -> dict[str, Tensor]:
+    """Activations to attend to, by the names of parameters for them that have no default."""
+    required = {each.name for each in parameters_of(module) if each.default is each.empty}
+    return {name: tensor for name, tensor in _sources().items() if name in required}
+
+
+def _sources() -> dict[str, Tensor]:
+    return dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
 
 
 def arguments_by_heads(

@@ -209,6 +209,6 @@ def _arguments(module: nn.Module, core: str, with_mask: bool) -> dict[str, Any]:
     width, _ = features_of(next(layers))
     arguments = plain_arguments(module, attends=False, width=width)
     if with_mask:
-        arguments[MASK] = other_arguments(module)[MASK]
+        arguments[MASK] = other_arguments(module, arguments)[MASK]
     on_meta: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to("meta"), arguments)
     return on_meta

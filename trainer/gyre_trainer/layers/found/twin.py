@@ -20,6 +20,7 @@ from gyre_trainer.layers.found.calls import (
     outputs_of,
     parameters_of,
     plain_arguments,
+    required_sources,
     returned,
     without_hooks,
 )
@@ -109,7 +110,9 @@ class Twin:
         twin = without_hooks(deepcopy(module, instead))
         layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
         arguments = plain_arguments(twin, attends=isinstance(rule, AttentionRule))
-        others = other_arguments(twin)
+        if isinstance(rule, AttentionRule):
+            arguments |= required_sources(twin)
+        others = other_arguments(twin, arguments)
         others = optional_arguments(twin, {*arguments, *others}) | others
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
             found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))

@@ -31,6 +31,9 @@ _KINDS: Mapping[Objective, tuple[str, str, str]] = {
         ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
     ),
 }
+# How a configuration names its layers, of which a model that has both has a decoder's first. The
+# decoder of such a family alone (`BartForCausalLM`) is described as both are.
+_NUM_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,16 @@ class LibraryConfig:
     @property
     def vocab_size(self) -> int:
         """The number of token ids."""
-        size: int = library_config(self).vocab_size
+        size: int = text_config(library_config(self)).vocab_size
         return size
 
     def with_layers(self, num_layers: int) -> "LibraryConfig":
         """The same model with its first layers alone."""
         described = library_config(self)
-        described.num_hidden_layers = num_layers
-        if getattr(described, "layer_types", None):
-            described.layer_types = described.layer_types[:num_layers]
+        text = text_config(described)
+        setattr(text, _depth_key(text), num_layers)
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_layers]
         return dataclasses.replace(self, pretrained="", config=described.to_dict())
 
 
@@ -78,7 +82,7 @@ def library_config(model: LibraryConfig) -> Any:
     """
     # It takes seconds, and only these models need it.
     try:
-        from transformers import AutoConfig  # noqa: PLC0415
+        from transformers import CONFIG_MAPPING, AutoConfig, __version__  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             "a model of transformers needs that library: pip install 'gyre-ml[trainer,huggingface]'"
@@ -89,10 +93,36 @@ def library_config(model: LibraryConfig) -> Any:
     kind = keys.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{where} has no `model_type`, the name of the family, such as llama")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"{where}: transformers {__version__} has no `model_type` {kind!r}")
     try:
         return AutoConfig.for_model(kind, **keys)
     except Exception as error:  # each family checks its own keys
         raise ConfigError(f"{where} is no configuration for transformers: {error}") from error
+
+
+def text_config(described: Any) -> Any:
+    """The part of a configuration that describes the language model; mostly all of it.
+
+    Beside a tower of images it is the text's, and of T5Gemma the decoder's.
+    """
+    if not described.is_encoder_decoder:
+        return described.get_text_config()
+    decoder = getattr(described, "decoder", None)
+    return decoder if hasattr(decoder, "num_hidden_layers") else described
+
+
+def shape_of(described: Any) -> tuple[int, int]:
+    """The number of layers, and the width of the residual stream.
+
+    Raises:
+        ConfigError: the configuration does not say them.
+    """
+    text = text_config(described)
+    try:
+        return getattr(text, _depth_key(text)), text.hidden_size
+    except AttributeError as error:
+        raise ConfigError(f"a {described.model_type} cannot be planned: {error}") from error
 
 
 def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
@@ -184,15 +214,21 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """
     library: Any = model
     described = library.config
+    text = text_config(described)
+    num_decoder_layers = getattr(text, _depth_key(text), 0)
     if not described.is_encoder_decoder:
-        return _list_of(model, described.num_hidden_layers)
-    num_decoder_layers = next(
-        getattr(described, name)
-        for name in ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
-        if hasattr(described, name)
-    )
-    encoder = _list_of(library.get_encoder(), described.num_hidden_layers)
+        # beside a tower of images, whose list may be as long
+        has_more = text is not described
+        return _list_of(library.get_decoder() if has_more else model, num_decoder_layers)
+    encoder_config = described if text is described else described.encoder
+    encoder = _list_of(library.get_encoder(), encoder_config.num_hidden_layers)
     return encoder + _list_of(library.get_decoder(), num_decoder_layers)
+
+
+def _depth_key(text: Any) -> str:
+    """The key with the number of layers: the decoder's, also where the decoder stands alone."""
+    names = ("num_decoder_layers", "decoder_layers")
+    return next((name for name in names if hasattr(text, name)), "num_hidden_layers")
 
 
 def _list_of(model: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -68,12 +68,16 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
         ConfigError: peft is not installed, or the model has none of the targets.
     """
     peft = _peft()
+    named = ", ".join(lora.targets) or "layers by itself"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(_settings(lora), model, _ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"`model.lora`: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"`model.lora`: peft takes no {named} in {own_class(model).__name__}: "
+                f"{str(error).splitlines()[0]}; name layers in `model.lora.targets`"
+            ) from error
 
 
 def save_adapters(
