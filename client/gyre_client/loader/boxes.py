@@ -1,6 +1,7 @@
 """Takes the boxes of a batch apart by samples."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -48,5 +49,5 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> Sequence[Tensor]:
     """The values of each sample, which are as many for all, or lie between offsets."""
     offsets = tensors.get(f"{name}.offsets")
     if isinstance(offsets, Tensor):
-        return tensors[name].split(offsets.diff().tolist())
+        return [tensors[name][begin:end] for begin, end in pairwise(offsets.tolist())]
     return tensors[name].unbind()

@@ -120,12 +120,7 @@ def test_each_way_to_write_boxes_means_the_same() -> None:
                 decoded(each.reshape(-1), image, **options),
                 decoded(each.astype(np.float32), image, **options),
                 decoded(as_json(each.tolist()), image, **options),
-                decoded(
-                    as_json({"a": [{"b": row} for row in each.tolist()]}),
-                    image,
-                    key="a.b",
-                    **options,
-                ),
+                decoded(as_json(of_objects), image, key="a.b", **options),
                 decoded(as_json({"a": {"b": each.tolist()}}), image, key="a.b", **options),
             ]
             for boxes in found:
