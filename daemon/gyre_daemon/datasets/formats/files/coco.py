@@ -107,8 +107,8 @@ class CocoFormat(FilesFormat):
 
 def _manifest(document: _Document, folder: str) -> Manifest:
     categories = sorted(document.categories, key=lambda each: each.id)
-    labels = _places("category", [each.id for each in categories])
-    rows = _places("image", [each.id for each in document.images])
+    labels = _places("categories", [each.id for each in categories])
+    rows = _places("images", [each.id for each in document.images])
     objects: list[list[_Annotation]] = [[] for _ in rows]
     for number, each in enumerate(document.annotations):
         _check(number, each, rows, labels)
@@ -134,9 +134,9 @@ def _places(what: str, ids: Sequence[int]) -> dict[int, int]:
     places = {each: place for place, each in enumerate(ids)}
     if len(places) < len(ids):
         ((twice, _),) = Counter(ids).most_common(1)
-        raise ValueError(f"two have the id {twice} of a {what}")
+        raise ValueError(f"two {what} have the id {twice}")
     if any(each not in _INT64 for each in ids):
-        raise ValueError(f"an id of a {what} does not fit into 64 bits")
+        raise ValueError(f"an id of {what} does not fit into 64 bits")
     return places
 
 
