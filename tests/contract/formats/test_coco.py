@@ -19,7 +19,8 @@ from gyre_daemon.storage.file_table import FileTable, Texts
 
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.formats.format_contract import IndexContract, Sample
-from tests.contract.places import LocalPlace, Place, S3Place, noise
+from tests.contract.places import HttpPlace, LocalPlace, Place, S3Place, noise
+from tests.contract.storage.objects import ObjectServer
 
 PATH = "annotations/instances_val2017.json"
 OPTIONS: dict[str, Any] = {"annotations": PATH, "images": "val2017"}
@@ -169,10 +170,14 @@ def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None
 
 
 def test_images_and_their_objects_are_served(
-    gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
+    gyred: StartDaemon, s3_server: S3Server, object_server: ObjectServer, tmp_path: Path
 ) -> None:
     source = document()
-    places: dict[str, Place] = {"local": LocalPlace(tmp_path / "set"), "s3": S3Place(s3_server)}
+    places: dict[str, Place] = {
+        "local": LocalPlace(tmp_path / "set"),
+        "s3": S3Place(s3_server),
+        "http": HttpPlace(object_server),
+    }
     tables = {}
     for name, place in places.items():
         for path, data in {**FILES, PATH: msgspec.json.encode(source), "val2017/x": b"x"}.items():
@@ -187,7 +192,7 @@ def test_images_and_their_objects_are_served(
         tables[name] = {**tables["local"], "annotations": f"{name}.json"}
     daemon = gyred({"datasets": tables})
     wanted, files = expected(source), list(FILES.values())
-    for name in ("local", "s3", "local-some", "s3-some"):
+    for name in ("local", "s3", "http", "local-some", "s3-some"):
         least = 2 if name.endswith("some") else 0
         seen = []
         with Loader(name, batch_size=7, epochs=1, tail="drop", address=daemon.address) as loader:
