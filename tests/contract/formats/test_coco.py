@@ -106,7 +106,7 @@ class TestCoco(IndexContract):
         return made.index_of(FileTable(manifest.names, sizes), manifest.columns)
 
     def test_no_samples(self) -> None:
-        nothing = {"images": [], "annotations": [], "categories": []}
+        nothing: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": []}
         manifest = read(nothing)
         assert len(manifest.names) == 0
         table = FileTable(Texts.of([]), np.empty(0, np.int64))

@@ -87,7 +87,8 @@ def test_what_is_visible_of_a_box_is_known_after_several_cuts() -> None:
     """Half of it, then a half of that; a resize and a mirror change nothing."""
     image = np.zeros((40, 80, 3), np.uint8)
     boxes = decoded(np.array([[20.0, 10.0, 60.0, 30.0]]), image, format="xyxy")
-    sample = {"image": image[:, :40], "boxes": np.array([[20, 10, 40, 30, 0.5]], np.float32)}
+    half = np.array([[20, 10, 40, 30, 0.5]], np.float32)
+    sample: dict[str, Array] = {"image": image[:, :40], "boxes": half}
     assert boxes.tolist() == [[20, 10, 60, 30, 1]]
     for transform in (
         CenterCrop((20, 40), boxes=("boxes",)),
