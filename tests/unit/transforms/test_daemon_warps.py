@@ -1,4 +1,4 @@
-"""Turned and tilted images, compared with Pillow by the formulas of torchvision, and their boxes."""
+"""Turned and tilted images and their boxes, compared with Pillow by formulas of torchvision."""
 
 import math
 from typing import Any
@@ -210,7 +210,8 @@ def test_boxes_and_masks_go_where_their_pixels_go(transform: Transform) -> None:
             assert 0 <= left <= right <= WIDTH
             assert 0 <= top <= bottom <= HEIGHT
             y, x = np.nonzero(pixels == number + 1)
-            if visible < 0.999 or not len(x):
+            is_thin = min(right - left, bottom - top) < 3  # "nearest" may miss it
+            if visible < 0.999 or is_thin:
                 continue
             edges = np.array([x.min(), y.min(), x.max() + 1, y.max() + 1])
             assert (np.abs(edges - [left, top, right, bottom]) <= 2).all()
