@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.transforms.boxes.documents import column, parsed, values_at
-from gyre_daemon.transforms.boxes.moving import areas, boxes_field, clipped
+from gyre_daemon.transforms.boxes.moving import areas, as_boxes, boxes_field, clipped, visible_parts
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
@@ -116,18 +116,15 @@ class DecodeBoxes(Transform):
         self._require(stored, np.isfinite(stored).all(1), "what is no number")
         corners = _corners(stored, self.format)
         if self.normalized:
-            corners = corners * [width, height, width, height]
+            corners = corners * (width, height, width, height)
         self._require(stored, (corners[:, 2:] >= corners[:, :2]).all(1), "a negative length")
         inside = clipped(corners, height, width)
         if self.outside == "refuse":
             size = f"places outside of the image of {width} x {height} pixels"
-            fits = np.abs(corners - inside).max(1, initial=0) <= _SLACK_PIXELS
+            fits = (np.abs(corners - inside) <= _SLACK_PIXELS).all(1)
             self._require(stored, fits, f'{size} (`outside = "clip"` cuts such boxes)')
-        visible = areas(inside) > 0
-        if self.outside == "clip":
-            whole = areas(corners)
-            visible = np.divide(areas(inside), whole, out=np.zeros_like(whole), where=whole > 0)
-        return np.column_stack([inside, visible]).astype(np.float32)
+        visible = visible_parts(inside, corners) if self.outside == "clip" else areas(inside) > 0
+        return as_boxes(inside, visible)
 
     def _require(self, stored: npt.NDArray[Any], holds: Any, what: str) -> None:
         if not holds.all():
@@ -148,7 +145,7 @@ def _rows(found: Any, name: str) -> npt.NDArray[np.float64]:
     if isinstance(found, list):
         for place, each in enumerate(found):
             is_box = isinstance(each, list) and len(each) == 4
-            if not is_box or not all(type(number) in (int, float) for number in each):
+            if not is_box or not set(map(type, each)) <= {int, float}:
                 raise ValueError(
                     f"box {place} of {name!r:.100} is {each!r:.100}, and not a list of 4 numbers"
                 )

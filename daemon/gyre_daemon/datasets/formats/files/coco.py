@@ -49,6 +49,9 @@ class _Document(msgspec.Struct):
     categories: list[_Category]
 
 
+_DECODER = msgspec.json.Decoder(_Document)
+
+
 @dataclass(frozen=True, slots=True)
 class CocoOptions:
     """The keys of a `coco` dataset. Its location is a folder with all of its files.
@@ -97,7 +100,7 @@ class CocoFormat(FilesFormat):
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """See `ListedFormat.read_manifest`."""
         try:
-            return _manifest(msgspec.json.decode(data, type=_Document), self._images)
+            return _manifest(_DECODER.decode(data), self._images)
         except (ValueError, RecursionError) as error:
             raise CorruptSample(
                 f"the annotations {name} are damaged: {error}",
