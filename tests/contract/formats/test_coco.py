@@ -12,7 +12,8 @@ import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import ShardMissing
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.checks import missing_datasets
+from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex, make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
@@ -167,6 +168,17 @@ def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None
         coco(**options)
     with pytest.raises(ConfigError, match="`annotations` is missing"):
         make_format("set", DatasetConfig("/data", "coco", {}))
+
+
+def test_annotations_that_are_absent_are_told_before_a_job_comes(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path)
+    place.put("a.json", b"{}")
+    tables = {
+        name: DatasetConfig(str(tmp_path), "coco", {"annotations": f"{name}.json"}) for name in "ab"
+    }
+    ((name, error),) = missing_datasets(DaemonConfig(datasets=tables))
+    assert name == "b"
+    assert re.search(r"no shard at .*/b\.json", str(error))
 
 
 def test_images_and_their_objects_are_served(

@@ -148,11 +148,10 @@ def from_manifest(folder: Path) -> Source:
 
 SOURCES = [
     from_tar,
-    from_columns,
     from_hugging_face,
-    from_disk,
     from_coco,
-    from_manifest,
+    *(pytest.param(each, marks=pytest.mark.models) for each in (from_columns, from_disk)),
+    pytest.param(from_manifest, marks=pytest.mark.models),
 ]
 CHAIN: list[dict[str, Any]] = [
     {"name": "random_crop", "size": [70, 80], "boxes": ["boxes"]},
