@@ -83,7 +83,7 @@ def _around(corners: npt.NDArray[np.float64], matrix: Matrix) -> npt.NDArray[np.
     """The smallest boxes [n, 4] around boxes that a matrix moves."""
     (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
     if b == d == g == h == 0 and i == 1:  # most are, in a third of the time
-        made = corners * (a, e, a, e) + (c, f, c, f)
+        made: npt.NDArray[np.float64] = corners * (a, e, a, e) + (c, f, c, f)
         if a < 0 or e < 0:
             left, top = 2 * (a < 0), 1 + 2 * (e < 0)
             made = made[:, [left, top, 2 - left, 4 - top]]
@@ -110,7 +110,9 @@ def clipped(corners: npt.NDArray[Any], height: int, width: int) -> npt.NDArray[A
 def visible_parts(inside: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The areas [n] of boxes divided by those of others; 0 where there is none."""
     all_of_it = areas(whole)
-    return np.divide(areas(inside), all_of_it, out=np.zeros(len(whole)), where=all_of_it > 0)
+    parts = np.zeros(len(whole))
+    np.divide(areas(inside), all_of_it, out=parts, where=all_of_it > 0)
+    return parts
 
 
 def areas(corners: npt.NDArray[Any]) -> npt.NDArray[Any]:
