@@ -105,9 +105,11 @@ def _look_for(
     follow_links: bool,
 ) -> None:
     """Raise what the listing of a local path would raise; single files lie at any depth."""
-    root = Root(Path(path), follow_links)
-    if isinstance(form, ListedFormat) and not form.is_manifest(path):
-        if not has_files(root, form.is_wanted):
+    listed = form if isinstance(form, ListedFormat) else None
+    place = listed.manifest_of(path) if listed else None
+    root = Root(Path(place.path if place else path), follow_links)
+    if listed and not place:
+        if not has_files(root, listed.is_wanted):
             raise ShardMissing(
                 f"no file below {path} has an extension that counts; see `extensions`"
             )

@@ -18,7 +18,8 @@ from gyre_daemon.memory.arena import Arena
 from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.images.colors import Normalize, ToChw
 from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_daemon.transforms.images.flips import HorizontalFlip
+from gyre_daemon.transforms.images.geometry import RandomResizedCrop
 from gyre_daemon.transforms.transform import Field, Transform
 
 from benchmarks.loader.markdown import table

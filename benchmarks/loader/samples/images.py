@@ -35,7 +35,8 @@ import torch
 from gyre_client import Loader
 from gyre_daemon.transforms.images.colors import ToChw
 from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.geometry import HorizontalFlip, RandomResizedCrop
+from gyre_daemon.transforms.images.flips import HorizontalFlip
+from gyre_daemon.transforms.images.geometry import RandomResizedCrop
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 

@@ -21,10 +21,15 @@ class Field:
     Attributes:
         dtype: of its elements.
         shape: of one sample; None for a length in which samples differ.
+        is_whole: of an image: whether its pixels are those of its file, one by one. What is made of
+            it is another field, which does not say so.
+        image: of boxes: the image in which they lie.
     """
 
     dtype: np.dtype[np.generic]
     shape: tuple[int | None, ...]
+    is_whole: bool = False
+    image: str = ""
 
 
 class Transform(ABC):

@@ -351,6 +351,6 @@ def _kept(
 
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # an extra; once for all processes that are forked
-        for part in ("decode", "geometry", "colors"):
+        for part in ("decode", "geometry", "flips", "colors"):
             importlib.import_module(f"{_HERE}.images.{part}")
     serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

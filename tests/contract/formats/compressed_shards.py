@@ -15,7 +15,7 @@ def parquet(table: Any, **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def arrow(table: Any, compression: str, *, is_stream: bool = False) -> bytes:
+def arrow(table: Any, compression: str | None, *, is_stream: bool = False) -> bytes:
     stream = io.BytesIO()
     options = pa.ipc.IpcWriteOptions(compression=compression)
     make = pa.ipc.new_stream if is_stream else pa.ipc.new_file

@@ -16,6 +16,7 @@ from tests.contract.formats import (
     test_arrayrecord,
     test_arrow,
     test_chunked_formats,
+    test_coco,
     test_more_formats,
     test_parquet_columns,
     test_single_files,
@@ -165,6 +166,7 @@ def test_every_format_is_under_the_contract() -> None:
         test_arrow,
         test_more_formats,
         test_chunked_formats,
+        test_coco,
         test_parquet_columns,
         test_single_files,
     )

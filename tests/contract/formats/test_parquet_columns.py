@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.formats.chunk_contract import ChunkContract, decode_all
-from tests.contract.formats.compressed_shards import parquet
+from tests.contract.formats.compressed_shards import arrow, parquet
 from tests.contract.formats.format_contract import Sample, inspect, listed
+from tests.shard_formats import shard_format
 
 
 class TestParquet(ChunkContract):
@@ -203,9 +204,9 @@ def scan_of(table: Any, **options: Any) -> Any:
     [
         pa.map_(pa.string(), pa.int8()),
         pa.decimal128(5, 2),
-        pa.list_(pa.string()),
-        pa.list_(pa.list_(pa.int8())),
-        pa.struct([("a", pa.int8())]),
+        pa.list_(pa.binary()),
+        pa.struct([("a", pa.int8()), ("b", pa.date32())]),
+        pa.list_(FILE),
         pa.null(),
     ],
     ids=str,
@@ -215,6 +216,48 @@ def test_types_that_become_no_tensor_are_refused_by_name(kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"column 'odd' has the type .*name the others in"):
         scan_of(table)
     assert [spec.name for spec in scan_of(table, columns=["a"]).fields] == ["a"]
+
+
+NESTED = {
+    "objects": pa.struct([("bbox", pa.list_(pa.list_(pa.float64()))), ("id", pa.list_(pa.int8()))]),
+    "parts": pa.list_(pa.struct([("box", pa.list_(pa.float32(), 2)), ("kind", pa.string())])),
+    "tags": pa.large_list(pa.string()),
+    "grid": pa.list_(pa.list_(pa.list_(pa.bool_()))),
+}
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "compressed"])
+def test_nested_columns_are_json(name: str) -> None:
+    """Structs, lists of structs and lists of lists, as data of objects in images have them."""
+    rows: list[dict[str, Any]] = [
+        {
+            "objects": {"bbox": [[0.25, 1.0, 2.5, 3.0]] * n, "id": [n] * n},
+            "parts": [{"box": [n, 0.5], "kind": "wörd" if n else None}] * n,
+            "tags": ["a", 'b"'][:n],
+            "grid": [[[True], []], [[False, True]]][:n],
+        }
+        for n in range(4)
+    ]
+    rows += [dict.fromkeys(NESTED), rows[1]]
+    table = pa.table({each: pa.array([row[each] for row in rows], NESTED[each]) for each in NESTED})
+    # what lies in a slice, and in several pieces
+    table = pa.concat_tables([table.slice(2), table.slice(0, 3)])
+    if name == "parquet":
+        shard = parquet(table, row_group_size=2)
+    else:
+        shard = arrow(table, "zstd" if name == "compressed" else None)
+    dataset_format = shard_format("parquet" if name == "parquet" else "arrow")
+    index = dataset_format.assemble(listed([shard]), inspect(dataset_format, [shard]))
+    assert isinstance(index, ChunkIndex)
+    stored = [spec for spec in index.fields if spec.codec != "indexed"]
+    assert [(spec.name, spec.codec) for spec in stored] == [(each, "json") for each in NESTED]
+    (decoded,) = decode_all([shard], index)
+    extents = index.locate(np.arange(index.num_samples))
+    for place, spec in enumerate(stored):
+        ranges = zip(extents.start[:, place], extents.size[:, place], strict=True)
+        found = [json.loads(decoded[start : start + size]) for start, size in ranges]
+        assert found == [row[spec.name] for row in table.to_pylist()]
+    assert {spec.name for spec in index.fields[4:]} == {each + PRESENT_SUFFIX for each in NESTED}
 
 
 def test_other_columns_in_another_shard_are_shown() -> None:

@@ -1,6 +1,7 @@
 """Commands print what the pages show, and the examples of the front page run as they are."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -134,6 +135,35 @@ def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> 
     )
     assert (result.returncode, result.stderr) == (0, "")
     shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
+    assert result.stdout.splitlines() == [shown] * 2
+
+
+def test_the_example_of_boxes_on_that_page_runs_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "coco/train2017"
+    folder.mkdir(parents=True)
+    about: dict[str, list[dict[str, object]]] = {"images": [], "annotations": []}
+    for number in range(32):
+        pixels = rng.integers(0, 256, (90, 120, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:012}.jpg")
+        about["images"].append({"id": number, "file_name": f"{number:012}.jpg"})
+        about["annotations"] += [
+            {"image_id": number, "category_id": 1, "bbox": rng.integers(1, 45, 4).tolist()}
+            for _ in range(number % 5)
+        ]
+    (folder.parent / "annotations").mkdir()
+    about["categories"] = [{"id": 1, "name": "person"}]
+    path = folder.parent / "annotations/instances_train2017.json"
+    path.write_text(json.dumps(about))
+    (code,) = (each for each in blocks("docs/transforms.md", "python") if "detection = [" in each)
+    code = code.replace("/data/coco", str(tmp_path / "coco"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = "torch.Size([16, 3, 512, 512]) torch.Size([16, 100, 4]) 16"
     assert result.stdout.splitlines() == [shown] * 2
 
 

@@ -23,12 +23,8 @@ from gyre_daemon.transforms.images.colors import (
     ToChw,
 )
 from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.geometry import (
-    CenterCrop,
-    HorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-)
+from gyre_daemon.transforms.images.flips import HorizontalFlip
+from gyre_daemon.transforms.images.geometry import CenterCrop, RandomResizedCrop, Resize
 from gyre_daemon.transforms.images.pixels import RESIZER, resized, to_pillow
 from PIL import Image
 from torch.nn import functional

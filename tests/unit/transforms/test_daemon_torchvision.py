@@ -21,12 +21,8 @@ from gyre_daemon.transforms.images.colors import (
     saturated,
     turned,
 )
-from gyre_daemon.transforms.images.geometry import (
-    CenterCrop,
-    HorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-)
+from gyre_daemon.transforms.images.flips import HorizontalFlip
+from gyre_daemon.transforms.images.geometry import CenterCrop, RandomResizedCrop, Resize
 from PIL import Image
 from scipy import stats
 

@@ -14,14 +14,8 @@ from gyre_daemon.transforms.images.augment import OPERATIONS
 from gyre_daemon.transforms.images.colors import ColorJitter, Normalize
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.erasing import RandomErasing
-from gyre_daemon.transforms.images.geometry import (
-    CenterCrop,
-    HorizontalFlip,
-    RandomCrop,
-    RandomResizedCrop,
-    Resize,
-    VerticalFlip,
-)
+from gyre_daemon.transforms.images.flips import HorizontalFlip, VerticalFlip
+from gyre_daemon.transforms.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
 from gyre_daemon.transforms.images.policies import IMAGENET, AutoAugment, TrivialAugment
 from gyre_daemon.transforms.images.views import (
     GaussianBlur,
@@ -320,5 +314,5 @@ def test_masks_are_decoded_as_they_are_stored() -> None:
 @pytest.mark.parametrize("masks", [("image",), ("mask", "mask")])
 def test_each_mask_is_a_field_of_its_own(masks: tuple[str, ...]) -> None:
     fields = {name: Field(np.dtype(np.uint8), (None, None, 1)) for name in ("image", "mask")}
-    with pytest.raises(ValueError, match="name each mask once, and no mask 'image'"):
+    with pytest.raises(ValueError, match="name each of them once, and none of them 'image'"):
         HorizontalFlip(masks=masks).outputs(fields)

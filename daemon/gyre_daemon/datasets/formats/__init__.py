@@ -25,7 +25,12 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
 from gyre_daemon.datasets.formats.entry import FormatEntry
-from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.files import (
+    CocoFormat,
+    CocoOptions,
+    FilesFormat,
+    FilesOptions,
+)
 from gyre_daemon.datasets.formats.installed import installed_format, installed_names
 from gyre_daemon.datasets.formats.lines import (
     JsonlFormat,
@@ -76,6 +81,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "arrow": FormatEntry.of(ArrowFormat, ColumnOptions),
     "arrayrecord": FormatEntry.of(ArrayRecordFormat, ArrayRecordOptions),
     SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
+    "coco": FormatEntry.of(CocoFormat, CocoOptions),
 }
 
 

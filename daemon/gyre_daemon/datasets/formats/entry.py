@@ -18,7 +18,7 @@ class FormatEntry:
     """A known format.
 
     Attributes:
-        pattern: of the names of its shards.
+        pattern: of the names of its shards; empty if no name says that this is the format.
         make: takes the keys of a dataset's configuration, and the place of the keys for error
             messages.
         recognises: takes up to 512 first bytes of a file, and says whether only this format begins

@@ -7,7 +7,7 @@ has of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -23,7 +23,7 @@ class ManifestColumn:
         name: of the column.
         kind: `text`, `json`, `number` or `class`.
         values: of text and JSON the bytes; else int64, float64 or int32 [n].
-        categories: what the values of a class stand for.
+        categories: what the values of a class stand for, or numbers in JSON.
     """
 
     name: str
@@ -37,12 +37,24 @@ class Manifest:
     """A list of files, in the dataset's order.
 
     Attributes:
-        names: their paths, relative to the manifest.
+        names: their paths, relative to the folder of the manifest.
         columns: what else is known of them.
     """
 
     names: Texts
     columns: tuple[ManifestColumn, ...]
+
+
+class ManifestPlace(NamedTuple):
+    """Where a manifest lies.
+
+    Attributes:
+        path: of the manifest.
+        folder: that its paths are relative to, and that they do not leave.
+    """
+
+    path: str
+    folder: str
 
 
 @runtime_checkable
@@ -56,8 +68,8 @@ class ListedFormat(Protocol):
     def is_wanted(self, name: str) -> bool:
         """Whether a file of this name, without its folder, is one of the dataset."""
 
-    def is_manifest(self, path: str) -> bool:
-        """Whether a location of this path is a manifest."""
+    def manifest_of(self, path: str) -> ManifestPlace | None:
+        """Where the manifest of a location of this path lies; None if its files are listed."""
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """A manifest of this name and these bytes.

@@ -60,7 +60,8 @@ class DecodeImage(OfField):
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         self.require_bytes(fields)
-        return {self.to: Field(np.dtype(np.uint8), (None, None, 3 if self.colors == "rgb" else 1))}
+        shape = None, None, 3 if self.colors == "rgb" else 1
+        return {self.to: Field(np.dtype(np.uint8), shape, is_whole=not self.min_size)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

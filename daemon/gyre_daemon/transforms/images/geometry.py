@@ -1,21 +1,20 @@
-"""Crops, sizes and flips of images."""
+"""Crops and sizes of images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import cv2
 import numpy as np
 from msgspec import Meta
 
+from gyre_daemon.transforms.boxes.moving import scaled, shifted
+from gyre_daemon.transforms.images.annotated import AnnotatedTransform
 from gyre_daemon.transforms.images.pixels import (
     Interpolation,
-    MaskedTransform,
     Pixels,
     check_image,
     resized,
-    whole,
 )
 from gyre_daemon.transforms.transform import Field, Sample
 
@@ -28,7 +27,7 @@ _MAX_TRIES = 10  # torchvision's
 _MAX_PIXELS = 100_000_000
 
 
-class _Crop(MaskedTransform):
+class _Crop(AnnotatedTransform):
     """An image becomes a part of it, of one size.
 
     Attributes:
@@ -42,9 +41,35 @@ class _Crop(MaskedTransform):
         pair(self.size)
 
     def made_of(self, name: str, before: Field) -> Field:
-        """See `MaskedTransform.made_of`."""
+        """See `AnnotatedTransform.made_of`."""
         channels = check_image(name, before)
         return Field(before.dtype, (*pair(self.size), channels))
+
+    def put_part(
+        self,
+        begin: Sequence[int],
+        sides: Sequence[tuple[int, int]],
+        border: Callable[[bool], tuple[str, int]],
+        sample: Sample,
+        out: Sample,
+    ) -> None:
+        """Store a rectangle of the image, its masks and its boxes.
+
+        Args:
+            begin: row and column of its first pixel, behind the border.
+            sides: how many rows and columns are added before and behind.
+            border: how, and with which level; takes whether pixels are a mask.
+            sample: see `Transform.apply`.
+            out: see `Transform.apply`.
+        """
+        (top, left), (height, width) = begin, pair(self.size)
+        (above, _), (before, _) = sides
+
+        def change(pixels: Pixels, is_mask: bool) -> Pixels:
+            bordered = _bordered(pixels, sides, *border(is_mask))
+            return bordered[top : top + height, left : left + width]
+
+        self.put_all(change, shifted(before - left, above - top), sample, out)
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,8 @@ class RandomResizedCrop(_Crop):
         ratio: the least and the greatest of its width divided by its height.
         interpolation: see `resized`.
         antialias: see `resized`.
-        masks: see `MaskedTransform`.
+        masks: see `AnnotatedTransform`.
+        boxes: see `AnnotatedTransform`.
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
@@ -70,6 +96,7 @@ class RandomResizedCrop(_Crop):
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
     masks: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes and ranges that are none."""
@@ -88,7 +115,9 @@ class RandomResizedCrop(_Crop):
         """See `Transform.apply`."""
         image: Pixels = sample[self.field]
         box = self.box(image.shape[0], image.shape[1], rng)
-        self.put_all(lambda pixels, is_mask: self.cut(pixels, box, is_mask), sample, out)
+        (top, left, tall, wide), (height, width) = box, pair(self.size)
+        matrix = scaled(width / wide, height / tall) @ shifted(-left, -top)
+        self.put_all(lambda pixels, is_mask: self.cut(pixels, box, is_mask), matrix, sample, out)
 
     def cut(self, image: Pixels, box: tuple[int, int, int, int], is_mask: bool = False) -> Pixels:
         """A rectangle of an image or of a mask, in the size of the result."""
@@ -124,7 +153,7 @@ class RandomResizedCrop(_Crop):
 
 
 @dataclass(frozen=True)
-class Resize(MaskedTransform):
+class Resize(AnnotatedTransform):
     """Gives images another size.
 
     Attributes:
@@ -132,7 +161,8 @@ class Resize(MaskedTransform):
         field: the image.
         interpolation: see `resized`.
         antialias: see `resized`.
-        masks: see `MaskedTransform`.
+        masks: see `AnnotatedTransform`.
+        boxes: see `AnnotatedTransform`.
     """
 
     version: ClassVar[int] = 2  # 1 was resized by Pillow
@@ -142,13 +172,14 @@ class Resize(MaskedTransform):
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
     masks: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
         pair(self.size)
 
     def made_of(self, name: str, before: Field) -> Field:
-        """See `MaskedTransform.made_of`."""
+        """See `AnnotatedTransform.made_of`."""
         channels = check_image(name, before)
         height, width = (None, None) if isinstance(self.size, int) else self.size
         return Field(before.dtype, (height, width, channels))
@@ -173,7 +204,8 @@ class Resize(MaskedTransform):
             how: Interpolation = "nearest" if is_mask else self.interpolation
             return resized(pixels, height, width, how, antialias=self.antialias)
 
-        self.put_all(change, sample, out)
+        matrix = scaled(width / image.shape[1], height / image.shape[0])
+        self.put_all(change, matrix, sample, out)
 
 
 @dataclass(frozen=True)
@@ -183,25 +215,24 @@ class CenterCrop(_Crop):
     Attributes:
         size: of the result: of a square, or height and width.
         field: the image.
-        masks: see `MaskedTransform`.
+        masks: see `AnnotatedTransform`.
+        boxes: see `AnnotatedTransform`.
     """
 
     size: Size
     field: str = "image"
     masks: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        self.put_all(lambda pixels, _: self._middle(pixels), sample, out)
-
-    def _middle(self, image: Pixels) -> Pixels:
-        height, width = pair(self.size)
-        above, before = max(0, height - image.shape[0]), max(0, width - image.shape[1])
-        if above or before:
-            sides = (above // 2, -(-above // 2)), (before // 2, -(-before // 2)), (0, 0)
-            image = np.pad(image, sides)
-        top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
-        return image[top : top + height, left : left + width]
+        image: Pixels = sample[self.field]
+        sides, begin = [], []
+        for wanted, length in zip(pair(self.size), image.shape, strict=False):
+            added = max(0, wanted - length)
+            sides.append((added // 2, added - added // 2))
+            begin.append(round((length + added - wanted) / 2))
+        self.put_part(begin, sides, lambda _: ("constant", 0), sample, out)
 
 
 @dataclass(frozen=True)
@@ -217,7 +248,8 @@ class RandomCrop(_Crop):
         padding_mode: `constant`, or how the image goes on: with its edge, or mirrored without
             (`reflect`) or with its edge (`symmetric`).
         field: the image.
-        masks: see `MaskedTransform`.
+        masks: see `AnnotatedTransform`.
+        boxes: see `AnnotatedTransform`.
         mask_fill: the level of pixels that masks get in place of `fill`.
     """
 
@@ -229,6 +261,7 @@ class RandomCrop(_Crop):
     field: str = "image"
     masks: tuple[str, ...] = ()
     mask_fill: Annotated[int, Meta(ge=0, le=255)] = 0
+    boxes: tuple[str, ...] = ()
 
     @property
     def is_random(self) -> bool:
@@ -253,66 +286,17 @@ class RandomCrop(_Crop):
             length + 2 * side - wanted
             for length, (side, _), wanted in zip(image.shape, sides, (height, width), strict=False)
         ]
-        top, left = (int(rng.integers(each + 1)) for each in spare)
+        begin = [int(rng.integers(each + 1)) for each in spare]
 
-        def change(pixels: Pixels, is_mask: bool) -> Pixels:
-            level = self.mask_fill if is_mask else self.fill
-            bordered = _bordered(pixels, sides, self.padding_mode, level)
-            return bordered[top : top + height, left : left + width]
+        def border(is_mask: bool) -> tuple[str, int]:
+            return self.padding_mode, self.mask_fill if is_mask else self.fill
 
-        self.put_all(change, sample, out)
-
-
-@dataclass(frozen=True)
-class HorizontalFlip(MaskedTransform):
-    """Mirrors some images.
-
-    Attributes:
-        p: the probability that an image is mirrored.
-        field: the image.
-        masks: see `MaskedTransform`.
-    """
-
-    p: Probability = 0.5
-    field: str = "image"
-    masks: tuple[str, ...] = ()
-
-    _axis: ClassVar[int] = 1  # as OpenCV numbers them
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
-
-    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`."""
-        is_mirrored = rng.random() < self.p
-        self.put_all(
-            lambda pixels, _: self._mirrored(pixels) if is_mirrored else pixels, sample, out
-        )
-
-    def _mirrored(self, image: Pixels) -> Pixels:
-        pixels = whole(image)
-        flipped: Pixels = cv2.flip(pixels, self._axis).reshape(pixels.shape)  # type: ignore[assignment]
-        return flipped[:, :, : image.shape[2]]
-
-
-@dataclass(frozen=True)
-class VerticalFlip(HorizontalFlip):
-    """Turns some images upside down by mirroring them.
-
-    Attributes:
-        p: the probability that an image is mirrored.
-        field: the image.
-        masks: see `MaskedTransform`.
-    """
-
-    _axis: ClassVar[int] = 0
+        self.put_part(begin, sides, border, sample, out)
 
 
 def _bordered(image: Pixels, sides: Sequence[tuple[int, int]], mode: str, level: int) -> Pixels:
     """The image with more pixels at its sides; `level` fills them where `mode` is constant."""
-    if not any(side for side, _ in sides):
+    if not any(map(any, sides)):
         return image
     if mode == "constant":
         return np.pad(image, [*sides, (0, 0)], constant_values=level)

@@ -14,7 +14,7 @@ can, and leave the fourth byte out by `contiguous`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import cv2
@@ -82,66 +82,6 @@ class ImageTransform(Transform):
             cv2.cvtColor(whole(value), cv2.COLOR_RGBA2RGB, dst=into)
         else:
             Transform.put(name, value, sample, out)
-
-
-class MaskedTransform(ImageTransform):
-    """A transform of an image that does the same to masks of it, which have its height and width.
-
-    Masks are images themselves, such as the class of each pixel: their levels are never mixed.
-
-    Attributes:
-        masks: their fields.
-    """
-
-    masks: Sequence[str]
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`."""
-        return [self.field, *self.masks]
-
-    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Transform.outputs`."""
-        if len(set(self.inputs)) < len(self.inputs):
-            raise ValueError(
-                f"masks are {', '.join(self.masks):.100}; name each mask once, and no mask "
-                f"{self.field!r:.100}"
-            )
-        return {name: self.made_of(name, fields[name]) for name in self.inputs}
-
-    def made_of(self, name: str, before: Field) -> Field:
-        """What becomes of the image or of a mask.
-
-        Raises:
-            ValueError: it is no image.
-        """
-        check_image(name, before)
-        return before
-
-    def put_all(
-        self, change: Callable[[Pixels, bool], Pixels], sample: Sample, out: Sample
-    ) -> None:
-        """Store the image and its masks, changed.
-
-        Args:
-            change: takes pixels, and whether they are a mask.
-            sample: see `Transform.apply`.
-            out: see `Transform.apply`.
-
-        Raises:
-            ValueError: a mask has another size than the image.
-        """
-        height, width = sample[self.field].shape[:2]
-        for name in self.masks:
-            if sample[name].shape[:2] != (height, width):
-                its_height, its_width = sample[name].shape[:2]
-                raise ValueError(
-                    f"the mask {name!r:.100} has {its_width} x {its_height} pixels, and the image "
-                    f"{width} x {height}"
-                )
-        made = {name: change(sample[name], name != self.field) for name in self.inputs}
-        for name, pixels in made.items():
-            self.put(name, pixels, sample, out)
 
 
 def check_image(name: str, field: Field) -> int:

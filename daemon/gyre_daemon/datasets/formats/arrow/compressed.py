@@ -1,4 +1,6 @@
-"""Arrow files with compressed record batches: each is one chunk. Only scan processes import it.
+"""Arrow files whose record batches are decoded, each as one chunk. Only scan processes import it.
+
+They are compressed, or some column is nested and becomes JSON.
 
 A chunk is decoded from its message and from what precedes all record batches: the schema and the
 dictionaries. Together they are a stream of their own.

@@ -42,7 +42,7 @@ class _Found:
 def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     """Where the N rows of C record batches lie, with F columns that are served.
 
-    Of compressed record batches, it returns what `scan_compressed` does.
+    Where record batches must be decoded, it returns what `scan_compressed` does.
 
     Args:
         wanted: which columns.
@@ -80,7 +80,7 @@ def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
 
 
 def _scan(messages: Messages, wanted: Wanted) -> Arrays | None:
-    """See `scan_arrow`; None if the record batches are compressed."""
+    """See `scan_arrow`; None if record batches must be decoded: compressed ones, or for JSON."""
     schema: Any = None
     columns: list[ServedColumn] = []
     batches: list[RecordBatch] = []
@@ -95,6 +95,8 @@ def _scan(messages: Messages, wanted: Wanted) -> Arrays | None:
         elif message.batch and message.batch.num_rows:
             if message.batch.compression and not batches:
                 return None
+            if not batches and _has_documents(schema, wanted):
+                return None
             columns = columns or _served(schema, wanted)
             batches.append(message.batch)
             found.append(_columns_of(messages, message.batch, schema, columns))
@@ -108,6 +110,11 @@ def _schema_of(message: bytes) -> Any:
         return pa.ipc.read_schema(pa.py_buffer(message))
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"its schema cannot be read: {error}") from error
+
+
+def _has_documents(schema: Any, wanted: Wanted) -> bool:
+    """Whether a column becomes JSON, which no range of the file is."""
+    return any(column.spec.codec == "json" for column in served_columns(schema, wanted))
 
 
 def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:

@@ -13,7 +13,7 @@ from gyre_daemon.datasets.formats.base import CodecName, FieldSpec
 from gyre_daemon.datasets.formats.files.classes import class_numbers
 from gyre_daemon.datasets.formats.files.manifest import TYPES, read_manifest
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
 from gyre_daemon.datasets.formats.media import AUDIO, IMAGES
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.errors import ConfigError
@@ -111,9 +111,11 @@ class FilesFormat:
         stem, dot, extension = name.rpartition(".")
         return bool(stem and dot) and extension.lower() in self._extensions
 
-    def is_manifest(self, path: str) -> bool:
-        """See `ListedFormat.is_manifest`."""
-        return path.endswith(_MANIFESTS)
+    def manifest_of(self, path: str) -> ManifestPlace | None:
+        """See `ListedFormat.manifest_of`."""
+        if not path.endswith(_MANIFESTS):
+            return None
+        return ManifestPlace(path, path.rpartition("/")[0] or ".")
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """See `ListedFormat.read_manifest`."""
@@ -148,7 +150,8 @@ class _Column:
 
     def spec(self, name: str) -> FieldSpec:
         if self.codec != "indexed":
-            return FieldSpec(name, _UINT8, (), ragged=True, codec=self.codec)
+            categories = self.categories
+            return FieldSpec(name, _UINT8, (), ragged=True, codec=self.codec, categories=categories)
         dtype = np.dtype("<f8") if self.values.dtype.kind == "f" else _INT64
         return FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=self.categories)
 
@@ -168,7 +171,7 @@ def _columns_of(
     begin = begin + heads[0]
     for column, values in texts:
         codec: CodecName = "json" if column.kind == "json" else "text"
-        found[column.name] = partial(_Column, codec, begin, values.sizes)
+        found[column.name] = partial(_Column, codec, begin, values.sizes, column.categories)
         begin = begin + values.sizes
     found[_FILE] = partial(_Column, "bytes", begin, table.sizes)
 

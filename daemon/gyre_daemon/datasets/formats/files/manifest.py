@@ -120,7 +120,7 @@ def _manifest(
                 f"`types` names the column {name!r:.100}, which the manifest does not have; it has "
                 f"{', '.join(columns):.300}"
             )
-    names = Texts.of(_checked_path(row, path) for row, path in enumerate(columns[candidates[0]], 1))
+    names = Texts.of(checked_path(row, path) for row, path in enumerate(columns[candidates[0]], 1))
     others = tuple(
         _column(name, values, types.get(name, ""), is_json=is_json)
         for name, values in columns.items()
@@ -129,7 +129,7 @@ def _manifest(
     return Manifest(names, others)
 
 
-def _checked_path(row: int, path: Any) -> bytes:
+def checked_path(row: int, path: Any) -> bytes:
     """A path relative to the manifest, without `.` and `..`."""
     if not isinstance(path, str) or not path or "\0" in path:
         raise _BadRow(row, f"has the path {path!r:.200}, which is none")

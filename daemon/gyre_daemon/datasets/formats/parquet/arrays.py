@@ -1,8 +1,9 @@
 """From arrays of pyarrow to columns of bytes. Only processes that decode import it.
 
-A value that is missing becomes zeros, or no bytes where the field is ragged.
+A value that is missing becomes zeros, no bytes where the field is ragged, or `null` of JSON.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ def column_of(chunks: Sequence[Any], spec: FieldSpec) -> Column:
 
 
 def _column(array: Any, spec: FieldSpec) -> Column:
+    if spec.codec == "json":
+        return _documents(array)
     array = _plain(array)
     if types.is_struct(array.type):
         array = _plain(array.flatten()[array.type.get_field_index("bytes")])
@@ -56,6 +59,13 @@ def _column(array: Any, spec: FieldSpec) -> Column:
         return Column(data, np.cumsum(lengths, dtype=np.int64) * spec.element_bytes, present)
     data, ends = _bytes(array, present)
     return Column(data, ends, present)
+
+
+def _documents(array: Any) -> Column:
+    """The values as JSON, `null` where one is missing."""
+    documents = [json.dumps(value, separators=(",", ":")).encode() for value in array.to_pylist()]
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    return Column(np.frombuffer(b"".join(documents), np.uint8), ends, _valid(array))
 
 
 def _plain(array: Any) -> Any:

@@ -67,14 +67,17 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
                 f"{name!r:.100}; the files have {', '.join(names):.1000}"
             )
         column = schema.field(name)
-        spec = field_of(field, column.type)
+        spec = field_of(field, column.type) or _document(field, column.type)
         if spec is None:
             raise ConfigError(
                 f"column {name!r:.100} has the type {column.type!s:.200}, which becomes no "
                 "tensor; leave it out: name the others in `columns`, or write it as numbers, "
                 "text or bytes"
             )
-        feature, is_file = features.get(name), types.is_struct(column.type)
+        feature, is_file = (
+            features.get(name),
+            types.is_struct(column.type) and _is_file(column.type),
+        )
         media_type = _media_type(feature) if is_file or _is_bytes(column.type) else ""
         spec = replace(spec, categories=_categories(feature), media_type=media_type)
         columns.append(ServedColumn(spec, name, is_file, column.nullable))
@@ -141,6 +144,13 @@ def field_of(name: str, kind: Any) -> FieldSpec | None:
     return None if dtype is None else FieldSpec(name, dtype, (), ragged=False, codec="bytes")
 
 
+def _document(name: str, kind: Any) -> FieldSpec | None:
+    """The field of JSON for a nested type that no tensor has; None if JSON has none of it."""
+    if not types.is_nested(kind) or not _is_json(kind):
+        return None
+    return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="json")
+
+
 def _number(kind: Any) -> np.dtype[np.generic] | None:
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         found: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
@@ -157,6 +167,16 @@ def _is_text(kind: Any) -> bool:
 
 def _is_bytes(kind: Any) -> bool:
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _is_json(kind: Any) -> bool:
+    """Whether JSON has all values of a type: objects, lists, texts, numbers and booleans."""
+    if types.is_struct(kind):
+        return all(_is_json(kind.field(place).type) for place in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_json(kind.value_type)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return bool(is_number or types.is_null(kind) or _is_text(kind))
 
 
 def _is_file(kind: Any) -> bool:

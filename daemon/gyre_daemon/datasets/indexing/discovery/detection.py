@@ -63,7 +63,9 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
         for shard, head in heads.items()
     }
     if not any(found.values()):
-        looked_for = ", ".join(f"{entry.pattern} ({name})" for name, entry in FORMATS.items())
+        looked_for = ", ".join(
+            f"{entry.pattern} ({name})" for name, entry in FORMATS.items() if entry.pattern
+        )
         others = f" It has {num_files} other files, such as {next(iter(heads))}." if heads else ""
         raise ShardMissing(
             f"no file of {location} has a name of a known format, or begins like one.{others} "

@@ -56,10 +56,11 @@ async def list_files(
             see `StorageOpener.open_files`.
     """
     manifest: Manifest | None = None
-    if len(location.paths) == 1 and listed.is_manifest(location.paths[0]):
-        manifest = await _read_manifest(opener, location, config, listed)
-        folder = location.paths[0].rpartition("/")[0]
-        location = replace(location, paths=(folder or ".",))
+    place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
+    if place:
+        at = replace(location, paths=(place.path,))
+        manifest = await _read_manifest(opener, at, config, listed)
+        location = replace(location, paths=(place.folder,))
     files, table = await opener.open_files(
         location,
         config.storage,
