@@ -158,6 +158,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
         RotationError: one is tied to a parameter that rotates, or is on another device; the message
             names it.
     """
+    before = [p for p in module.parameters() if isinstance(p, DTensor)]
     copies: dict[nn.Parameter, nn.Parameter] = {}
     plain = dict.fromkeys(plain_adapters(module))
     for parameter in plain:
@@ -183,7 +184,9 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             if not isinstance(child, ReplicatedModule):
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
-    module.grad_averaging = ReplicatedGradients([*copies.values(), *plain], mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    averaging = ReplicatedGradients([*copies.values(), *plain], mesh)
+    averaging.note_others(p for p in before if sharded_parameters_of(p) is None)
+    module.grad_averaging = averaging  # type: ignore[assignment]  # kept alive, and a mark
     module.register_forward_pre_hook(_watch)
     module.register_forward_hook(_watch_outputs)
     ReadableParameters(module, outer_dtype)
@@ -213,7 +216,9 @@ def _watch(module: nn.Module, _args: Any) -> None:
                 )
         require_whole(module)
         averaging.add(list(added.values()))
-    averaging.watch(p for p in module.parameters() if isinstance(p, DTensor))
+    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    averaging.require_known({name: p for name, p in sharded.items() if p.requires_grad})
+    averaging.watch(sharded.values())
     averaging.compare(module)
 
 
