@@ -47,7 +47,7 @@ def step_in_backward(model: nn.Module) -> dict[str, int]:
             optimizer.zero_grad()
             counts[name] += 1
 
-        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     for name, parameter in model.named_parameters():
         watch(name, parameter)
@@ -75,7 +75,8 @@ def outcome(replicate: int) -> tuple[float, dict[str, int], list[int]]:
     trained(alone, 0, 1)
     apart = distance(whole_parameters(model), whole_parameters(alone))
     seen: list[int] = []
-    model.norm.weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    weight: Any = model.norm.weight
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
     x, normed = torch.ones(2, 5, dtype=torch.float64), torch.zeros(2, dtype=torch.bool)
     with no_sync(model):
         model(x, normed).sum().backward()

@@ -45,7 +45,8 @@ class HopIdentity(NamedTuple):
         packed = packed << _NUMBER_BITS | self.number % 2**_NUMBER_BITS
         packed = packed << _ROUND_BITS | self.round_ % 2**_ROUND_BITS
         packed = packed << _STEP_BITS | self.step % 2**_STEP_BITS
-        return (packed << 2 | self.forward << 1 | self.gradients) + 1
+        flags = self.forward << 1 | self.gradients
+        return (packed << 2 | flags) + 1
 
     @classmethod
     def unpack(cls, packed: int) -> "HopIdentity":
@@ -59,7 +60,7 @@ class HopIdentity(NamedTuple):
 
 def digest_of_names(names: Iterable[str]) -> int:
     """A number in [0, 2^16) that differs for nearly all other names."""
-    return crc32("\n".join(names).encode()) % 2**_TRAINED_BITS
+    return crc32("\n".join(names).encode()) % (1 << _TRAINED_BITS)
 
 
 def differ_in_trained(one: int, other: int) -> bool:
