@@ -128,7 +128,7 @@ def test_an_identity_fits_into_a_message(number: int) -> None:
         for round_, step in ((0, 1), (15, 1), (0, 9999)):
             hop = HopIdentity(number, forward, gradients, round_, step)
             assert HopIdentity.unpack(hop.pack()) == hop
-            assert 0 < hop.pack() < 2**48
+            assert 0 < hop.pack() < 2**59
             seen.add(hop.pack())
     assert len(seen) == 9
 

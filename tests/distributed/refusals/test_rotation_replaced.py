@@ -93,9 +93,9 @@ def test_parameters_that_were_replaced_are_refused(ranks_both_ways: StartEither)
     """Their gradients would stay each rank's own, and a bundle would compute with the old ones."""
     ours = ranks_both_ways(2)
     for change, expected in (
-        (assigned, "embedding.weight of Model was replaced after the model was rotated"),
-        (norm_assigned, "norm.weight of Model was replaced"),
-        (norm_set, "norm.weight of Model was replaced"),
+        (assigned, "embedding.weight is another parameter than the model was rotated with"),
+        (norm_assigned, "norm.weight is another parameter than the model was rotated with"),
+        (norm_set, "norm.weight is another parameter than the model was rotated with"),
         (head_called_with, "parameter weight no longer lies in its rotated slice"),
     ):
         for message in ours.run(told, change):

@@ -72,7 +72,7 @@ def test_gradients_held_back_by_no_sync_are_averaged_with_the_last_part(
     ranks: StartRanks, num_ranks: int
 ) -> None:
     replicated = 8 * sum(
-        p.numel() + 1  # and whether any rank has a gradient of it
+        p.numel() + 2  # and whether any rank has a gradient of it, and trains it
         for name, p in build(VARIANT.config).named_parameters()
         if "norm" in name
     )

@@ -4,9 +4,10 @@ Two ranks that call different modules of one shape would exchange weights withou
 compute with the wrong ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import ref
+from zlib import crc32
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from gyre_trainer.comm.spans import path_of
 
 # Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than
 # any model has, and two passes of one module differ by their direction and stream.
-_STEP_BITS, _ROUND_BITS, _NUMBER_BITS = 14, 6, 20
+_STEP_BITS, _ROUND_BITS, _NUMBER_BITS, _TRAINED_BITS = 14, 6, 20, 16
 _MAX_NAMED = 4
 
 
@@ -27,6 +28,8 @@ class HopIdentity(NamedTuple):
         gradients: whether gradients travel, not weights.
         round_: the round of the ring pass.
         step: the hop's number in its round, from 1.
+        trained: of which of the module's parameters gradients travel, as `digest_of_names` gives
+            it; 0 for weights.
     """
 
     number: int
@@ -34,21 +37,38 @@ class HopIdentity(NamedTuple):
     gradients: bool
     round_: int
     step: int
+    trained: int = 0
 
     def pack(self) -> int:
-        """A number in [1, 2^48); other hops, and those of other modules, have other numbers."""
-        packed: int = self.number % 2**_NUMBER_BITS
+        """A number in [1, 2^59); other hops, and those of other modules, have other numbers."""
+        packed: int = self.trained % 2**_TRAINED_BITS
+        packed = packed << _NUMBER_BITS | self.number % 2**_NUMBER_BITS
         packed = packed << _ROUND_BITS | self.round_ % 2**_ROUND_BITS
         packed = packed << _STEP_BITS | self.step % 2**_STEP_BITS
-        return (packed << 2 | self.forward << 1 | self.gradients) + 1
+        flags = self.forward << 1 | self.gradients
+        return (packed << 2 | flags) + 1
 
     @classmethod
     def unpack(cls, packed: int) -> "HopIdentity":
         """The hop of a number that `pack` gave."""
         rest, flags = divmod(packed - 1, 4)
         rest, step = divmod(rest, 2**_STEP_BITS)
-        number, round_ = divmod(rest, 2**_ROUND_BITS)
-        return cls(number, bool(flags & 2), bool(flags & 1), round_, step)
+        rest, round_ = divmod(rest, 2**_ROUND_BITS)
+        trained, number = divmod(rest, 2**_NUMBER_BITS)
+        return cls(number, bool(flags & 2), bool(flags & 1), round_, step, trained)
+
+
+def digest_of_names(names: Iterable[str]) -> int:
+    """A number in [0, 2^16) that differs for nearly all other names."""
+    return crc32("\n".join(names).encode()) % (1 << _TRAINED_BITS)
+
+
+def differ_in_trained(one: int, other: int) -> bool:
+    """Whether two packed identities are of one hop, but of gradients of other parameters."""
+    if not (one and other):
+        return False
+    hops = HopIdentity.unpack(one), HopIdentity.unpack(other)
+    return one != other and len({hop._replace(trained=0) for hop in hops}) == 1
 
 
 class Modules:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gyre_trainer.comm.buffer_pool import BufferPool
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.identity import Modules
+from gyre_trainer.comm.identity import Modules, differ_in_trained
 from gyre_trainer.comm.spans import span
 from gyre_trainer.comm.transport import Leg, MispairedHop, Stream, Transport, Work
 from gyre_trainer.errors import RingError, RotationError
@@ -81,6 +81,12 @@ class Hop:
 
     def _difference(self, what: str, error: MispairedHop) -> str:
         modules = self._ring.modules
+        if differ_in_trained(self._identity, error.theirs):
+            return (
+                f"rank {self._ring.global_rank} trains other parameters of "
+                f"{modules.describe(self._identity, here=True)} than rank {self._neighbours[what]};"
+                " freeze and unfreeze the same ones on all ranks (requires_grad_)"
+            )
         theirs = modules.describe(error.theirs, here=False)
         return (
             f"rank {self._ring.global_rank} calls {modules.describe(self._identity, here=True)}, "

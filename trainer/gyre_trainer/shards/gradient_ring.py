@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gyre_trainer.comm.identity import HopIdentity
+from gyre_trainer.comm.identity import HopIdentity, digest_of_names
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
@@ -103,6 +103,7 @@ class GradientRing:
     ) -> None:
         """``number`` is the module's in `Ring.modules`."""
         self._number = number
+        self._trained = digest_of_names(cut.name for cut in layout.cuts)
         self._ring = ring
         self._layout = layout
         self._dtype = dtype
@@ -141,7 +142,7 @@ class GradientRing:
         if index != self._ring.rank:
             arriving = self._piece(self._layout.piece((index + 1) % self._ring.size, round_))
             step = (index - self._ring.rank) % self._ring.size
-            identity = HopIdentity(self._number, False, True, round_, step).pack()
+            identity = HopIdentity(self._number, False, True, round_, step, self._trained).pack()
             hop = self._ring.shift(
                 here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS, identity
             )

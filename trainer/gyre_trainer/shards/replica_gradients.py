@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.held_hooks import call_held, hold_hooks
 from gyre_trainer.shards.local_shards import digest_of, local_of
 
 
@@ -40,23 +41,29 @@ class ReplicaGradients:
         self._flat = flat
         self._ring = ring
         self._is_compared = False
+        self._starts_last = False
         self._watched = WeakIdKeyDictionary()
         self._touched = 0
         self.is_due = False
         self._backwards = _backwards_of(ring)
         self._number = self._backwards.add(self)
 
-    def before_training(self, name: str) -> None:
+    def before_training(self, name: str, *, in_bundle: bool = False) -> None:
         """Prepare for a backward; the first time, compare the shards with the other replicas'.
+
+        Of a bundle, torch takes the gradients of all modules at once, in an order that also depends
+        on what else a rank calls. So their all-reduces start at the end of backward.
 
         Raises:
             RotationError: the replicas have other values; the message has ``name``.
         """
+        self._starts_last = in_bundle
         for parameter in self._parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
                 # a hook with a strong reference would keep both alive
                 parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
+            hold_hooks(parameter, _touch)
         if not self._is_compared and not isinstance(self._flat, FakeTensor):
             self._is_compared = True
             _require_equal_replicas(self._flat, self._ring, name)
@@ -67,6 +74,8 @@ class ReplicaGradients:
         if self.postponed:
             return
         self._backwards.begin()
+        if self._starts_last:
+            return
         self._touched += 1
         if self._touched >= sum(parameter.requires_grad for parameter in self._parameters):
             self.start()
@@ -77,6 +86,11 @@ class ReplicaGradients:
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         for grad in _joined(grads):
             self._backwards.start(grad, self._number)
+
+    def call_held(self) -> None:
+        """Call the hooks that wait for the mean."""
+        for parameter in self._parameters:
+            call_held(parameter)
 
     def settle(self) -> None:
         """Wait for the all-reduces in flight, before anything else is added to a gradient."""
@@ -140,7 +154,14 @@ class _Backwards:
         work = dist.all_reduce(grad, group=self._group, async_op=True)
         self._in_flight.append((work, grad))
 
+    def finish(self, backward: int | None) -> None:
+        """End the averages of a backward, if that is still to be done."""
+        if backward == self._backward is not None:
+            self._finish()
+
     def _finish(self) -> None:
+        if self._backward is None:
+            return  # the gradients of replicated parameters came first
         for _, member in sorted(self._members.items()):
             if member.is_due and not member.postponed:
                 member.start()
@@ -149,6 +170,9 @@ class _Backwards:
         if some is not None:
             self._require_one_order(some)
         self._backward = None
+        for _, member in sorted(self._members.items()):
+            if not member.postponed:
+                member.call_held()
 
     def settle(self) -> None:
         """Wait for all that was started."""
@@ -179,6 +203,16 @@ def _backwards_of(ring: Ring) -> _Backwards:
     if ring not in _BACKWARDS:
         _BACKWARDS[ring] = _Backwards(ring)
     return _BACKWARDS[ring]
+
+
+def finish_backward(ring: Ring, backward: int | None) -> None:
+    """Average what is left of a backward's shards over the replicas.
+
+    For a collective that comes after it on all ranks. Torch calls what ends a backward in the order
+    in which the backward asked for it, which a module that some ranks leave out changes.
+    """
+    if ring in _BACKWARDS:
+        _BACKWARDS[ring].finish(backward)
 
 
 def _require_equal_replicas(flat: Tensor, ring: Ring, name: str) -> None:

@@ -10,7 +10,7 @@ output of the model.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import compress
@@ -30,8 +30,10 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.rotation.sharded_module import copy_shards
+from gyre_trainer.shards.held_hooks import call_held, hold_hooks
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
-from gyre_trainer.shards.sharded_parameters import successor_of
+from gyre_trainer.shards.replica_gradients import finish_backward
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 
 _PLAIN = (Tensor, nn.Parameter)  # a hook on deferred logits would compute them
 
@@ -58,6 +60,7 @@ class ReplicatedGradients:
         self._backward: int | None = None
         self._is_compared = False
         self._watched = WeakIdKeyDictionary()
+        self._others = WeakIdKeyDictionary()
         self.watch()
 
     @property
@@ -69,21 +72,39 @@ class ReplicatedGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
         """Averages the gradients of the copied model's parameters."""
-        copy_shards(self._parameters, memo)
-        return ReplicatedGradients([deepcopy(p, memo) for p in self._parameters], self._mesh)
+        copy_shards([*self._parameters, *self._others], memo)
+        copied = ReplicatedGradients([deepcopy(p, memo) for p in self._parameters], self._mesh)
+        copied.note_others(deepcopy(p, memo) for p in self._others)
+        return copied
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._watched
-
-    def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a parameter is averaged, if it takes one."""
-        return parameter in self or any(parameter is each for each in self._parameters)
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of plain parameters, too; they take the first rank's values."""
         for parameter in parameters:
             take_first_ranks_values(parameter, self._mesh)
         self._given += parameters
+
+    def note_others(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note DTensors that were there before, and that other code averages."""
+        for parameter in parameters:
+            self._others[parameter] = True
+
+    def require_known(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Require that each trainable DTensor is one whose gradient is averaged.
+
+        Raises:
+            RotationError: one was put into the model after it was rotated.
+        """
+        known = {id(each) for each in (*self._parameters, *map(_now, self._others))}
+        for name, parameter in parameters.items():
+            if id(parameter) not in known and sharded_parameters_of(parameter) is None:
+                raise RotationError(
+                    f"{name} is another parameter than the model was rotated with, so its gradient "
+                    "would not be averaged; write to the parameter that is there (copy_, "
+                    "load_state_dict without assign)"
+                )
 
     def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
         """Average the gradients of all parameters that are trainable now, frozen before or not.
@@ -100,6 +121,9 @@ class ReplicatedGradients:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
+        if self.ring.num_parts > 1:
+            for parameter in own:
+                hold_hooks(parameter, _touched)
 
     def reached(self, output: Tensor) -> Tensor:
         """An output of the model: a backward that reaches it averages the gradients.
@@ -171,6 +195,7 @@ class ReplicatedGradients:
         A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
         same parameters. Behind the gradients is a number for each: whether any rank has it.
         """
+        finish_backward(self.ring, self._backward)
         parameters = [p for p in self._parameters if p.requires_grad]
         if not parameters:
             return
@@ -180,11 +205,14 @@ class ReplicatedGradients:
             for p in parameters
         ]
         used = grads[0].new_tensor(has)
-        flat = torch.cat([*(grad.flatten() for grad in grads), used])
+        trains = grads[0].new_tensor([p.requires_grad for p in self._parameters])
+        flat = torch.cat([*(grad.flatten() for grad in grads), used, trains])
         with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             for group in self._groups:
                 dist.all_reduce(flat, group=group)
-        *sums, used = torch.split(flat, [*(grad.numel() for grad in grads), len(grads)])
+        sizes = [*(grad.numel() for grad in grads), len(used), len(trains)]
+        *sums, used, trains = torch.split(flat, sizes)
+        self._require_one_choice(trains)
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
         by_any = has if all(has) or isinstance(flat, FakeTensor) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(
@@ -194,6 +222,24 @@ class ReplicatedGradients:
             if wanted and not there:
                 spec = spec_of(parameter)
                 parameter.grad = grad if spec is None else with_spec(grad, spec)
+            if wanted:
+                call_held(parameter, is_new=not there)
+
+    def _require_one_choice(self, num_trains: Tensor) -> None:
+        """Refuse ranks that train others of the parameters, whose gradients were mixed up.
+
+        On CUDA it would wait for the device.
+        """
+        if num_trains.device.type != "cpu" or isinstance(num_trains, FakeTensor):
+            return
+        for parameter, num in zip(self._parameters, num_trains.tolist(), strict=True):
+            if 0 < num < self.ring.num_parts:
+                raise RotationError(
+                    f"a parameter of shape {tuple(parameter.shape)} that every rank has whole "
+                    f"trains on {num:.0f} of {self.ring.num_parts} ranks, and its gradients were "
+                    "mixed up with those of others; freeze and unfreeze the same parameters on all "
+                    "ranks (requires_grad_)"
+                )
 
 
 class _TakesGradient(torch.autograd.Function):

@@ -29,7 +29,7 @@ from gyre_trainer.layers.whole.read_parameters import (
 )
 from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.rotation.sharded_module import ShardedModule
 from gyre_trainer.shards.gathered import release_after
@@ -158,6 +158,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
         RotationError: one is tied to a parameter that rotates, or is on another device; the message
             names it.
     """
+    before = [p for p in module.parameters() if isinstance(p, DTensor)]
     copies: dict[nn.Parameter, nn.Parameter] = {}
     plain = dict.fromkeys(plain_adapters(module))
     for parameter in plain:
@@ -183,7 +184,9 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             if not isinstance(child, ReplicatedModule):
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
-    module.grad_averaging = ReplicatedGradients([*copies.values(), *plain], mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    averaging = ReplicatedGradients([*copies.values(), *plain], mesh)
+    averaging.note_others(p for p in before if sharded_parameters_of(p) is None)
+    module.grad_averaging = averaging  # type: ignore[assignment]  # kept alive, and a mark
     module.register_forward_pre_hook(_watch)
     module.register_forward_hook(_watch_outputs)
     ReadableParameters(module, outer_dtype)
@@ -213,34 +216,10 @@ def _watch(module: nn.Module, _args: Any) -> None:
                 )
         require_whole(module)
         averaging.add(list(added.values()))
-    _require_known(module)
-    averaging.watch(p for p in module.parameters() if isinstance(p, DTensor))
+    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    averaging.require_known({name: p for name, p in sharded.items() if p.requires_grad})
+    averaging.watch(sharded.values())
     averaging.compare(module)
-
-
-def _require_known(model: Any) -> None:
-    """Refuse DTensors that have replaced parameters: nothing would average their gradients.
-
-    Raises:
-        RotationError: names the first.
-    """
-    for name, parameter in model.named_parameters():
-        is_known = (
-            not (parameter.requires_grad and isinstance(parameter, DTensor))
-            or parameter in model.grad_averaging
-            or sharded_parameters_of(parameter) is not None
-            or any(
-                each.grad_averaging.knows(parameter)
-                for each in model.modules()
-                if hasattr(each, "grad_averaging")
-            )
-        )
-        if not is_known:
-            raise RotationError(
-                f"{name} of {own_class(model).__name__} was replaced after the model was rotated, "
-                "so its gradient would never be averaged; load states by copying (load_state_dict "
-                "without assign), and write to parameters instead of replacing them"
-            )
 
 
 @uncompiled

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gyre_trainer.comm.spans import path_of, span
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.bundles.travel import Travel
 from gyre_trainer.rotation.bundles.whole_parameters import WholeParameters
@@ -75,10 +76,19 @@ class Bundle:
     def run(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of one of the modules, computed whole."""
         if rotation.sharded.replica_gradients is not None and torch.is_grad_enabled():
-            rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
+            rotation.sharded.replica_gradients.before_training(
+                path_of(rotation.module), in_bundle=True
+            )
         dtype, cuts = rotation.policy.compute_dtype, rotation.layout.cuts
-        for cut in cuts:  # what is computed with are those that the bundle knows
-            rotation.sharded.require_here(parameter_at(rotation.module, cut.name), cut.name)
+        for parameter, cut in zip(rotation.sharded.parameters, cuts, strict=True):
+            present = parameter_at(rotation.module, cut.name)
+            rotation.sharded.require_here(present, cut.name)
+            if present is not parameter:
+                raise RotationError(
+                    f"{path_of(rotation.module)} has another parameter {cut.name} than it was "
+                    "rotated with, whose gradient would never be formed; write to the parameter "
+                    "that is there (copy_, load_state_dict without assign)"
+                )
         first = self._starts[rotation.sharded]
         whole = self._whole.parameters(rotation.module)[first : first + len(cuts)]
         weights = {cut.name: tensor for cut, tensor in zip(cuts, whole, strict=True)}

@@ -70,9 +70,6 @@ class WholeParameters:
         not here, which is so on all ranks or on none.
         """
         sharded = self._travel.sharded
-        for each in sharded:
-            for parameter, cut in zip(each.parameters, each.layout.cuts, strict=True):
-                each.require_here(parameter, cut.name)
         values = self._values_now(caller, forward=True)
         if not torch.is_grad_enabled():
             return values
