@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.backward.inner_checkpoints import WatchCheckpoints
 from gyre_trainer.rotation.backward.slice_dropout import Dropout, Place, Undropped
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import SumOfOutputs
@@ -136,6 +138,34 @@ def _dropouts(
     with torch.enable_grad(), outside or nullcontext():
         call.compute(rotation.sharded.ring.rank, flat)
     return undropped.seen
+
+
+def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose forward calls torch's checkpoint, where gradients are taken.
+
+    Random numbers that it draws for this are drawn again afterwards.
+
+    Raises:
+        RotationError: it does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    state = torch.get_rng_state()
+    as_it_is = replace(rotation, policy=replace(rotation.policy, compiler=None))
+    call, flat = _own_slice_call(as_it_is, args, kwargs)
+    for tensor in call.inputs:
+        tensor.requires_grad_(tensor.is_floating_point())
+    call.trainable = [True] * len(rotation.layout.cuts)
+    with WatchCheckpoints() as watch:
+        outputs = call.compute(rotation.sharded.ring.rank, flat).outputs
+    torch.set_rng_state(state)
+    if watch.found(outputs):
+        raise RotationError(
+            f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
+            "backward by hooks of its own, which does not work with a slice of its parameters; "
+            "leave that out and take RotationPolicy(recompute=True), or let the layers inside "
+            "rotate one by one (no rule for the module)"
+        )
 
 
 @torch.no_grad()
