@@ -151,8 +151,7 @@ def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[s
     if not torch.is_grad_enabled():
         return
     state = torch.get_rng_state()
-    as_it_is = replace(rotation, policy=replace(rotation.policy, compiler=None))
-    call, flat = _own_slice_call(as_it_is, args, kwargs)
+    call, flat = _own_slice_call(rotation, args, kwargs)
     for tensor in call.inputs:
         tensor.requires_grad_(tensor.is_floating_point())
     call.trainable = [True] * len(rotation.layout.cuts)
@@ -211,7 +210,11 @@ def _that_add_up(rotation: Rotation, outputs: Sequence[Tensor]) -> list[Tensor]:
 def _own_slice_call(
     rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, Tensor]:
-    """A call for the own slice alone, and that slice in the dtype of the computation."""
+    """A call for the own slice alone, and that slice in the dtype of the computation.
+
+    No compiler takes part: a graph for the checks alone would be one of few.
+    """
+    rotation = replace(rotation, policy=replace(rotation.policy, compiler=None))
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
     flat, buffer = rotation.own_piece(0, forward=True)
