@@ -66,7 +66,7 @@ def _has_reentrant(outputs: Sequence[Tensor]) -> bool:
         node = left.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, CheckpointFunction._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, CheckpointFunction._backward_cls):
             return True
         seen.add(node)
         left += [each for each, _ in node.next_functions]
