@@ -11,7 +11,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartRanks
+from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.training import whole
 
 DIM, ROWS = 8, 6
@@ -29,10 +29,14 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """A router that rotates, experts that only tokens above a threshold get, and a shared one."""
+    """A router that rotates, experts that only tokens above a threshold get, and a shared one.
 
-    def __init__(self, *, has_names: bool) -> None:
+    With ``scales``, the router's scores also scale the input, so that they always have a gradient.
+    """
+
+    def __init__(self, *, has_names: bool, scales: bool) -> None:
         super().__init__()
+        self.scales = scales
         self.router = nn.Linear(DIM, DIM)
         experts = {f"expert_{number}": Expert() for number in range(3)}
         self.experts = nn.ModuleDict(experts) if has_names else nn.ModuleList(experts.values())
@@ -45,14 +49,15 @@ class Layer(nn.Module):
             rows = torch.arange(number, len(x), 2)[: None if is_routed else 0]
             if len(rows):
                 total.index_add_(0, rows, expert(x[rows]) * scores[rows, number, None])
-        output: Tensor = x * scores + total + self.shared_expert(x)
+        output: Tensor = (x * scores if self.scales else x) + total + self.shared_expert(x)
         return output
 
 
 class Layers(nn.Module):
-    def __init__(self, *, has_names: bool) -> None:
+    def __init__(self, *, has_names: bool, scales: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(has_names=has_names) for _ in range(2))
+        layers = (Layer(has_names=has_names, scales=scales) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, is_routed: bool) -> Tensor:
         for layer in self.layers:
@@ -67,13 +72,17 @@ def step(model: nn.Module, number: int, rank: int, routed: tuple[bool, ...]) -> 
 
 
 def distance(
-    steps: Sequence[tuple[bool, ...]], policy: RotationPolicy, *, has_names: bool = False
+    steps: Sequence[tuple[bool, ...]],
+    policy: RotationPolicy,
+    *,
+    has_names: bool = False,
+    scales: bool = True,
 ) -> float:
     """How far gradients of some steps are from one process's; which ranks route tokens in each.
 
     Experts are listed, or have names, as those of Switch Transformers have.
     """
-    plain, model = (Layers(has_names=has_names).double() for _ in range(2))
+    plain, model = (Layers(has_names=has_names, scales=scales).double() for _ in range(2))
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
         nn.init.normal_(
             parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel())
@@ -106,3 +115,14 @@ def test_ranks_without_tokens_for_any_expert(ranks: StartRanks, policy: Rotation
 def test_experts_with_names(ranks: StartRanks) -> None:
     for off in ranks(2).run(partial(distance, [(True, False)], LAYERS, has_names=True)):
         assert off <= 1e-12
+
+
+@pytest.mark.parametrize("policy", [RotationPolicy(), LAYERS], ids=["kept", "layers"])
+def test_a_router_that_only_experts_lead_to(
+    ranks_both_ways: StartEither, policy: RotationPolicy
+) -> None:
+    """Where a rank's tokens choose no expert, its loss does not depend on the router."""
+    none, first, second, both = (False, False), (True, False), (False, True), (True, True)
+    for steps in ([first, second], [none, second, first, none], [both, first, none]):
+        for off in ranks_both_ways(2).run(partial(distance, steps, policy, scales=False)):
+            assert off <= 1e-12, steps

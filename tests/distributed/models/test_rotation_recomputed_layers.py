@@ -10,10 +10,11 @@ from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer
 from gyre_trainer.training.config import MemoryConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
@@ -36,15 +37,17 @@ CLASSES = {
 }
 
 
-def rotated(family: str, policy: RotationPolicy) -> Any:
-    model = made(family, **{DEPTH.get(family, "num_hidden_layers"): NUM_LAYERS})
+def rotated(family: str, policy: RotationPolicy, **sizes: Any) -> Any:
+    model = made(family, **{DEPTH.get(family, "num_hidden_layers"): NUM_LAYERS}, **sizes)
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
     return model
 
 
-def step(family: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, int, int]:
+def step(
+    family: str, policy: RotationPolicy, **sizes: Any
+) -> tuple[dict[str, Tensor], int, int, int]:
     """Loss and gradients of a second step; bytes that forward keeps, and backward; bytes sent."""
-    model = rotated(family, policy)
+    model = rotated(family, policy, **sizes)
     rows = torch.randint(
         1, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(dist.get_rank())
     )
@@ -52,6 +55,7 @@ def step(family: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, i
     model.zero_grad()
     ring = ring_of(make_mesh("cpu"))
     before = ring.bytes_sent
+    torch.manual_seed(dist.get_rank())
     with SettledBytes() as live:
         loss = model(input_ids=rows, labels=rows).loss
         after_forward = live.total
@@ -81,6 +85,20 @@ def test_gradients_are_the_same_and_less_is_kept(ranks: StartRanks, family: str)
         assert left <= 0
         assert sent > 0
         assert last.startswith(f"{CLASSES[family]}: computed again in backward")
+
+
+def dropped() -> tuple[float, list[int]]:
+    """How far T5's gradients with dropout are off; bytes sent by layers without, and with it."""
+    blocks, *_ = step("T5", BLOCKS, dropout_rate=0.1)
+    layers, _, _, sent = step("T5", LAYERS, dropout_rate=0.1)
+    off = max(apart(layers[name], blocks[name]) for name in blocks)
+    return off, [step("T5", LAYERS)[-1], sent]
+
+
+def test_a_last_block_that_is_dropped_out_does_not_travel_again(ranks: StartRanks) -> None:
+    for off, (without, sent) in ranks(2).run(dropped):
+        assert off <= 1e-12
+        assert sent == without
 
 
 def shape_of_kept() -> tuple[int, int]:
@@ -124,3 +142,51 @@ def test_layers_alone_are_refused() -> None:
         RotationPolicy(recompute_layers=True)
     with pytest.raises(ConfigError, match=r"memory\.recompute"):
         MemoryConfig(recompute_layers=True)
+
+
+class Dropping(nn.Module):
+    """A layer that drops out what its MLP returned, and then computes with it."""
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.then = nn.LayerNorm(8), MLP(8, 12), then
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.mlp(self.norm(x)))
+        if self.then == "reads":
+            y = y * y.detach().square().mean().sqrt()
+        elif self.then == "squares":
+            y = y.square()
+        return x + y
+
+
+def with_layers(then: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], int]:
+    """Gradients of a third step, and the bytes that were sent in it."""
+    torch.manual_seed(1)
+    layers = nn.ModuleList(Dropping(then) for _ in range(2))
+    model, mesh = nn.ModuleDict({"layers": layers}).double(), make_mesh("cpu")
+    rotate_all(model, mesh=mesh, policy=policy)
+    sent = []
+    for _ in range(3):
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+        model.zero_grad()
+        before = ring_of(mesh).bytes_sent
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.sin().sum().backward()  # type: ignore[no-untyped-call]
+        sent.append(ring_of(mesh).bytes_sent - before)
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, sent[-1]
+
+
+def spared(then: str) -> tuple[float, bool]:
+    """How far gradients are off, and whether the MLPs travel no more than without layers."""
+    (blocks, sent), (layers, others) = with_layers(then, BLOCKS), with_layers(then, LAYERS)
+    return max(apart(layers[name], blocks[name]) for name in blocks), sent == others
+
+
+def test_values_of_a_last_block_that_backward_needs_travel_again(ranks: StartRanks) -> None:
+    for then, is_spared in {"": True, "reads": False, "squares": False}.items():
+        assert ranks(2).run(spared, then) == [(0.0, is_spared)] * 2, then

@@ -138,6 +138,33 @@ def test_a_model_is_one_graph(ranks: StartRanks, family: str) -> None:
         assert num_breaks == 0
 
 
+def compiled_slices() -> tuple[float, list[int]]:
+    """How far a model whose slices are compiled is from one process's; graphs after each step."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    policy = RotationPolicy(compiler="aot_eager", recompute=True)
+    expected = outcome(made("Bert"), as_is)
+    model, num_graphs = made("Bert"), []
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    # else what has no room for another graph runs as it is
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for _ in range(2):
+            model.zero_grad()
+            found = outcome(model, mine)
+            num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        off = max(apart(found[name], expected[name]) for name in expected if "." in name)
+        model.eval()
+        outcome(model, mine)
+    return off, num_graphs
+
+
+def test_each_kind_of_split_block_has_graphs_of_its_own(ranks: StartRanks) -> None:
+    for off, num_graphs in ranks(2).run(compiled_slices):
+        assert off <= 1e-12
+        assert num_graphs == [6, 6]  # attention, MLP and head, with gradients and without
+
+
 def decoded() -> tuple[set[str], float, bool]:
     """The rules of a decoder that attends to a source; its gradients; whether texts are equal."""
     import transformers

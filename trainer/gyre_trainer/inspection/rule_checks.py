@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.backward.inner_checkpoints import WatchCheckpoints
 from gyre_trainer.rotation.backward.slice_dropout import Dropout, Place, Undropped
 from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.call import Call
@@ -151,6 +153,33 @@ def _dropouts(
     return undropped.seen
 
 
+def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose forward calls torch's checkpoint, where gradients are taken.
+
+    Random numbers that it draws for this are drawn again afterwards.
+
+    Raises:
+        RotationError: it does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    state = torch.get_rng_state()
+    call, flat = _own_slice_call(rotation, args, kwargs)
+    for tensor in call.inputs:
+        tensor.requires_grad_(tensor.is_floating_point())
+    call.trainable = [True] * len(rotation.layout.cuts)
+    with WatchCheckpoints() as watch:
+        outputs = call.compute(rotation.sharded.ring.rank, flat).outputs
+    torch.set_rng_state(state)
+    if watch.found(outputs):
+        raise RotationError(
+            f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
+            "backward by hooks of its own, which does not work with a slice of its parameters; "
+            "leave that out and take RotationPolicy(recompute=True), or let the layers inside "
+            "rotate one by one (no rule for the module)"
+        )
+
+
 @torch.no_grad()
 def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module whose slices' outputs do not add up to its own output.
@@ -194,7 +223,11 @@ def _that_add_up(rotation: Rotation, outputs: Sequence[Tensor]) -> list[Tensor]:
 def _own_slice_call(
     rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, Tensor]:
-    """A call for the own slice alone, and that slice in the dtype of the computation."""
+    """A call for the own slice alone, and that slice in the dtype of the computation.
+
+    No compiler takes part: a graph for the checks alone would be one of few.
+    """
+    rotation = replace(rotation, policy=replace(rotation.policy, compiler=None))
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
     flat, buffer = rotation.own_piece(0, forward=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.own_code import with_own_code
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.regrouping import meet, to_slice
@@ -165,7 +166,8 @@ class Rotation:
         if not self.is_compiled:
             return self.forward
         assert self.policy.compiler is not None
-        compiled: Callable[..., Any] = torch.compile(self.forward, backend=self.policy.compiler)
+        forward = with_own_code(self.forward, type(self.module))
+        compiled: Callable[..., Any] = torch.compile(forward, backend=self.policy.compiler)
         return compiled
 
     @property

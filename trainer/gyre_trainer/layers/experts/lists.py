@@ -6,7 +6,8 @@ next chosen expert, and the last ones before another module that rotates, such a
 or after its forward. Whether such a module follows the experts, a rank without tokens for any of
 them cannot see, so the ranks tell each other in the first forward (`call_order`). An empty sum of
 their outputs is added to the module's output, so that they take part in backward as well, in the
-same order on every rank.
+same order on every rank. So is one of what is called before the experts, such as a router: on a
+rank without tokens, nothing else may lead from the loss to it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,14 +89,23 @@ class _Calls:
         if self._order.follows(number, after_expert=self._next > 0):
             self._call_up_to(len(self._experts))
 
+    def after_other(self, output: Any) -> None:
+        """Note what another module returned, if it was called before the experts."""
+        if self._no_tokens is not None and not (self._next or self._without_tokens):
+            self._outputs += [each.flatten()[:0] for each in _numbers(output) if each.requires_grad]
+
     def end(self) -> Tensor | None:
-        """Call the experts that are left; return the empty sum of all that were called so."""
+        """Call the experts that are left.
+
+        Returns:
+            The empty sum of those that were called so, and of what was called before the experts.
+        """
         if not self._next:
             self._order.forward_ends()
         self._call_up_to(len(self._experts))
         sums = [output.sum() for output in self._outputs]
         self.abandon()
-        return torch.stack(sums).sum() if sums else None
+        return torch.stack([each.to(sums[0].dtype) for each in sums]).sum() if sums else None
 
     def abandon(self) -> None:
         self._no_tokens = None
@@ -107,7 +117,7 @@ class _Calls:
             expert = self._experts[missing]()
             assert expert is not None
             output = expert(self._no_tokens)
-            self._outputs += [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+            self._outputs += _numbers(output)
             self._next = missing + 1
         self._without_tokens = False
 
@@ -130,11 +140,7 @@ class CallsEveryExpert:
             return self._with_every_expert(*args, **kwargs)
 
     def _with_every_expert(self, *args: Any, **kwargs: Any) -> Any:
-        tokens = next(
-            leaf
-            for leaf in tree_flatten((args, kwargs))[0]
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
+        tokens = _numbers((args, kwargs))[0]
         self._expert_calls.begin(tokens.reshape(-1, tokens.shape[-1])[:0].clone())
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -165,6 +171,7 @@ def call_every_expert(model: nn.Module) -> None:
                 expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
             for number, other in enumerate(others):
                 other.register_forward_pre_hook(partial(_before_other, calls, number), prepend=True)
+                other.register_forward_hook(partial(_after_other, calls))
 
 
 @uncompiled
@@ -175,6 +182,17 @@ def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
 @uncompiled
 def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) -> None:
     calls.before_other(number)
+
+
+@uncompiled
+def _after_other(calls: _Calls, _module: nn.Module, _args: Any, output: Any) -> None:
+    calls.after_other(output)
+
+
+def _numbers(output: Any) -> list[Tensor]:
+    """The tensors of floating-point numbers in an output."""
+    leaves = tree_flatten(output)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _mesh_of(experts: nn.Module) -> DeviceMesh:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.found.calls import (
@@ -35,6 +36,7 @@ from gyre_trainer.layers.projections import (
 )
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.backward.inner_checkpoints import WatchCheckpoints
 from gyre_trainer.rotation.backward.slice_dropout import (
     Dropout,
     Masks,
@@ -129,7 +131,8 @@ class Twin:
         It knows whether the module drops out.
         """
         try:
-            if not all(map(self._fits, self._calls())):
+            calls = self._calls()
+            if not all(map(self._fits, calls)) or any(map(self._checkpoints, calls)):
                 return None
         except Exception:  # foreign code, on a slice that it may not take
             return None
@@ -149,6 +152,14 @@ class Twin:
         first = next(call for call in trained if self._whole(call) is not None)
         others = [*trained, *evaluated]
         return [first, *(call for call in others if self._whole(call) is not None)]
+
+    def _checkpoints(self, call: _Call) -> bool:
+        """Whether the forward calls torch's checkpoint."""
+        arguments = tree_map_only(Tensor, _taking_grad, self._arguments(call))
+        self.module.train(call.training)
+        with torch.enable_grad(), WatchCheckpoints() as watch:
+            output = self.module(**arguments)
+        return watch.found(returned(output, arguments))
 
     def numbers_read(self) -> dict[str, int]:
         """The whole numbers that the forward reads, of the module and of its ``config``."""
@@ -263,6 +274,10 @@ class Twin:
         )
         with swapped(module, weights):
             return self.rule.run(current, **arguments, **{MASKS_ARGUMENT: masks})
+
+
+def _taking_grad(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _are_parts(whole: Sequence[Dropout], slices: Sequence[Sequence[Dropout]]) -> bool:

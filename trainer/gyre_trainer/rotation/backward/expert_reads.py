@@ -52,6 +52,27 @@ class WatchReads(TorchFunctionMode):
         return result
 
 
+class Reads(TorchFunctionMode):
+    """A context in which it is not known yet whose values must not be read.
+
+    Attributes:
+        nodes: of the graph, from which tensors come that something read in such a way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _gives_values(func, result):
+            leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.nodes += [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+        return result
+
+
 def _gives_values(func: Any, result: Any) -> bool:
     """Whether a result has values of the arguments, and no gradient goes back from it."""
     name = getattr(func, "__name__", "")

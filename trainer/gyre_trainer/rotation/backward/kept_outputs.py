@@ -12,7 +12,9 @@ positions, activation functions and adapters save, and the masks of dropout.
 
 An output is not kept where somebody else may write to it: where the part itself wrote to it, or
 returned it. If backward needs it, its layer goes round the ring again, on every rank alike. Of
-whole layers (`RotationPolicy.recompute_layers`) no output is kept.
+whole layers (`RotationPolicy.recompute_layers`) no output is kept. Where a layer only drops out
+what its last block returned, as T5's do, backward needs the mask, but no value of the block: it
+does not go round again, and values that are no numbers stand for what it returned.
 
 Experts of a list never go round once more, because they have most of a model's bytes. Backward
 needs no output of theirs, where it is only weighted and added up (`weighted_outputs`,
@@ -83,15 +85,25 @@ class KeptOutputs:
         is_replaying: whether backward computes the part again.
         others: the tensors that were given to `keep` beside the outputs, while it does.
         promised_nodes: of the graph, from which outputs come that must not be needed any more.
+        last: the number of the last call so far, and the nodes from which its outputs come; until
+            `keep`.
     """
 
     def __init__(
-        self, device: torch.device, *, keeps: bool = True, keeps_promised: bool = True
+        self,
+        device: torch.device,
+        *,
+        keeps: bool = True,
+        keeps_promised: bool = True,
+        spared: int | None = None,
     ) -> None:
         """``device`` is that of the part's parameters; ``keeps`` is false for whole layers.
 
-        ``keeps_promised`` is whether outputs that were promised are here until `keep`.
+        ``keeps_promised`` is whether outputs that were promised are here until `keep`; ``spared``
+        the number of the call that does not go round again, if `keep` says so, too.
         """
+        self._spared = spared
+        self.last: tuple[int, list[Any]] = -1, []
         self._keeps = keeps
         self._keeps_promised = keeps_promised
         self.promised_nodes: list[Any] = []
@@ -152,9 +164,13 @@ class KeptOutputs:
         """
         if self.is_replaying:
             return self._replayed(owner, call, compute, inputs)
+        number = self.last[0] + 1
+        is_promised = is_promised or number == self._spared
         if not self._keeps and not is_promised:
             self._calls.append(_Kept(owner, None, [], [], None, is_kept=False))
-            return compute()
+            outputs = compute()
+            self.last = number, [output.grad_fn for output in outputs if output.requires_grad]
+            return outputs
         before = states_of(self._generators)
         outputs = compute()
         after = states_of(self._generators)
@@ -167,10 +183,16 @@ class KeptOutputs:
                 each.outputs = [output.detach() for output in outputs]
             each.versions = [output._version for output in outputs]
         self._calls.append(each)
+        self.last = number, [output.grad_fn for output in outputs if output.requires_grad]
         return outputs
 
     def keep(
-        self, returned: Sequence[Tensor], others: Sequence[Tensor], *, keeps_promised: bool = False
+        self,
+        returned: Sequence[Tensor],
+        others: Sequence[Tensor],
+        *,
+        keeps_promised: bool = False,
+        spares: bool = False,
     ) -> None:
         """Let the graph keep ``others``, and the outputs that nobody can write to any more.
 
@@ -178,12 +200,16 @@ class KeptOutputs:
             returned: what the part returns.
             others: see the attribute.
             keeps_promised: whether backward needs outputs that were promised.
+            spares: whether it needs none of the call that is to be spared.
 
         Raises:
             RotationError: it needs one that the part wrote to or returned.
         """
         self.promised_nodes.clear()
+        self.last = -1, []
         self._start = None
+        if self._spared is not None and self._spared < len(self._calls):
+            self._calls[self._spared].is_promised = spares
         storages = {tensor.untyped_storage()._cdata for tensor in returned}
         saved = [*others]
         for each in self._calls:

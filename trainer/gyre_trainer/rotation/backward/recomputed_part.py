@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.backward.expert_reads import WatchReads
+from gyre_trainer.rotation.backward.expert_reads import Reads, WatchReads
 from gyre_trainer.rotation.backward.kept_outputs import KeptOutputs
 from gyre_trainer.rotation.backward.module_attributes import BeforeCall, as_before
 from gyre_trainer.rotation.backward.recomputation import recomputation_of
-from gyre_trainer.rotation.backward.weighted_sums import are_added_up
+from gyre_trainer.rotation.backward.weighted_sums import Dependence, are_added_up, are_dropped_out
 from gyre_trainer.rotation.call import is_constant
 from gyre_trainer.rotation.form import Arguments
 from gyre_trainer.rotation.rotated_module import own_class, uncompiled
@@ -69,9 +69,14 @@ class RecomputedLayer(RecomputedPart):
 
     An attention's slices travel forward once more, because the MLP's backward comes first and needs
     what lies between the two. The last module of a layer is not computed again.
+
+    Attributes:
+        spared: by the values of `training` with which the layer was called: the number of its last
+            call of a rotated module, if what that returned is dropped out; else None.
     """
 
     keeps_outputs = False
+    spared: Mapping[bool, int | None] = MappingProxyType({})
 
 
 class _Entered(torch.autograd.Function):
@@ -125,11 +130,25 @@ class _Call:
         self._device = _device_of(self._tensors, module)
         experts: Mapping[bool, bool] = module.keeps_experts  # type: ignore[assignment]
         self._keeps_experts = experts.get(module.training)
+        self._spared: Mapping[bool, int | None] = getattr(module, "spared", {})
+        self._is_settled = keeps_outputs or self._has_experts or module.training in self._spared
         self._kept = KeptOutputs(
-            self._device, keeps=keeps_outputs, keeps_promised=self._keeps_experts is not False
+            self._device,
+            keeps=keeps_outputs,
+            keeps_promised=self._keeps_experts is not False and self._spared_now is None,
+            spared=self._spared_now,
         )
         self._reads_experts = False
+        self._reads: list[Any] = []  # of a layer that is not settled
         self._written: list[Any] = []  # attributes, with the values that the forward found
+
+    @property
+    def _has_experts(self) -> bool:
+        return bool(self._module.has_experts)
+
+    @property
+    def _spared_now(self) -> int | None:
+        return self._spared.get(self._module.training)
 
     def run(self) -> Any:
         """The module's output."""
@@ -143,7 +162,7 @@ class _Call:
             use_reentrant=False,
             context_fn=self._contexts,
             # which tensor is the last that backward needs depends on a rank's tokens
-            early_stop=not self._module.has_experts,
+            early_stop=not self._has_experts,
         )
         self._written = before.changes()
         overwritten = before.overwritten()
@@ -161,8 +180,23 @@ class _Call:
         ]
         returned = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         needs_experts = self._needs_experts(returned, tensors)
-        self._kept.keep(returned, others, keeps_promised=needs_experts)
+        spares = self._spares_last(returned)
+        self._kept.keep(returned, others, keeps_promised=needs_experts, spares=spares)
         return output
+
+    def _spares_last(self, returned: Sequence[Tensor]) -> bool:
+        """Whether the call to be spared is the last one, of which backward needs a mask alone.
+
+        A mode's first call settles which one that is.
+        """
+        number, nodes = self._kept.last
+        if not self._is_settled:
+            reads = Dependence((), after=min((node._sequence_nr() for node in nodes), default=0))
+            is_read = any(reads.depends(node, nodes) for node in self._reads)
+            found = number if are_dropped_out(returned, nodes) and not is_read else None
+            module: Any = self._module
+            module.spared = {**module.spared, module.training: found}
+        return number == self._spared_now and are_dropped_out(returned, nodes)
 
     def _needs_experts(self, returned: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """Whether backward needs what experts returned; a mode's first call settles it."""
@@ -188,7 +222,12 @@ class _Call:
             with _in_place(self._parameters), as_before(self._written):
                 return self._forward_of(self._inputs_again())
         tensors, self._tensors = self._tensors, []
-        if not self._module.has_experts:
+        if not self._is_settled:
+            with Reads() as seen:
+                output = self._forward_of(tensors)
+            self._reads = seen.nodes
+            return output
+        if not self._has_experts:
             return self._forward_of(tensors)
         with WatchReads(self._kept.promised_nodes, tensors) as reads:
             output = self._forward_of(tensors)
