@@ -225,10 +225,11 @@ def _require_known(model: Any) -> None:
         RotationError: names the first.
     """
     for name, parameter in model.named_parameters():
+        is_cut = sharded_parameters_of(parameter) is not None
         is_known = (
             not (parameter.requires_grad and isinstance(parameter, DTensor))
+            or is_cut
             or parameter in model.grad_averaging
-            or sharded_parameters_of(parameter) is not None
             or any(
                 each.grad_averaging.knows(parameter)
                 for each in model.modules()
