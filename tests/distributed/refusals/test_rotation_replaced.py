@@ -106,11 +106,12 @@ def test_parameters_that_were_replaced_are_refused(ranks_both_ways: StartEither)
 def told_of_hooks() -> list[str]:
     model, x, messages = rotated(), tokens_of(0), []
     model(x).sum().backward()
-    for register in (
+    registering: tuple[Callable[[Any], Any], ...] = (
         lambda block: block.down.register_forward_hook(lambda module, args, y: y + 1),
         lambda block: block.up.register_forward_pre_hook(lambda module, args: None),
         lambda block: block.down.register_full_backward_hook(lambda module, grads, of: None),
-    ):
+    )
+    for register in registering:
         hook = register(model.blocks[1])
         with pytest.raises(RotationError) as refused:
             model(x)
@@ -134,11 +135,17 @@ def doubled_by_hooks() -> float:
     """How far gradients are from twice as large ones, whose hooks are there at the first call."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = rotated(), made()
-    calls = []
+    calls: list[Tensor] = []
+
+    def doubled(grad: Tensor) -> Tensor:
+        calls.append(grad)
+        return 2 * grad
+
     for parameter in model.parameters():
-        parameter.register_hook(lambda grad: calls.append(0) or 2 * grad)
+        parameter.register_hook(doubled)
     model(tokens_of(rank)).sin().sum().backward()
-    torch.stack([plain(tokens_of(each)).sin().sum() for each in range(size)]).mean().backward()
+    losses = [plain(tokens_of(each)).sin().sum() for each in range(size)]
+    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
     assert len(calls) == len(list(model.parameters()))
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     return max(float((whole(one.grad) - 2 * other.grad).abs().max()) for one, other in pairs)

@@ -173,7 +173,7 @@ class CountedExperts(Experts):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if self.counts:
-            self.seen += (chosen < len(self.down)).sum()
+            self.seen.add_((chosen < len(self.down)).sum())  # type: ignore[operator]
         return super().forward(x, chosen, weights)
 
 
@@ -186,9 +186,9 @@ def test_hooks_inside_of_a_block_get_what_the_layers_compute() -> None:
     """A layer of a block would give them a part; one of the block itself is called by no trial."""
     model = nn.Sequential(Perceptron(), Perceptron(), Perceptron())
     called: list[nn.Module] = []
-    model[0].down.register_forward_hook(lambda module, *_: called.append(module))  # type: ignore[union-attr,func-returns-value]
+    model[0].down.register_forward_hook(lambda module, *_: called.append(module))  # type: ignore[union-attr]
     model[1].up.register_full_backward_hook(lambda *_: None)  # type: ignore[union-attr]
-    model[2].register_forward_hook(lambda module, args, output: called.append(module))  # type: ignore[func-returns-value]
+    model[2].register_forward_hook(lambda module, args, output: called.append(module))
     assert block_rules(model, 2) == {"2": _FOUND}
     assert not called
 
