@@ -40,9 +40,10 @@ def test_the_plan_of_the_training_page_is_what_the_command_prints(
     assert capsys.readouterr().out == shown
 
 
-def test_the_configurations_of_the_training_page_describe_runs(tmp_path: Path) -> None:
+def test_the_configurations_of_the_training_pages_describe_runs(tmp_path: Path) -> None:
     """Their datasets are what a daemon takes. What a block leaves out is that of the first one."""
-    first, *others = map(tomllib.loads, blocks("docs/training.md", "toml"))
+    (first,) = map(tomllib.loads, blocks("docs/training.md", "toml"))
+    others = [tomllib.loads(each) for each in blocks("docs/training-configuration.md", "toml")]
     assert others
     for number, block in enumerate([first, *others]):
         path = tmp_path / f"{number}.toml"
