@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.averages.replica_gradients import ReplicaGradients
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.local_shards import (
     as_parameter,
@@ -25,7 +26,6 @@ from gyre_trainer.shards.local_shards import (
     digest_of,
     with_local,
 )
-from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 # Torch counts the writes to a tensor from 0.
 _MORE_THAN_ANY_COUNT = 2**40

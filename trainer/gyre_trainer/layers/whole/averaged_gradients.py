@@ -30,9 +30,9 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.rotation.sharded_module import copy_shards
-from gyre_trainer.shards.held_hooks import call_held, hold_hooks
+from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
+from gyre_trainer.shards.averages.replica_gradients import finish_backward
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
-from gyre_trainer.shards.replica_gradients import finish_backward
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 
 _PLAIN = (Tensor, nn.Parameter)  # a hook on deferred logits would compute them

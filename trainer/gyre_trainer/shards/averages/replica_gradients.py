@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.held_hooks import call_held, hold_hooks
+from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
 from gyre_trainer.shards.local_shards import digest_of, local_of
 
 
