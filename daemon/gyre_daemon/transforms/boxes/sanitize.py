@@ -74,7 +74,15 @@ class SanitizeBoxes(Transform):
         if self.normalized and len(fields[self.image].shape) != 3:
             raise ValueError(f"{self.image!r:.100} is no image; put it before what lays it out")
         length = self.max_boxes or fields[self.boxes].shape[0]
-        made = {self.boxes: Field(np.dtype(np.float32), (length, 4))}
+        made = {
+            self.boxes: Field(
+                np.dtype(np.float32),
+                (length, 4),
+                image=fields[self.boxes].image,
+                is_final=True,
+                is_normalized=self.normalized,
+            )
+        }
         for name in self.fields:
             before = fields[name]
             if not before.shape:
