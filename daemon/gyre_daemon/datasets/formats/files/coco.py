@@ -87,6 +87,7 @@ class CocoFormat(FilesFormat):
     """A `ListedFormat` whose manifest is a file of annotations."""
 
     pattern = ""  # many files end with .json
+    reads_apart = True
 
     def __init__(self, options: CocoOptions) -> None:
         super().__init__(FilesOptions(fields=options.fields))
