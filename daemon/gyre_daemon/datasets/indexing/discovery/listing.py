@@ -7,8 +7,8 @@ from typing import Any
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
-from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
+from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import FileTable, Texts
@@ -71,8 +71,10 @@ async def list_files(
     manifest: Manifest | None = None
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
-        at = replace(location, paths=(place.path,))
-        manifest = await _read_manifest(opener, at, config, listed, read)
+        storage = await _open_manifest(opener, location, config, listed, place)
+        manifest = await _read_manifest(storage, location, config, listed, read)
+        if not len(manifest.names):
+            raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))
     files, table = await opener.open_files(
         location,
@@ -90,14 +92,33 @@ async def list_files(
     return FileListing(storage, listed, table, columns)
 
 
-async def _read_manifest(
+async def _open_manifest(
     opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    listed: ListedFormat,
+    place: ManifestPlace,
+) -> Storage:
+    """The manifest as the only shard; below the folder, links lead nowhere else than in it."""
+    settings, follow_links = config.storage, config.follow_links
+    name = place.path.removeprefix(place.folder.rstrip("/") + "/")
+    if "/" not in name:
+        at = replace(location, paths=(place.path,))
+        return await opener.open(at, settings, "*", follow_links=follow_links)
+    at, names = replace(location, paths=(place.folder,)), Texts.of([name.encode()])
+    storage, _ = await opener.open_files(
+        at, settings, listed.is_wanted, names, follow_links=follow_links
+    )
+    return storage
+
+
+async def _read_manifest(
+    storage: Storage,
     location: Location,
     config: DatasetConfig,
     listed: ListedFormat,
     read: ReadManifest,
 ) -> Manifest:
-    storage = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
     (shard,) = storage.shards
     if shard.size_bytes > _MAX_MANIFEST_BYTES:
         raise InvalidRequest(
