@@ -252,6 +252,13 @@ def test_boxes_that_cannot_be_seen_are_dropped_with_what_belongs_to_them(max_box
     assert not found["points"][num:].any()
 
 
+def test_a_box_of_the_least_size_stays_wherever_it_lies() -> None:
+    places = np.random.default_rng(0).uniform(0, 1000, (300, 2)).round(2)
+    boxes = np.hstack([places, places + 1, np.ones((300, 1))]).astype(np.float32)
+    assert sanitized(boxes)["num_boxes"] == 300
+    assert sanitized(boxes, min_size=1.001)["num_boxes"] == 0
+
+
 def test_a_box_without_area_never_stays() -> None:
     boxes = decoded(np.array([[3, 3, 3, 9], [1, 1, 2, 2]]), painted(), format="xyxy")
     found = sanitized(boxes, min_size=0, min_area=0)
