@@ -74,7 +74,7 @@ def _run(listed: ListedFormat, name: str, file: BinaryIO) -> Arrays:
 def _as_arrays(manifest: Manifest) -> Arrays:
     columns = manifest.columns
     about = [[column.name, column.kind, column.categories] for column in columns]
-    arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
     values = [manifest.names, *(column.values for column in columns)]
     for number, each in enumerate(values):
         if isinstance(each, Texts):
