@@ -1,7 +1,7 @@
 """Numbers of another dtype."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -41,7 +41,7 @@ class Cast(Transform):
         before = fields[self.field]
         if before.dtype.kind not in "biuf":
             raise ValueError(f"{self.field!r:.100} is {before.dtype.name}, which cannot be cast")
-        return {self.field: Field(dtype_of(self.dtype), before.shape)}
+        return {self.field: replace(before, dtype=dtype_of(self.dtype))}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

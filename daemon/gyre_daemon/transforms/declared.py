@@ -335,7 +335,10 @@ def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) ->
 
 
 def _source(dataset: Dataset) -> list[SourceField]:
-    return [SourceField(each.name, name_of(each.dtype), _shape(each)) for each in dataset.fields]
+    return [
+        SourceField(each.name, name_of(each.dtype), _shape(each), each.image)
+        for each in dataset.fields
+    ]
 
 
 def _shape(spec: FieldSpec) -> tuple[int | None, ...]:
@@ -354,7 +357,7 @@ def _checked(made: MadeField) -> FieldSpec:
     fixed = tuple(length for length in shape[is_ragged:] if length)
     if len(fixed) != len(shape) - is_ragged:
         raise ConfigError(f"the transforms make {made.name!r} with lengths that samples differ in")
-    return FieldSpec(made.name, dtype, fixed, ragged=is_ragged, codec="bytes")
+    return FieldSpec(made.name, dtype, fixed, ragged=is_ragged, codec="bytes", image=made.image)
 
 
 def _check_names(chosen: Sequence[FieldSpec]) -> None:

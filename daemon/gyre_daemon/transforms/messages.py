@@ -46,12 +46,13 @@ class Step(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class SourceField(msgspec.Struct, frozen=True):
-    """A field of a stored sample; see `Field`."""
+class SourceField(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A field of a stored sample, or of one that transforms made before; see `Field`."""
 
     name: str
     dtype: str
     shape: tuple[int | None, ...]
+    image: str = ""
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -76,6 +77,7 @@ class MadeField(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     dtype: Annotated[str, Meta(max_length=10)]
     shape: Annotated[tuple[_Length | None, ...], Meta(max_length=_MAX_DIMS)]
+    image: Annotated[str, Meta(max_length=200)] = ""
 
 
 class Described(msgspec.Struct, frozen=True):

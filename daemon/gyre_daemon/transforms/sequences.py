@@ -1,7 +1,7 @@
 """Transforms of sequences: text, tokens, and other fields whose samples differ in length."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -44,7 +44,7 @@ class Truncate(Transform):
         if not before.shape:
             raise ValueError(f"{self.field!r:.100} is one number per sample, no sequence")
         length = None if before.shape[0] is None else min(before.shape[0], self.length)
-        return {self.field: Field(before.dtype, (length, *before.shape[1:]))}
+        return {self.field: _cut(before, length)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -76,7 +76,7 @@ class CropOrPad(Truncate):
             limits = np.iinfo(made.dtype.str)
             if self.value != int(self.value) or not limits.min <= self.value <= limits.max:
                 raise ValueError(f"value is {self.value}, which is no {made.dtype.name}")
-        return {self.field: Field(made.dtype, (self.length, *made.shape[1:]))}
+        return {self.field: _cut(made, self.length)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -87,3 +87,9 @@ class CropOrPad(Truncate):
             into = sample[self.field] = np.empty((self.length, *stored.shape[1:]), stored.dtype)
         into[: len(kept)] = kept
         into[len(kept) :] = self.value
+
+
+def _cut(field: Field, length: int | None) -> Field:
+    """Boxes still lie in their image; an image no longer has all pixels of its file."""
+    is_whole = field.is_whole and len(field.shape) != 3
+    return replace(field, shape=(length, *field.shape[1:]), is_whole=is_whole)

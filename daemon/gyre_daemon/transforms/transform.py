@@ -22,14 +22,20 @@ class Field:
         dtype: of its elements.
         shape: of one sample; None for a length in which samples differ.
         is_whole: of an image: whether its pixels are those of its file, one by one. What is made of
-            it is another field, which does not say so.
-        image: of boxes: the image in which they lie.
+            it is another field, which does not say so. Of boxes: whether nothing has moved them.
+        image: of boxes and of a mask: the image that they belong to; empty where nobody said.
+        is_index: of an image: whether its pixels are numbers, such as those of classes.
+        is_final: of boxes: whether they no longer move with their image.
+        is_normalized: of boxes: whether they are parts of its width and height.
     """
 
     dtype: np.dtype[np.generic]
     shape: tuple[int | None, ...]
     is_whole: bool = False
     image: str = ""
+    is_index: bool = False
+    is_final: bool = False
+    is_normalized: bool = False
 
 
 class Transform(ABC):

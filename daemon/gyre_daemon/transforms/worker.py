@@ -40,6 +40,7 @@ from gyre_daemon.transforms.messages import (
     Output,
     Portion,
     Recipe,
+    SourceField,
     Step,
 )
 from gyre_daemon.transforms.seeding import SampleGenerators
@@ -91,7 +92,13 @@ class _Worker:
             steps, source = _made(RECIPE_DECODER.decode(recipe))
             chain = Chain(steps, source)
             made = [
-                MadeField(name, name_of(field.dtype), field.shape)
+                # parts of an image's lengths are no longer places in it
+                MadeField(
+                    name,
+                    name_of(field.dtype),
+                    field.shape,
+                    "" if field.is_normalized else field.image,
+                )
                 for name, field in chain.made.items()
             ]
         except (ConfigError, ValueError) as error:
@@ -310,8 +317,12 @@ def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Fie
     steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
     if recipe.engine:
         steps = [(name, transform.with_engine(recipe.engine)) for name, transform in steps]
-    source = {each.name: Field(dtype_of(each.dtype), each.shape) for each in recipe.source}
-    return steps, source
+    return steps, {each.name: _field(each) for each in recipe.source}
+
+
+def _field(each: SourceField) -> Field:
+    is_final = len(each.shape) == 2 and each.shape[1] == 4  # boxes of sanitize_boxes
+    return Field(dtype_of(each.dtype), each.shape, image=each.image, is_final=is_final)
 
 
 def _load(place: int, step: Step) -> Transform:

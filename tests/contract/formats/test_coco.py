@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
-from gyre_client.errors import ShardMissing
+from gyre_client.errors import NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex, make_format
@@ -166,6 +166,8 @@ def test_an_object_may_lack_its_area_and_its_crowd() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         coco(**options)
+    marked = b"\xef\xbb\xbf" + json.dumps(document()).encode()
+    assert len(coco().read_manifest("a.json", marked).names) == NUM_IMAGES
     with pytest.raises(ConfigError, match="`annotations` is missing"):
         make_format("set", DatasetConfig("/data", "coco", {}))
 
@@ -179,6 +181,30 @@ def test_annotations_that_are_absent_are_told_before_a_job_comes(tmp_path: Path)
     ((name, error),) = missing_datasets(DaemonConfig(datasets=tables))
     assert name == "b"
     assert re.search(r"no shard at .*/b\.json", str(error))
+
+
+def test_what_lies_outside_of_the_folder_is_not_read(gyred: StartDaemon, tmp_path: Path) -> None:
+    """Who may write the folder must not have the daemon read what others may not."""
+    place = LocalPlace(tmp_path / "set")
+    for path, data in {**FILES, PATH: msgspec.json.encode(document())}.items():
+        place.put(path, data)
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "a.json").write_bytes(msgspec.json.encode(document()))
+    (tmp_path / "set" / "link").symlink_to(private)
+    (tmp_path / "set" / "link.json").symlink_to(private / "a.json")
+    (tmp_path / "set" / "annotations" / "link.json").symlink_to(private / "a.json")
+    table = {"uri": place.root, "format": "coco", **OPTIONS}
+    links = {"folder": "link/a.json", "link": "link.json", "below": "annotations/link.json"}
+    tables = {name: {**table, "annotations": path} for name, path in links.items()}
+    tables["images"] = {**table, "images": "link"}
+    daemon = gyred({"datasets": {"set": table, **tables}})
+    Loader("set", batch_size=7, address=daemon.address).close()
+    for name in links:
+        with pytest.raises(NotAllowed, match="link"):
+            Loader(name, batch_size=7, address=daemon.address)
+    with pytest.raises((NotAllowed, ShardMissing), match="link"):
+        Loader("images", batch_size=7, address=daemon.address)
 
 
 def test_images_and_their_objects_are_served(

@@ -207,6 +207,7 @@ def scan_of(table: Any, **options: Any) -> Any:
         pa.list_(pa.binary()),
         pa.struct([("a", pa.int8()), ("b", pa.date32())]),
         pa.list_(FILE),
+        pa.struct([("a", pa.int8()), ("a", pa.int8())]),
         pa.null(),
     ],
     ids=str,

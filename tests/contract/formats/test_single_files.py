@@ -13,6 +13,8 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
 from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
@@ -70,7 +72,8 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            return await list_files(opener, parse_location(uri), config, listed)
+            read = ManifestReader(executor, ScanProcesses(), opener.options).read
+            return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place
 

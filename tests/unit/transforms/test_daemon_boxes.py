@@ -10,9 +10,13 @@ from gyre_daemon.transforms.boxes.decode import DecodeBoxes
 from gyre_daemon.transforms.boxes.sanitize import SanitizeBoxes
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.fields import Copy
+from gyre_daemon.transforms.images.augment import RandAugment
 from gyre_daemon.transforms.images.decode import DecodeImage
 from gyre_daemon.transforms.images.flips import HorizontalFlip, VerticalFlip
 from gyre_daemon.transforms.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
+from gyre_daemon.transforms.images.policies import AutoAugment, TrivialAugment
+from gyre_daemon.transforms.images.several_crops import FiveCrop, TenCrop
+from gyre_daemon.transforms.sequences import CropOrPad
 
 Array = np.ndarray[Any, Any]
 BYTES = Field(np.dtype(np.uint8), (None,))
@@ -248,6 +252,13 @@ def test_boxes_that_cannot_be_seen_are_dropped_with_what_belongs_to_them(max_box
     assert not found["points"][num:].any()
 
 
+def test_a_box_of_the_least_size_stays_wherever_it_lies() -> None:
+    places = np.random.default_rng(0).uniform(0, 1000, (300, 2)).round(2)
+    boxes = np.hstack([places, places + 1, np.ones((300, 1))]).astype(np.float32)
+    assert sanitized(boxes)["num_boxes"] == 300
+    assert sanitized(boxes, min_size=1.001)["num_boxes"] == 0
+
+
 def test_a_box_without_area_never_stays() -> None:
     boxes = decoded(np.array([[3, 3, 3, 9], [1, 1, 2, 2]]), painted(), format="xyxy")
     found = sanitized(boxes, min_size=0, min_area=0)
@@ -275,6 +286,8 @@ def test_a_sample_with_more_boxes_or_other_fields_is_refused() -> None:
 
 DECODE = ("decode_image", DecodeImage("jpg"))
 BOXES = ("decode_boxes", DecodeBoxes("json", "xywh"))
+SANITIZE = ("sanitize_boxes", SanitizeBoxes())
+NORMALIZED = ("sanitize_boxes", SanitizeBoxes(normalized=True))
 SOURCE = {"jpg": BYTES, "json": BYTES}
 
 
@@ -289,6 +302,30 @@ SOURCE = {"jpg": BYTES, "json": BYTES}
         ([DECODE, ("flip", HorizontalFlip(boxes=("image",)))], "name each of them once"),
         ([DECODE, ("sanitize_boxes", SanitizeBoxes("json"))], "boxes that move with their image"),
         ([DECODE, ("boxes", DecodeBoxes("image", "xyxy"))], r"uint8 \[\*, \*, 3\], and boxes are"),
+        ([DECODE, ("augment", RandAugment()), BOXES], "no longer what its file has"),
+        ([DECODE, BOXES, ("augment", RandAugment())], "takes no boxes along"),
+        ([DECODE, BOXES, ("augment", TrivialAugment())], "takes no boxes along"),
+        ([DECODE, BOXES, ("augment", AutoAugment())], "takes no boxes along"),
+        ([DECODE, BOXES, ("five_crop", FiveCrop(8))], "boxes 'boxes' lie in 'image' .* no boxes"),
+        ([DECODE, BOXES, ("ten_crop", TenCrop(8))], "boxes 'boxes' lie in 'image' .* no boxes"),
+        ([DECODE, BOXES, SANITIZE, ("flip", HorizontalFlip())], "put sanitize_boxes behind"),
+        ([DECODE, BOXES, NORMALIZED, ("flip", HorizontalFlip())], "put sanitize_boxes behind"),
+        ([DECODE, BOXES, SANITIZE, ("resize", Resize((8, 8)))], "put sanitize_boxes behind"),
+        ([DECODE, BOXES, SANITIZE, ("five_crop", FiveCrop(8))], "put sanitize_boxes behind"),
+        (
+            [DECODE, BOXES, ("pad", CropOrPad("boxes", 9)), ("flip", HorizontalFlip())],
+            "boxes 'boxes' lie in 'image'",
+        ),
+        (
+            [
+                DECODE,
+                BOXES,
+                ("copy", Copy("image", "view")),
+                ("crop", RandomCrop(8, boxes=("boxes",))),
+                ("crop", RandomCrop(8, field="view", boxes=("boxes",))),
+            ],
+            "the boxes 'boxes' have moved with 'image', and 'view' has not",
+        ),
     ],
 )
 def test_a_chain_that_would_leave_boxes_behind_is_refused(
@@ -312,6 +349,11 @@ def test_copies_of_an_image_move_copies_of_its_boxes() -> None:
     ]
     made = Chain(steps, SOURCE).made
     assert made["view_boxes"].shape == made["boxes"].shape == (None, 4)
+
+
+def test_parts_of_an_image_stay_the_same_parts_in_another_size() -> None:
+    steps: list[tuple[str, Transform]] = [DECODE, BOXES, NORMALIZED, ("resize", Resize((8, 8)))]
+    assert Chain(steps, SOURCE).made["image"].shape == (8, 8, 3)
 
 
 def test_a_wrong_option_is_refused() -> None:

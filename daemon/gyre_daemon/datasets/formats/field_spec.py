@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -53,6 +53,8 @@ class FieldSpec:
         forms: how each schema of the shards stores the field; empty if all store it as this says.
         row_lengths: that the rows of a batch may have, where a sample may be several rows; see
             [Note: Rows of a batch] in `fetching.packed`. Empty where each sample is one row.
+        image: of boxes and masks that transforms made: the field with the image that they belong
+            to. What reads the field does not depend on it.
     """
 
     name: str
@@ -68,6 +70,7 @@ class FieldSpec:
     default: bytes = b""
     forms: "tuple[FieldSpec, ...]" = ()
     row_lengths: tuple[int, ...] = ()
+    image: str = field(default="", compare=False)
 
     @property
     def element_bytes(self) -> int:

@@ -65,6 +65,10 @@ class ListedFormat(Protocol):
     def pattern(self) -> str:
         """The files that are usually meant; see `Format.pattern`."""
 
+    @property
+    def reads_apart(self) -> bool:
+        """Whether a process of its own reads a manifest: parsed at once, it would block others."""
+
     def is_wanted(self, name: str) -> bool:
         """Whether a file of this name, without its folder, is one of the dataset."""
 

@@ -49,6 +49,7 @@ from gyre_daemon.datasets.indexing.discovery.shard_lists import (
     open_shard_list,
 )
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
+from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
 from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
@@ -103,6 +104,7 @@ class Indexer:
         self._shards = ShardIndexer(
             sidecars, self._checksums, self._threads, self._processes, opener.options
         )
+        self._manifests = ManifestReader(self._threads, self._processes, opener.options)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
         self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
@@ -126,7 +128,7 @@ class Indexer:
             config = replace(config, format=SHARD_LISTS)
         found = FoundFormat(config.format)
         if not config.format:
-            found = await find_format(self._opener, location, config)
+            found = await find_format(self._opener, location, config, self._manifests.read)
             config = replace(config, format=found.name)
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
@@ -138,7 +140,7 @@ class Indexer:
                     "are one shard; leave `append` out"
                 )
             dataset_format = found.files or await list_files(
-                self._opener, location, config, dataset_format
+                self._opener, location, config, dataset_format, self._manifests.read
             )
             source = dataset_format.storage
         elif listed:

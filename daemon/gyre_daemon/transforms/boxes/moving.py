@@ -7,6 +7,7 @@ cuts its boxes and multiplies the visible parts. It drops none, so that the numb
 depends on chance: `SanitizeBoxes` drops them at the end, and counts those that stay.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ _LEAST_DEPTH = 1e-9  # of points that a perspective sends behind the eye
 
 def boxes_field(length: int | None, image: str) -> Field:
     """The field of boxes of which each sample has this number."""
-    return Field(np.dtype(np.float32), (length, NUM_COLUMNS), image=image)
+    return Field(np.dtype(np.float32), (length, NUM_COLUMNS), is_whole=True, image=image)
 
 
 def check_boxes(name: str, field: Field) -> None:
@@ -42,14 +43,20 @@ def check_boxes(name: str, field: Field) -> None:
         )
 
 
-def moved_field(name: str, field: Field, image: str) -> Field:
+def moved_field(name: str, fields: Mapping[str, Field], image: str) -> Field:
     """The field of boxes that a transform of an image takes along.
 
     Raises:
-        ValueError: they are no boxes.
+        ValueError: they are no boxes, or lie elsewhere.
     """
+    field = fields[name]
     check_boxes(name, field)
-    return replace(field, image=image)
+    if field.image not in ("", image) and not field.is_whole and fields[image].is_whole:
+        raise ValueError(
+            f"the boxes {name!r:.100} have moved with {field.image!r:.100}, and {image!r:.100} has "
+            "not; take a copy of the boxes along, made where the image was copied"
+        )
+    return replace(field, image=image, is_whole=False)
 
 
 def shifted(x: float, y: float) -> Matrix:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from gyre_daemon.transforms.boxes.decode import BoxFormat
-from gyre_daemon.transforms.boxes.moving import NUM_COLUMNS, Boxes, areas, check_boxes
+from gyre_daemon.transforms.boxes.moving import NUM_COLUMNS, Boxes, check_boxes
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 _ROUNDING = 1e-6  # a box that was only resized may have lost this part of it
@@ -74,7 +74,15 @@ class SanitizeBoxes(Transform):
         if self.normalized and len(fields[self.image].shape) != 3:
             raise ValueError(f"{self.image!r:.100} is no image; put it before what lays it out")
         length = self.max_boxes or fields[self.boxes].shape[0]
-        made = {self.boxes: Field(np.dtype(np.float32), (length, 4))}
+        made = {
+            self.boxes: Field(
+                np.dtype(np.float32),
+                (length, 4),
+                image=fields[self.boxes].image,
+                is_final=True,
+                is_normalized=self.normalized,
+            )
+        }
         for name in self.fields:
             before = fields[name]
             if not before.shape:
@@ -104,10 +112,11 @@ class SanitizeBoxes(Transform):
 
     def _stay(self, boxes: Boxes) -> npt.NDArray[np.bool_]:
         corners = boxes[:, :4].astype(np.float64)
-        sizes = corners[:, 2:] - corners[:, :2]
+        # float32 rounds both edges, and a box as small as is allowed stays
+        sizes = corners[:, 2:] - corners[:, :2] + np.spacing(boxes[:, 2:4])
         visible = boxes[:, NUM_COLUMNS - 1]
         stay: npt.NDArray[np.bool_] = (visible > 0) & (visible >= self.min_visible - _ROUNDING)
-        stay &= (sizes >= self.min_size).all(1) & (areas(corners) >= self.min_area)
+        stay &= (sizes >= self.min_size).all(1) & (sizes.prod(1) >= self.min_area)
         return stay
 
     def _formatted(self, corners: Boxes, sample: Sample) -> Boxes:

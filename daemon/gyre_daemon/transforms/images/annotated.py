@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gyre_daemon.transforms.boxes.moving import Matrix, moved, moved_field
+from gyre_daemon.transforms.images.left_behind import check_left_behind
 from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
 from gyre_daemon.transforms.transform import Field, Sample
 
@@ -35,17 +36,27 @@ class AnnotatedTransform(ImageTransform):
                 f"masks and boxes are {names:.200}; name each of them once, and none of them "
                 f"{self.field!r:.100}"
             )
-        for name, field in fields.items():
-            if field.image == self.field and name not in self.boxes:
-                raise ValueError(
-                    f"the boxes {name!r:.100} lie in {self.field!r:.100} and would stay where they "
-                    f'are while its pixels move; take them along: boxes = ["{name:.100}"]'
-                )
-        pixels = [self.field, *self.masks]
-        made = {name: self.made_of(name, fields[name]) for name in pixels}
-        # what is mirrored or turned has the same shape, but no longer the pixels of its file
-        made = {name: replace(field, is_whole=False) for name, field in made.items()}
-        return made | {name: moved_field(name, fields[name], self.field) for name in self.boxes}
+        check_left_behind(
+            self.field,
+            {name: field for name, field in fields.items() if name not in self.inputs},
+            is_whole=fields[self.field].is_whole,
+            is_random=self.is_random,
+            is_resize=self.is_resize,
+        )
+        made = {self.field: self._made_of(self.field, fields, fields[self.field].image)}
+        made |= {name: self._made_of(name, fields, self.field) for name in self.masks}
+        return made | {name: moved_field(name, fields, self.field) for name in self.boxes}
+
+    def _made_of(self, name: str, fields: Mapping[str, Field], image: str) -> Field:
+        """What is mirrored or turned has its shape, but no longer the pixels of its file."""
+        is_index = fields[name].is_index
+        made = self.made_of(name, fields[name])
+        return replace(made, is_whole=False, image=image, is_index=is_index)
+
+    @property
+    def is_resize(self) -> bool:
+        """Whether points stay where they are as parts of the width and height."""
+        return False
 
     def made_of(self, name: str, before: Field) -> Field:
         """What becomes of the image or of a mask.

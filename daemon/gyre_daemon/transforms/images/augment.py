@@ -9,7 +9,8 @@ import numpy as np
 from msgspec import Meta
 from PIL import Image, ImageEnhance, ImageOps
 
-from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, to_pillow
+from gyre_daemon.transforms.images.left_behind import MovesAlone
+from gyre_daemon.transforms.images.pixels import Pixels, to_pillow
 from gyre_daemon.transforms.transform import Sample
 
 _NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
@@ -77,7 +78,7 @@ _NAMES = tuple(OPERATIONS)
 
 
 @dataclass(frozen=True)
-class RandAugment(ImageTransform):
+class RandAugment(MovesAlone):
     """Does some of `OPERATIONS`, drawn at random, as `RandAugment` of torchvision does.
 
     Attributes:
@@ -89,11 +90,6 @@ class RandAugment(ImageTransform):
     num_ops: Annotated[int, Meta(ge=0, le=16)] = 2
     magnitude: Annotated[int, Meta(ge=0, lt=_NUM_STRENGTHS)] = 9
     field: str = "image"
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

@@ -61,7 +61,10 @@ class DecodeImage(OfField):
         """See `Transform.outputs`."""
         self.require_bytes(fields)
         shape = None, None, 3 if self.colors == "rgb" else 1
-        return {self.to: Field(np.dtype(np.uint8), shape, is_whole=not self.min_size)}
+        is_index = self.colors == "index"
+        return {
+            self.to: Field(np.dtype(np.uint8), shape, is_whole=not self.min_size, is_index=is_index)
+        }
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from gyre_daemon.transforms.images.decode import FACTORS, DecodeImage
 from gyre_daemon.transforms.images.geometry import Positive, RandomResizedCrop, Size, pair
+from gyre_daemon.transforms.images.left_behind import check_left_behind
 from gyre_daemon.transforms.images.pixels import resized_part
 from gyre_daemon.transforms.transform import Field, OfField, Sample
 
@@ -53,6 +54,8 @@ class DecodeRandomResizedCrop(OfField):
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
+        others = {name: field for name, field in fields.items() if name != self.field}
+        check_left_behind(self.to, others, is_whole=True, can_take=False)
         return self._crop.outputs(self._decode.outputs(fields))
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:

@@ -178,6 +178,11 @@ class Resize(AnnotatedTransform):
         """Refuse sizes that are none."""
         pair(self.size)
 
+    @property
+    def is_resize(self) -> bool:
+        """See `AnnotatedTransform.is_resize`."""
+        return True
+
     def made_of(self, name: str, before: Field) -> Field:
         """See `AnnotatedTransform.made_of`."""
         channels = check_image(name, before)

@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from gyre_daemon.transforms.images.augment import OPERATIONS
-from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, to_pillow
+from gyre_daemon.transforms.images.left_behind import MovesAlone
+from gyre_daemon.transforms.images.pixels import Pixels, to_pillow
 from gyre_daemon.transforms.transform import Sample
 
 _NUM_WIDE = 31  # strengths of TrivialAugment, torchvision's `num_magnitude_bins`
@@ -73,13 +74,8 @@ IMAGENET: Sequence[tuple[Change, Change]] = (
 )
 
 
-class _Drawn(ImageTransform):
+class _Drawn(MovesAlone):
     """Does operations that are drawn at random."""
-
-    @property
-    def is_random(self) -> bool:
-        """See `Transform.is_random`."""
-        return True
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""

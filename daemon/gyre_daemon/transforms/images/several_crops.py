@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.transforms.images.geometry import Size, pair
+from gyre_daemon.transforms.images.left_behind import check_left_behind
 from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
 from gyre_daemon.transforms.transform import Field, Sample
 
@@ -37,6 +38,8 @@ class FiveCrop(ImageTransform):
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Transform.outputs`."""
         before = fields[self.field]
+        others = {name: field for name, field in fields.items() if name != self.field}
+        check_left_behind(self.field, others, is_random=False, can_take=False)
         made = Field(before.dtype, (*pair(self.size), check_image(self.field, before)))
         return {f"{self.field}_{number}": made for number in range(self.num_crops)}
 

@@ -4,6 +4,7 @@ The form is that of https://cocodataset.org/#format-data: lists `images`, `annot
 `categories`.
 """
 
+import codecs
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,6 +88,7 @@ class CocoFormat(FilesFormat):
     """A `ListedFormat` whose manifest is a file of annotations."""
 
     pattern = ""  # many files end with .json
+    reads_apart = True
 
     def __init__(self, options: CocoOptions) -> None:
         super().__init__(FilesOptions(fields=options.fields))
@@ -100,7 +102,7 @@ class CocoFormat(FilesFormat):
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """See `ListedFormat.read_manifest`."""
         try:
-            return _manifest(_DECODER.decode(data), self._images)
+            return _manifest(_DECODER.decode(data.removeprefix(codecs.BOM_UTF8)), self._images)
         except (ValueError, RecursionError) as error:
             raise CorruptSample(
                 f"the annotations {name} are damaged: {error}",

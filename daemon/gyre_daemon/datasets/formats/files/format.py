@@ -71,6 +71,7 @@ class FilesOptions:
 class FilesFormat:
     """A `ListedFormat`: nothing but the list of files is read."""
 
+    reads_apart = False
     pattern = "*.{" + ",".join(f"{name},{name.upper()}" for name in IMAGES + AUDIO) + "}"
 
     def __init__(self, options: FilesOptions) -> None:

@@ -172,6 +172,9 @@ def _is_bytes(kind: Any) -> bool:
 def _is_json(kind: Any) -> bool:
     """Whether JSON has all values of a type: objects, lists, texts, numbers and booleans."""
     if types.is_struct(kind):
+        names = [kind.field(place).name for place in range(kind.num_fields)]
+        if len(set(names)) < len(names):  # an object of JSON has each key once
+            return False
         return all(_is_json(kind.field(place).type) for place in range(kind.num_fields))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_json(kind.value_type)

@@ -1,15 +1,15 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
-from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
+from gyre_daemon.errors import InvalidRequest, ShardMissing
+from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import Location
@@ -19,6 +19,8 @@ from gyre_daemon.storage.splits import check_one_tree
 
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30
+# Takes the format, the storage whose only shard is the manifest, and the storage's settings.
+ReadManifest = Callable[[ListedFormat, Storage, Mapping[str, Any]], Awaitable[Manifest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,20 @@ class FileListing:
 
 
 async def list_files(
-    opener: StorageOpener, location: Location, config: DatasetConfig, listed: ListedFormat
+    opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    listed: ListedFormat,
+    read: ReadManifest,
 ) -> FileListing:
     """The files of a location.
+
+    Args:
+        opener: of storages.
+        location: of a folder, or of a manifest.
+        config: of the dataset.
+        listed: its format.
+        read: reads a manifest.
 
     Raises:
         CorruptSample: it is a manifest that is damaged.
@@ -58,8 +71,10 @@ async def list_files(
     manifest: Manifest | None = None
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
-        at = replace(location, paths=(place.path,))
-        manifest = await _read_manifest(opener, at, config, listed)
+        storage = await _open_manifest(opener, location, config, listed, place)
+        manifest = await _read_manifest(storage, location, config, listed, read)
+        if not len(manifest.names):
+            raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))
     files, table = await opener.open_files(
         location,
@@ -77,15 +92,37 @@ async def list_files(
     return FileListing(storage, listed, table, columns)
 
 
+async def _open_manifest(
+    opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    listed: ListedFormat,
+    place: ManifestPlace,
+) -> Storage:
+    """The manifest as the only shard; below the folder, links lead nowhere else than in it."""
+    settings, follow_links = config.storage, config.follow_links
+    name = place.path.removeprefix(place.folder.rstrip("/") + "/")
+    if "/" not in name:
+        at = replace(location, paths=(place.path,))
+        return await opener.open(at, settings, "*", follow_links=follow_links)
+    at, names = replace(location, paths=(place.folder,)), Texts.of([name.encode()])
+    storage, _ = await opener.open_files(
+        at, settings, listed.is_wanted, names, follow_links=follow_links
+    )
+    return storage
+
+
 async def _read_manifest(
-    opener: StorageOpener, location: Location, config: DatasetConfig, listed: ListedFormat
+    storage: Storage,
+    location: Location,
+    config: DatasetConfig,
+    listed: ListedFormat,
+    read: ReadManifest,
 ) -> Manifest:
-    storage = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
     (shard,) = storage.shards
     if shard.size_bytes > _MAX_MANIFEST_BYTES:
         raise InvalidRequest(
             f"the manifest {location.text} has {shard.size_bytes} bytes, more than "
             f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
         )
-    (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
-    return await asyncio.to_thread(listed.read_manifest, shard.name, data)
+    return await read(listed, storage, config.storage)
