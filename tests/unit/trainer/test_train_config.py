@@ -169,7 +169,7 @@ _TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | 
     [
         ({"pretrained": "here", "config": {"model_type": "llama"}}, "either `pretrained`"),
         ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
-        ({"config": {"model_type": "no such family"}}, "no configuration for transformers"),
+        ({"config": {"model_type": "no such family"}}, "has no `model_type` 'no such family'"),
         ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
         (
             {"config": {"model_type": "vit"}},

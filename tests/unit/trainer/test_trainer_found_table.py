@@ -144,3 +144,16 @@ def test_attention_that_needs_a_source_is_tried_with_a_mask_too() -> None:
         model: nn.Module = library.T5GemmaForConditionalGeneration(config)
     rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
     assert rules["model.decoder.layers.0.cross_attn"].groups == ("num_key_value_groups",)
+
+
+def test_attention_that_fails_without_an_optional_source_is_tried_with_a_mask_too() -> None:
+    from transformers.models.mllama import configuration_mllama, modeling_mllama
+
+    of_text: Any = configuration_mllama.MllamaTextConfig
+    of_models: Any = modeling_mllama.MllamaForCausalLM
+    layers = {"cross_attention_layers": [1], "rope_scaling": {"rope_type": "default"}}
+    config = of_text(**SIZES | HEADS | layers | {"pad_token_id": 0})
+    with torch.device("meta"):
+        model: nn.Module = of_models(config)
+    rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
+    assert rules["model.layers.1.cross_attn"].groups == ("num_key_value_groups",)

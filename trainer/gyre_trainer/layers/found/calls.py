@@ -105,6 +105,23 @@ def required_sources(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _sources().items() if name in required}
 
 
+def needed_argument(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """An argument that is None by default, where the module cannot be called without it.
+
+    Args:
+        module: in evaluation.
+        arguments: others, to call it with.
+    """
+    if outputs_of(module, arguments) is not None:
+        return {}
+    sources = other_arguments(module, arguments)
+    sources.pop(MASK, None)
+    known = {MASK, *arguments, *sources}
+    tried = sources | optional_arguments(module, known)
+    given = ({name: each} for name, each in tried.items())
+    return next((each for each in given if outputs_of(module, arguments | each)), {})
+
+
 def _sources() -> dict[str, Tensor]:
     return dict.fromkeys(_SOURCES, _random(_BATCH, _SOURCE_TIME, WIDTH))
 

@@ -57,12 +57,14 @@ class BlockFinder:
                 rule = find_split_rule(module, self._num_slices, **self._options)
             self._tried[key] = rule
         rule = self._tried[key]
-        if rule is not None and rule.caches_heads and not self._shares_caches:
+        if rule is None or (rule.caches_heads and not self._shares_caches):
             return None
-        num_places = {self._num_places[id(each)] for each in module.parameters()}
-        if rule is not None and rule.linear_in and len(num_places) > 1:
+        if rule.linear_in and self._is_tied_in_part(module):
             return None
         return rule
+
+    def _is_tied_in_part(self, module: nn.Module) -> bool:
+        return len({self._num_places[id(each)] for each in module.parameters()}) > 1
 
     def _shares_parts(self, module: nn.Module) -> bool:
         inside = (each for each in module.modules() if each is not module)

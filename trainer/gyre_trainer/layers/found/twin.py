@@ -16,6 +16,7 @@ from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
     batched_arguments,
+    needed_argument,
     optional_arguments,
     other_arguments,
     outputs_of,
@@ -114,6 +115,7 @@ class Twin:
         arguments = plain_arguments(twin, attends=isinstance(rule, AttentionRule))
         if isinstance(rule, AttentionRule):
             arguments |= required_sources(twin)
+            arguments |= needed_argument(twin.eval(), arguments)
         others = other_arguments(twin, arguments)
         others = optional_arguments(twin, {*arguments, *others}) | others
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
