@@ -1,6 +1,7 @@
 """What a deep model's step costs follows from a few of its layers."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -91,12 +92,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", Strategy)
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", EXPERTS)
-def test_few_experts_tell_what_eight_cost(
-    family: str, recompute: bool, strategy: Strategy
-) -> None:
+COUNTED = [
+    ("olmoe", True, Strategy.GYRE),
+    ("qwen3_moe", False, Strategy.FSDP2_LAYER),
+    *(
+        pytest.param(*each, marks=pytest.mark.models)
+        for each in product(EXPERTS, (False, True), Strategy)
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "recompute", "strategy"), COUNTED)
+def test_few_experts_tell_what_eight_cost(family: str, recompute: bool, strategy: Strategy) -> None:
     """Of layers with eight, the first one without experts in the second family."""
     keys = LLAMA | {"model_type": family, "num_hidden_layers": 5} | EXPERTS[family]
     settings = config({"config": keys}, recompute=recompute)
@@ -104,8 +111,9 @@ def test_few_experts_tell_what_eight_cost(
     assert (jobs.num_layers, jobs.num_experts) == (5, 8)
     counted = figures(dry_run(settings, strategy, 2))
     told = step_figures(settings, strategy, 2)
-    assert told.sent_bytes == counted.sent_bytes
     assert told.operations == counted.operations
+    # A rank's rows of a router are rounded up, with two, three and eight of them.
+    assert told.sent_bytes == pytest.approx(counted.sent_bytes, rel=0.01)
     assert told.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.01)
 
 
@@ -211,3 +219,11 @@ def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
 def test_an_unknown_family_is_named_without_all_others() -> None:
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no `model_type` 'llama5'$"):
         layer_kinds(config({"config": {"model_type": "llama5"}}))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"num_experts": 4}, {"n_group": 2}], ids=["few", "chosen in groups"]
+)
+def test_all_experts_are_measured_where_few_would_not_tell(keys: dict[str, int]) -> None:
+    family = LLAMA | {"model_type": "olmoe"} | EXPERTS["olmoe"] | keys
+    assert FigureJobs.of(config({"config": family})).num_experts == 0

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
+from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
@@ -176,3 +177,27 @@ def test_bfloat16_halves_the_residual_stream_too() -> None:
         return int(live[:, CATEGORIES.index(Category.ACTIVATIONS)].max())
 
     assert activations("bfloat16") < 0.6 * activations("float32")
+
+
+def test_a_plan_of_a_million_tokens_is_asked_for_and_more_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["plan", "--model", "none", "--batch", "8", "--sequence"]
+    assert parse([*arguments, "1048576"]).sequence == 2**20
+    with pytest.raises(SystemExit):
+        parse([*arguments, "1048577"])
+    assert "1048577 is not from 1 to 1048576" in capsys.readouterr().err
+
+
+def test_activations_of_a_million_tokens_are_counted() -> None:
+    """Nothing of the dry run itself has their size."""
+    keys = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32}
+    model = keys | {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def activations(length: int) -> int:
+        data = {"dataset": "none", "batch_size": 2, "sequence_length": length}
+        run = {"out": "nowhere", "steps": 9}
+        settings = build(TrainConfig, {"run": run, "data": data, "model": {"config": model}}, "")
+        return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
+
+    assert activations(2**20) == pytest.approx(16 * activations(2**16), rel=0.01)

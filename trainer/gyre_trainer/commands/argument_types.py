@@ -4,7 +4,7 @@ import argparse
 
 # Of ranks, and of steps of a trace: more would keep a machine busy for ever.
 _MAX_COUNT = 65_536
-# Of tokens of a sample, which a plan only counts with: the longest contexts of models have a million.
+# Of tokens of a sample, which a plan only counts: the longest contexts of models have a million.
 _MAX_LENGTH = 2**20
 
 

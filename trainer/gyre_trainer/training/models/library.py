@@ -68,7 +68,7 @@ class LibraryConfig:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts that a token chooses from, as the configuration says; 0 for none."""
+        """How many experts a token chooses from, as the configuration says; 0 for none."""
         text = text_config(library_config(self))
         key = _experts_key(text)
         return getattr(text, key) or 0 if key else 0
