@@ -5,14 +5,16 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, figures, layer_kinds, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.growth.depth import FigureJobs, figures, layer_kinds, step_figures
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.modules_table import module_counts, modules_table
 from gyre_trainer.accounting.plan_tables import shape_of
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 
 GPT = {
@@ -43,6 +45,11 @@ def config(model: dict[str, Any], *, recompute: bool = False) -> TrainConfig:
         "memory": {"recompute": recompute},
     }
     return build(TrainConfig, sections, "")
+
+
+def kinds_of(settings: TrainConfig) -> tuple[int, int]:
+    with torch.device("meta"):
+        return layer_kinds(plain(settings.model))
 
 
 @pytest.mark.parametrize("strategy", Strategy)
@@ -125,10 +132,10 @@ def test_layers_that_differ_are_not_alike() -> None:
         "mlp_only_layers": [0],
         "head_dim": 16,
     }
-    assert layer_kinds(config({"config": LLAMA})) == (0, 6)
-    assert layer_kinds(config({"config": mixed})) == (1, 5)
+    assert kinds_of(config({"config": LLAMA})) == (0, 6)
+    assert kinds_of(config({"config": mixed})) == (1, 5)
     mixed["mlp_only_layers"] = [0, 2, 4]
-    assert layer_kinds(config({"config": mixed})) == (0, 0)
+    assert kinds_of(config({"config": mixed})) == (0, 0)
 
 
 def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
@@ -187,7 +194,7 @@ NESTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", NESTED)
 def test_configurations_of_several_parts_are_planned(family: str) -> None:
     settings = config({"config": {"model_type": family} | NESTED[family]})
-    assert layer_kinds(settings) == (0, 5)
+    assert kinds_of(settings) == (0, 5)
     assert step_figures(settings, Strategy.GYRE, 2).sent_bytes > 0
 
 
@@ -204,7 +211,7 @@ def test_a_decoder_with_a_configuration_of_its_own_has_its_layers() -> None:
     side = TEXT | {"head_dim": 8}
     sides = {"encoder": side | {"num_hidden_layers": 1}, "decoder": side}
     settings = config({"config": {"model_type": "t5gemma", "vocab_size": 128, **sides}})
-    assert layer_kinds(settings) == (0, 0)
+    assert kinds_of(settings) == (0, 0)
     assert shape_of(settings) == (5, 32)
 
 
@@ -218,7 +225,7 @@ def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
 
 def test_an_unknown_family_is_named_without_all_others() -> None:
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no `model_type` 'llama5'$"):
-        layer_kinds(config({"config": {"model_type": "llama5"}}))
+        kinds_of(config({"config": {"model_type": "llama5"}}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from gyre_trainer.accounting.known_values import FewExperts
@@ -23,7 +22,6 @@ from gyre_trainer.accounting.step_cost import (
     StepCost,
     expert_lists,
 )
-from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 
@@ -38,18 +36,20 @@ _Stretch = tuple[str, Live, Sequence[str]]
 
 
 def num_experts(config: TrainConfig) -> int:
-    """The number of experts in each list of the model's layers.
+    """The number of experts that tokens choose from, if few of a list would tell the rest.
 
-    0 where there is no list, where lists or their experts differ, where experts are few, and where
-    tokens choose groups of experts first.
+    0 where experts are few, and where tokens choose groups of experts first.
     """
     model = config.model
-    if isinstance(model, GPTConfig) or model.num_experts < _MIN_EXPERTS or model.has_expert_groups:
+    if isinstance(model, GPTConfig) or model.has_expert_groups:
         return 0
-    with torch.device("meta"):
-        lists = [each for block in blocks_of(plain(model)) for each in expert_lists(block)]
-    alike = all(len(each) == model.num_experts and _are_alike(each) for each in lists)
-    return model.num_experts if lists and alike else 0
+    return model.num_experts if model.num_experts >= _MIN_EXPERTS else 0
+
+
+def has_lists(blocks: Sequence[nn.Module], num: int) -> bool:
+    """Whether the layers have lists of ``num`` experts, all of which are alike."""
+    lists = [each for block in blocks for each in expert_lists(block)]
+    return bool(lists) and all(len(each) == num and _are_alike(each) for each in lists)
 
 
 def with_few_experts(config: TrainConfig, num: int) -> tuple[TrainConfig, FewExperts]:

@@ -14,16 +14,18 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.few_experts import (
+from gyre_trainer.accounting.growth.few_experts import (
     FEW,
     MARKS,
     MORE,
     Live,
     grown,
     growth_of,
+    has_lists,
     num_experts,
     with_all_experts,
     with_few_experts,
@@ -99,9 +101,15 @@ class FigureJobs:
         Raises:
             ConfigError: there is no such model.
         """
-        num_leading, num_alike = layer_kinds(config)
+        is_long = num_experts(config) > 0
+        # Thousands of modules take seconds to make, also on `meta`.
+        built = with_few_experts(config, FEW)[0] if is_long else config
+        with torch.device("meta"):
+            model = plain(built.model)
+        num_leading, num_alike = layer_kinds(model)
         num_layers = num_leading + num_alike if num_alike else 0
-        return cls(config, num_layers, num_leading, num_experts(config))
+        is_told = is_long and has_lists(blocks_of(model), FEW)
+        return cls(config, num_layers, num_leading, num_experts(config) if is_told else 0)
 
     def configs(self, strategy: Strategy = Strategy.GYRE) -> list[TrainConfig]:
         """The models that tell about one strategy, the deepest first, each with all its experts."""
@@ -159,18 +167,15 @@ def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Ste
     return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
 
 
-def layer_kinds(config: TrainConfig) -> tuple[int, int]:
+def layer_kinds(model: nn.Module) -> tuple[int, int]:
     """The number of leading layers of another kind, and of the layers that are alike after them.
 
     The second is 0 where the last layers are not alike, or too many are of another kind. Leading
     layers differ only in a causal model: an encoder's are followed by a decoder's.
     """
-    with torch.device("meta"):
-        model = plain(config.model)
-        blocks = blocks_of(model)
     kinds = [
         (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
-        for block in blocks
+        for block in blocks_of(model)
     ]
     num_alike = len(list(takewhile(lambda kind: kind == kinds[-1], reversed(kinds))))
     num_leading = len(kinds) - num_alike
