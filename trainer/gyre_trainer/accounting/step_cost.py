@@ -144,7 +144,7 @@ class _Observer:
 
     def _end_expert(self, expert: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: self._live.mark(EXPERT_BACKWARD))
+            output.register_hook(lambda _: self._live.mark(EXPERT_BACKWARD))  # type: ignore[no-untyped-call]
 
     def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
         features = output if isinstance(output, Tensor) else output[0]
