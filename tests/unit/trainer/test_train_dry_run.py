@@ -58,7 +58,8 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     flags_and_meeting = num_rows * (num_ranks - 1) + 4 if num_ranks > 1 else 0
     share = (num_ranks - 1) / num_ranks
     num_norms = sum("norm" in name for name, _ in plain(settings.model).named_parameters())
-    averaged = norms + 4 * num_norms  # and whether any rank has a gradient of each
+    # and of each whether any rank has a gradient, and whether all train it
+    averaged = norms + 2 * 4 * num_norms
     of_slices = 3 * (rotated - 4 * num_rows * width) + 2 * averaged
     of_rows = 4 * width * 2 * num_tokens
     assert cost.sent_bytes == share * (of_slices + of_rows) + flags_and_meeting
