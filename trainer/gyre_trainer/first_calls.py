@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gyre_trainer.errors import TrainError
 from gyre_trainer.inspection.rule_checks import check_checkpoints, check_rule
+from gyre_trainer.inspection.shared_refusal import refusing_together
 from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.split.block import SplitBlock, block_of, entry_of
 from gyre_trainer.layers.whole_graph import mark_first_call_hook
@@ -51,7 +52,8 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
             with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 check_checkpoints(rotated.rotation, args, kwargs)
                 if proves:
-                    check_rule(rotated.rotation, args, kwargs)
+                    with refusing_together(rotated.rotation):
+                        check_rule(rotated.rotation, args, kwargs)
                 if verifies:
                     verify_module(rotated.rotation, args, kwargs)
         except Exception as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.verification import _close, _off
@@ -226,3 +227,42 @@ def test_rounding_of_few_bits_is_no_difference(ranks: StartRanks) -> None:
     assert ranks(2).run(told_in_bfloat16, Attention) == ["", ""]
     for refused in ranks(2).run(told_in_bfloat16, Doubled):
         assert "Doubled computes something else when it rotates: output 0 is off" in refused
+
+
+class DiffersOnOneRank(MLP):
+    """On rank 1 alone, it divides by a width that is another one in a slice, if it is told to."""
+
+    is_wrong = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        is_wrong = self.is_wrong and dist.get_rank() == 1
+        return output / self.up.weight.shape[0] if is_wrong else output
+
+
+class AddsAnInputOnOneRank(MLP):
+    """On rank 1 alone, its output is not linear in its last weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x if dist.get_rank() == 1 else 0)
+
+
+@torch.no_grad()
+def told_where_one_rank_refuses() -> list[str]:
+    """What two calls end in of which rank 1 alone refuses one, and one that all make after them."""
+    torch.manual_seed(0)
+    wrong, _ = rotated(DiffersOnOneRank(4, 8).eval(), verify=True)
+    other, _ = rotated(AddsAnInputOnOneRank(4, 8).eval(), verify=False)
+    right, _ = rotated(MLP(4, 8).eval(), verify=True)
+    return [told(lambda: each(torch.ones(2, 4))) for each in (wrong, other, right)]  # noqa: B023
+
+
+def test_all_ranks_learn_at_once_that_one_refuses(ranks: StartRanks) -> None:
+    """The ranks live on, and their ring works afterwards."""
+    results = ranks(3).run(told_where_one_rank_refuses)
+    for rank, (compared, proven, right) in enumerate(results):
+        assert compared.startswith("rank 1 refuses ") == (rank != 1)
+        assert "DiffersOnOneRank computes something else when it rotates: output 0 is" in compared
+        assert proven.startswith("rank 1 refuses ") == (rank != 1)
+        assert "the output of RotatedAddsAnInputOnOneRank is not linear in down.weight" in proven
+        assert right == ""

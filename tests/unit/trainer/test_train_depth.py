@@ -1,17 +1,20 @@
 """What a deep model's step costs follows from a few of its layers."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, figures, num_alike_layers, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.growth.depth import FigureJobs, figures, layer_kinds, step_figures
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.modules_table import module_counts, modules_table
 from gyre_trainer.accounting.plan_tables import shape_of
 from gyre_trainer.accounting.side_by_side import side_by_side
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 
 GPT = {
@@ -42,6 +45,11 @@ def config(model: dict[str, Any], *, recompute: bool = False) -> TrainConfig:
         "memory": {"recompute": recompute},
     }
     return build(TrainConfig, sections, "")
+
+
+def kinds_of(settings: TrainConfig) -> tuple[int, int]:
+    with torch.device("meta"):
+        return layer_kinds(plain(settings.model))
 
 
 @pytest.mark.parametrize("strategy", Strategy)
@@ -84,6 +92,38 @@ def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     assert "model.layers.*.self_attn.q_proj.lora_A.default x6  replicated" in shown
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"head_dim": 16, "mlp_only_layers": [0]},
+}
+
+
+COUNTED = [
+    ("olmoe", True, Strategy.GYRE),
+    ("qwen3_moe", False, Strategy.FSDP2_LAYER),
+    *(
+        pytest.param(*each, marks=pytest.mark.models)
+        for each in product(EXPERTS, (False, True), Strategy)
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "recompute", "strategy"), COUNTED)
+def test_few_experts_tell_what_eight_cost(family: str, recompute: bool, strategy: Strategy) -> None:
+    """Of layers with eight, the first one without experts in the second family."""
+    keys = LLAMA | {"model_type": family, "num_hidden_layers": 5} | EXPERTS[family]
+    settings = config({"config": keys}, recompute=recompute)
+    jobs = FigureJobs.of(settings)
+    assert (jobs.num_layers, jobs.num_experts) == (5, 8)
+    counted = figures(dry_run(settings, strategy, 2))
+    told = step_figures(settings, strategy, 2)
+    assert told.operations == counted.operations
+    # A rank's rows of a router are rounded up, with two, three and eight of them.
+    assert told.sent_bytes == pytest.approx(counted.sent_bytes, rel=0.01)
+    assert told.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.01)
+
+
 def test_layers_that_differ_are_not_alike() -> None:
     mixed = LLAMA | {
         "model_type": "qwen3_moe",
@@ -92,8 +132,10 @@ def test_layers_that_differ_are_not_alike() -> None:
         "mlp_only_layers": [0],
         "head_dim": 16,
     }
-    assert num_alike_layers(config({"config": LLAMA})) == 6
-    assert num_alike_layers(config({"config": mixed})) == 0
+    assert kinds_of(config({"config": LLAMA})) == (0, 6)
+    assert kinds_of(config({"config": mixed})) == (1, 5)
+    mixed["mlp_only_layers"] = [0, 2, 4]
+    assert kinds_of(config({"config": mixed})) == (0, 0)
 
 
 def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
@@ -152,7 +194,7 @@ NESTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", NESTED)
 def test_configurations_of_several_parts_are_planned(family: str) -> None:
     settings = config({"config": {"model_type": family} | NESTED[family]})
-    assert num_alike_layers(settings) == 5
+    assert kinds_of(settings) == (0, 5)
     assert step_figures(settings, Strategy.GYRE, 2).sent_bytes > 0
 
 
@@ -169,7 +211,7 @@ def test_a_decoder_with_a_configuration_of_its_own_has_its_layers() -> None:
     side = TEXT | {"head_dim": 8}
     sides = {"encoder": side | {"num_hidden_layers": 1}, "decoder": side}
     settings = config({"config": {"model_type": "t5gemma", "vocab_size": 128, **sides}})
-    assert num_alike_layers(settings) == 0
+    assert kinds_of(settings) == (0, 0)
     assert shape_of(settings) == (5, 32)
 
 
@@ -183,4 +225,12 @@ def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
 
 def test_an_unknown_family_is_named_without_all_others() -> None:
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no `model_type` 'llama5'$"):
-        num_alike_layers(config({"config": {"model_type": "llama5"}}))
+        kinds_of(config({"config": {"model_type": "llama5"}}))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"num_experts": 4}, {"n_group": 2}], ids=["few", "chosen in groups"]
+)
+def test_all_experts_are_measured_where_few_would_not_tell(keys: dict[str, int]) -> None:
+    family = LLAMA | {"model_type": "olmoe"} | EXPERTS["olmoe"] | keys
+    assert FigureJobs.of(config({"config": family})).num_experts == 0

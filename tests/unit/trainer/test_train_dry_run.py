@@ -8,6 +8,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
+from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
@@ -57,7 +58,8 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     flags_and_meeting = num_rows * (num_ranks - 1) + 4 if num_ranks > 1 else 0
     share = (num_ranks - 1) / num_ranks
     num_norms = sum("norm" in name for name, _ in plain(settings.model).named_parameters())
-    averaged = norms + 8 * num_norms  # whether any has a gradient of each, and how many train it
+    # and of each whether any rank has a gradient, and whether all train it
+    averaged = norms + 2 * 4 * num_norms
     of_slices = 3 * (rotated - 4 * num_rows * width) + 2 * averaged
     of_rows = 4 * width * 2 * num_tokens
     assert cost.sent_bytes == share * (of_slices + of_rows) + flags_and_meeting
@@ -176,3 +178,27 @@ def test_bfloat16_halves_the_residual_stream_too() -> None:
         return int(live[:, CATEGORIES.index(Category.ACTIVATIONS)].max())
 
     assert activations("bfloat16") < 0.6 * activations("float32")
+
+
+def test_a_plan_of_a_million_tokens_is_asked_for_and_more_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["plan", "--model", "none", "--batch", "8", "--sequence"]
+    assert parse([*arguments, "1048576"]).sequence == 2**20
+    with pytest.raises(SystemExit):
+        parse([*arguments, "1048577"])
+    assert "1048577 is not from 1 to 1048576" in capsys.readouterr().err
+
+
+def test_activations_of_a_million_tokens_are_counted() -> None:
+    """Nothing of the dry run itself has their size."""
+    keys = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32}
+    model = keys | {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def activations(length: int) -> int:
+        data = {"dataset": "none", "batch_size": 2, "sequence_length": length}
+        run = {"out": "nowhere", "steps": 9}
+        settings = build(TrainConfig, {"run": run, "data": data, "model": {"config": model}}, "")
+        return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
+
+    assert activations(2**20) == pytest.approx(16 * activations(2**16), rel=0.01)

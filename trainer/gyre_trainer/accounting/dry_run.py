@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
 from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
-from gyre_trainer.accounting.known_values import KnownValues
+from gyre_trainer.accounting.known_values import FewExperts, KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.found.finder import block_rules, experts_rules
@@ -36,8 +36,16 @@ from gyre_trainer.training.step import Stepper
 _FEW_TOKENS = 16
 
 
-def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
+def dry_run(
+    config: TrainConfig, strategy: Strategy, num_ranks: int, experts: FewExperts | None = None
+) -> StepCost:
     """What one step costs rank 0, which has the largest slices.
+
+    Args:
+        config: of the run.
+        strategy: how the model is distributed.
+        num_ranks: of the ring.
+        experts: where the model has fewer than its tokens choose from; None where it has all.
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
@@ -46,7 +54,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
     """
     config.require_divisible(num_ranks)
     rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
-    values = KnownValues()
+    values = KnownValues(experts)
     with on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
         examples = stand_in(config, config.data.batch_size // num_ranks)

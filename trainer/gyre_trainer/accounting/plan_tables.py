@@ -9,7 +9,6 @@ import torch
 from gyre_common.counts import counted
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, StepFigures, figures
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.estimate import (
     TENSOR_PARALLEL,
@@ -20,6 +19,7 @@ from gyre_trainer.accounting.estimate import (
     step_seconds,
     tensor_parallel,
 )
+from gyre_trainer.accounting.growth.depth import FigureJobs, StepFigures, figures
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import Job, side_by_side

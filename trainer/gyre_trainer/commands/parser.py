@@ -8,7 +8,7 @@ import shtab
 
 from gyre_trainer import __version__
 from gyre_trainer.commands import actions
-from gyre_trainer.commands.argument_types import positive, rate
+from gyre_trainer.commands.argument_types import length, positive, rate
 from gyre_trainer.training.config import load
 from gyre_trainer.training.run_folder import require_writable
 
@@ -112,7 +112,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     of_model.add_argument(
         "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
     )
-    of_model.add_argument("--sequence", type=positive, help="tokens of a sample")
+    of_model.add_argument("--sequence", type=length, help="tokens of a sample")
     of_model.add_argument("--batch", type=positive, help="samples of all ranks in a step")
     rates = plan.add_argument_group("the ranks")
     rates.add_argument(

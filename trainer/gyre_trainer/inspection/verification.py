@@ -17,6 +17,7 @@ from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rule_checks import largest_finite
+from gyre_trainer.inspection.shared_refusal import refuse_together
 from gyre_trainer.rotation.backward.randomness import generators_of
 from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside, may_drop_out
 from gyre_trainer.rotation.caches.shared_cache import copies_of_caches, is_cache, kept_in_copies
@@ -50,7 +51,8 @@ def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     so. Collective.
 
     Raises:
-        RotationError: on every rank that sees a difference; the message names what differs.
+        RotationError: on every rank of the ring, where one sees a difference; the message names
+            what differs.
     """
     if isinstance(rotation.sharded.flat, FakeTensor):
         return
@@ -112,13 +114,17 @@ def _compare(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any])
             for place, name in different
             if not exact or not _rounded(*(each for _, each in (*compared[place], exact[place])))
         ]
-    for place, name in different:
+    reason = ""
+    for place, name in different[:1]:
         (_, one), (_, other) = compared[place]
         off = _off(*_both(one, other))
-        raise RotationError(
+        reason = (
             f"{rotation.name} computes something else when it rotates: {name} is {off}; its rule "
             "does not fit it, or its forward reads sizes that a slice does not have"
         )
+    refuse_together(rotation, reason)
+    if reason:
+        raise RotationError(reason)
     return True
 
 

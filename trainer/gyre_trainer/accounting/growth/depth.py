@@ -9,14 +9,27 @@ depth.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.growth.few_experts import (
+    FEW,
+    MARKS,
+    MORE,
+    Live,
+    grown,
+    growth_of,
+    has_lists,
+    num_experts,
+    with_all_experts,
+    with_few_experts,
+)
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.side_by_side import Job
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
@@ -29,8 +42,9 @@ from gyre_trainer.training.models.gpt import GPTConfig
 # follow: from two and three layers, its peak came out up to 1.3 % too small or 8 % too large.
 _MORE = 3
 _MORE_OF = {Strategy.FSDP2_LAYER: 4}
-_MARKS = (STEP, "forward", "backward", "clip", "update", BLOCK)
-_Live = npt.NDArray[np.int64]
+# Leading layers of another kind, such as the dense ones before those with experts, are measured
+# with the others. With more of them that would save little.
+_MAX_LEADING = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,11 +84,15 @@ class FigureJobs:
 
     Attributes:
         config: of the run.
-        num_layers: of the model; 0 where they are not all alike.
+        num_layers: of the model; 0 where its last layers are not alike.
+        num_leading: layers of another kind before those that are alike.
+        num_experts: in each list of experts; 0 where all are measured.
     """
 
     config: TrainConfig
     num_layers: int
+    num_leading: int = 0
+    num_experts: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -83,39 +101,60 @@ class FigureJobs:
         Raises:
             ConfigError: there is no such model.
         """
-        return cls(config, num_alike_layers(config))
+        is_long = num_experts(config) > 0
+        # Thousands of modules take seconds to make, also on `meta`.
+        built = with_few_experts(config, FEW)[0] if is_long else config
+        with torch.device("meta"):
+            model = plain(built.model)
+        num_leading, num_alike = layer_kinds(model)
+        num_layers = num_leading + num_alike if num_alike else 0
+        is_told = is_long and has_lists(blocks_of(model), FEW)
+        return cls(config, num_layers, num_leading, num_experts(config) if is_told else 0)
 
     def configs(self, strategy: Strategy = Strategy.GYRE) -> list[TrainConfig]:
-        """The models that tell about one strategy, the deepest first."""
-        more = _MORE_OF.get(strategy, _MORE)
+        """The models that tell about one strategy, the deepest first, each with all its experts."""
+        more = self._deepest(strategy)
         if self.num_layers <= more:
             return [self.config]
         return [_with_layers(self.config, depth) for depth in (more, more - 1)]
 
     def num_more_layers(self, strategy: Strategy = Strategy.GYRE) -> int:
         """The layers that the deepest of these models lacks."""
-        return max(0, self.num_layers - _MORE_OF.get(strategy, _MORE))
+        return max(0, self.num_layers - self._deepest(strategy))
 
     def run(self, strategies: Sequence[Strategy], num_ranks: int) -> Iterator[Job[StepCost]]:
         """The dry runs of each strategy; those that take longest are first."""
         for strategy in strategies:
             for config in self.configs(strategy):
-                yield partial(dry_run, config, strategy, num_ranks)
+                if not self.num_experts:
+                    yield partial(dry_run, config, strategy, num_ranks)
+                    continue
+                for num in (MORE, FEW):
+                    fewer, experts = with_few_experts(config, num)
+                    yield partial(dry_run, fewer, strategy, num_ranks, experts)
 
     def figures(self, strategy: Strategy, costs: Iterator[StepCost]) -> StepFigures:
         """What the next results of `run` say about one strategy."""
-        first, *others = (next(costs) for _ in self.configs(strategy))
+        first, *others = (self._cost(costs) for _ in self.configs(strategy))
         if not others:
             return figures(first)
         more, (few,) = first, others
         times = self.num_more_layers(strategy)
-        at_peak = _extrapolated(few.timeline, more.timeline, times)
+        at_peak = _extrapolated(few.timeline, more.timeline, times, self.num_leading)
         return StepFigures(
             dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
             more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
             more.operations + times * (more.operations - few.operations),
             more.assumes_even_routing,
         )
+
+    def _deepest(self, strategy: Strategy) -> int:
+        return self.num_leading + _MORE_OF.get(strategy, _MORE)
+
+    def _cost(self, costs: Iterator[StepCost]) -> StepCost:
+        """What the next results say about one of `configs`."""
+        more = next(costs)
+        return with_all_experts(next(costs), more, self.num_experts) if self.num_experts else more
 
 
 def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
@@ -128,15 +167,22 @@ def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Ste
     return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
 
 
-def num_alike_layers(config: TrainConfig) -> int:
-    """The number of the model's layers; 0 where they are not all alike."""
-    with torch.device("meta"):
-        blocks = blocks_of(plain(config.model))
-    kinds = {
+def layer_kinds(model: nn.Module) -> tuple[int, int]:
+    """The number of leading layers of another kind, and of the layers that are alike after them.
+
+    The second is 0 where the last layers are not alike, or too many are of another kind. Leading
+    layers differ only in a causal model: an encoder's are followed by a decoder's.
+    """
+    kinds = [
         (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
-        for block in blocks
-    }
-    return len(blocks) if len(kinds) == 1 else 0
+        for block in blocks_of(model)
+    ]
+    num_alike = len(list(takewhile(lambda kind: kind == kinds[-1], reversed(kinds))))
+    num_leading = len(kinds) - num_alike
+    causal = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if num_leading and (num_leading > _MAX_LEADING or num_alike <= num_leading or not causal):
+        return 0, 0
+    return num_leading, num_alike
 
 
 def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
@@ -149,20 +195,22 @@ def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
     return dataclasses.replace(config, model=fewer)
 
 
-def _extrapolated(few: Timeline, more: Timeline, times: int) -> _Live:
+def _extrapolated(few: Timeline, more: Timeline, times: int, num_leading: int) -> Live:
     """Bytes by category at the peak of a step with ``times`` layers more than in ``more``."""
     live = np.concatenate(
         [
             moments
             for (name, fewer), (_, stretches) in zip(_phases(few), _phases(more), strict=True)
-            for moments in _grown(name, fewer, stretches, times)
+            for moments in _grown(name, fewer, stretches, times, num_leading)
         ]
     )
-    at_peak: _Live = live[live.sum(axis=1).argmax()]
+    at_peak: Live = live[live.sum(axis=1).argmax()]
     return at_peak
 
 
-def _grown(phase: str, few: Sequence[_Live], more: Sequence[_Live], times: int) -> Iterator[_Live]:
+def _grown(
+    phase: str, few: Sequence[Live], more: Sequence[Live], times: int, num_leading: int
+) -> Iterator[Live]:
     """The stretches of one phase with ``times`` layers more.
 
     Of the layers between the first and the last one, the one next to the last one has the most
@@ -170,27 +218,19 @@ def _grown(phase: str, few: Sequence[_Live], more: Sequence[_Live], times: int) 
     in backward.
     """
     has_layers = len(more) > len(few)
-    alike = [*more[:2], *more[3:]] if has_layers else more
-    growths = [_growth(*pair) for pair in zip(few, alike, strict=True)]
+    place = 2 if phase == "backward" else 2 + num_leading
+    alike = [*more[:place], *more[place + 1 :]] if has_layers else more
+    growths = [growth_of(*pair) for pair in zip(few, alike, strict=True)]
     if has_layers:
-        growths.insert(2, growths[1] if phase == "backward" else growths[-1])
+        growths.insert(place, growths[1] if phase == "backward" else growths[-1])
     for stretch, growth in zip(more, growths, strict=True):
-        if len(growth) != len(stretch):
-            growth = growth[[growth.sum(axis=1).argmax()]]  # noqa: PLW2901
-        yield stretch + times * growth
+        yield grown(stretch, growth, times)
 
 
-def _growth(few: _Live, more: _Live) -> _Live:
-    """What one more layer adds, moment by moment; in all to the peak where moments differ."""
-    if len(few) == len(more):
-        return more - few
-    return more[[more.sum(axis=1).argmax()]] - few[[few.sum(axis=1).argmax()]]
-
-
-def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[_Live]]]:
+def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[Live]]]:
     """Each phase of the step by its name, with bytes [moments, categories] of each stretch."""
-    bounds = [i for i, event in enumerate(timeline.events) if event in _MARKS]
-    name, stretches = STEP, list[_Live]()
+    bounds = [i for i, event in enumerate(timeline.events) if event in MARKS]
+    name, stretches = STEP, list[Live]()
     for start, stop in zip(bounds, [*bounds[1:], len(timeline.events)], strict=True):
         event = timeline.events[start]
         if event not in (BLOCK, STEP):
