@@ -26,6 +26,9 @@ from gyre_client.transport.connection import Connection
 
 _MAX_STEPS = 100  # in a range: each step is a call
 _MAX_ROWS = 8  # of a step, in the text for people
+# Options that are not taken from a run's files: to whom credentials of the caller's environment are
+# sent, and whether links may lead out of the data's folder, to files of the caller.
+_OF_THE_CALLER = ("storage", "follow_links")
 _OF_PACKING = frozenset(("position", "cu_seqlens", "document_id"))  # whole numbers, no token ids
 
 
@@ -64,7 +67,8 @@ def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
     """Yields the run's own options of its data, which those of the command line replace.
 
     Raises:
-        InvalidRequest: They name code. Who can write a run's files must not choose what runs here.
+        InvalidRequest: They name code, or say what only the caller may. Who can write a run's files
+            must not choose what runs here, nor who gets credentials.
     """
     given = dict(args.option)
     for key, value in args.files.options.items():
@@ -74,6 +78,11 @@ def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
             raise InvalidRequest(
                 f"{args.run_path} has transforms of the form MODULE:CLASS, and a run's files run "
                 "no code: give them again, with --transforms FILE"
+            )
+        if key in _OF_THE_CALLER and value:
+            raise InvalidRequest(
+                f"{args.run_path} has `{key}` in its data.options, which is not taken from a run's "
+                f"files: give it again, with --option '{key}=...'"
             )
         yield key, value
 

@@ -7,6 +7,10 @@ from torch.utils.data import default_collate
 
 from gyre_client.errors import InvalidRequest
 
+# What asks for the iterator of an IterableDataset in every DataLoader, also in those of subclasses,
+# of torchdata and in worker processes.
+_FETCHERS = "torch.utils.data._utils.fetch"
+
 _READS_AHEAD = "leave it out: the daemon reads and decodes in parallel, ahead of the trainer"
 _PINNED = "use `device`, which copies batches to a GPU through pinned memory"
 
@@ -49,12 +53,16 @@ def refuse_stacking(caller: FrameType | None) -> None:
 
     Args:
         caller: Asks for an iterator over the Loader. In a DataLoader it is a method of an object
-            that knows whether the DataLoader collates, and how.
+            that knows whether the DataLoader collates, and how. None where no code of Python asks.
 
     Raises:
         InvalidRequest: It is such a DataLoader.
     """
-    fetcher = caller.f_locals.get("self") if caller else None
+    # `f_locals` of a frame is a copy that lives as long as its function runs: in a function that
+    # trains it would keep models and batches in memory. So no other frame is asked for it.
+    if caller is None or caller.f_globals.get("__name__") != _FETCHERS:
+        return
+    fetcher = caller.f_locals.get("self")
     collates = getattr(fetcher, "auto_collation", None) is True
     if collates and getattr(fetcher, "collate_fn", None) is default_collate:
         raise InvalidRequest(

@@ -247,7 +247,7 @@ class Loader(LoaderSteps):
 
     def __iter__(self) -> EpochIterator:
         accelerated.check_reader(self)
-        refuse_stacking(sys._getframe(1))
+        refuse_stacking(sys._getframe().f_back)
         if not self._restart:
             with self._one_thread:
                 self._place.stream()  # the daemon begins to read

@@ -1,9 +1,11 @@
 """Relative paths in a configuration's file, which count from the folder of that file.
 
-So a daemon reads the same data wherever it was started. Paths in the environment and in flags count
-from the working directory, as those of other programs do.
+So a daemon reads the same data wherever it was started. Where the file is a link, its folder is
+that of the link. Paths in the environment and in flags count from the working directory, as those
+of other programs do.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,14 @@ _KEYS = (
     "index_dir", "cache_dir", "unpack_dir", "report_dir", "audit_log", "tls_certificate", "tls_key",
     "tls_client_ca",
 )  # fmt: skip
-_STORAGE_KEYS = ("ca_file", "token_file")
+_STORAGE_KEYS = (
+    "ca_file", "token_file", "service_account", "service_account_path", "google_service_account",
+    "google_service_account_path", "application_credentials", "google_application_credentials",
+)  # fmt: skip
 _UNIX = "unix:"
+# A brace list of which some choice is an absolute path.
+_ABSOLUTE_CHOICES = re.compile(r"\{+(?:[^{}]*,\{*)?/")
+_BRACES, _WILDCARDS = re.compile(r"[\\{}]"), re.compile(r"[*?[]")
 
 
 def from_folder(folder: Path, path: str) -> str:
@@ -44,8 +52,18 @@ def dataset_from_folder(folder: Path, dataset: DatasetConfig) -> DatasetConfig:
         for key in _STORAGE_KEYS
         if isinstance(path := dataset.storage.get(key), str)
     }
-    uri = from_folder(folder, dataset.uri)
+    uri = _uri_from_folder(folder, dataset.uri)
     return replace(dataset, uri=uri, storage={**dataset.storage, **files})
+
+
+def _uri_from_folder(folder: Path, uri: str) -> str:
+    """As `from_folder`; braces and wildcards count in the URI alone, not in the folder's name."""
+    if _ABSOLUTE_CHOICES.match(uri):
+        return uri
+    name = _BRACES.sub(r"\\\g<0>", str(folder))
+    if _WILDCARDS.search(uri):
+        name = _WILDCARDS.sub(r"[\g<0>]", name)
+    return from_folder(Path(name), uri)
 
 
 def _address(folder: Path, text: str) -> str:

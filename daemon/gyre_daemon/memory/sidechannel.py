@@ -33,6 +33,10 @@ SUFFIX = ".side"
 _BACKLOG = 128
 _REFUSED_PAUSE_S = 1.0
 _MOST_OF_PEERS = 7  # eighths that one user may have; the rest is for a user who comes later
+# Sessions whose arenas one connection carries; a further one gets its batches through gRPC. Clients
+# have a connection for each session. With no bound, one who opens session after session over one
+# connection, and keeps a batch of each, makes the daemon's memory grow.
+_MOST_SESSIONS = 2048
 # Refusals are logged at most once in this time, with their number. An attacker connects thousands
 # of times in a second.
 _LOG_PAUSE_S = 10.0
@@ -54,7 +58,12 @@ class Peer:
         self.connection = connection
         self.principal = principal
         self._is_gone = False
-        self._when_gone: list[Callable[[], None]] = []
+        self._when_gone: dict[Callable[[], None], None] = {}  # in the order of the calls
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it carries the arenas of as many sessions as it may."""
+        return len(self._when_gone) >= _MOST_SESSIONS
 
     def hand_over(self, session_id: str, number: int, arena: Arena) -> bool:
         """Send an arena's descriptor; False where the client is gone or does not take it."""
@@ -79,20 +88,31 @@ class Peer:
         if self._is_gone:
             act()
         else:
-            self._when_gone.append(act)
+            self._when_gone[act] = None
+
+    def forget(self, act: Callable[[], None]) -> None:
+        """Do not call `act`; ignored where nothing would."""
+        self._when_gone.pop(act, None)
 
     def hang_up(self) -> None:
         """Treat the client as gone."""
         self.connection.close()
         self._is_gone = True
         while self._when_gone:
-            self._when_gone.pop()()
+            act, _ = self._when_gone.popitem()
+            act()
 
 
 class ShownArenas:
     """The arenas that a session's client maps, by the number that the client knows them by."""
 
-    def __init__(self, session_id: str, peer: Peer, on_left: Callable[[Arena, int], None]) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        peer: Peer,
+        on_left: Callable[[Arena, int], None],
+        on_gone: Callable[[], None],
+    ) -> None:
         """Nothing is shown yet.
 
         Args:
@@ -100,14 +120,22 @@ class ShownArenas:
             peer: its client.
             on_left: called with an arena that the client should unmap, and its number. If the arena
                 is shown to the client later, it gets another number.
+            on_gone: called when the client reads no shared memory any more and `end` did not come.
         """
         self._session_id = session_id
         self._peer = peer
         self._on_left = on_left
+        self._on_gone = on_gone
         self._numbers: dict[Arena, int] = {}
         self._num_shown = 0
         self._leaving: dict[int, Arena] = {}  # until the client has unmapped them
-        peer.when_gone(self._peer_gone)
+
+    def show_first(self, arena: Arena) -> bool:
+        """Hand the first arena over; False where the client cannot have it, and maps nothing."""
+        if self._peer.is_full or self.number(arena) is None:
+            return False
+        self._peer.when_gone(self._peer_gone)
+        return True
 
     def number(self, arena: Arena) -> int | None:
         """The client's number for an arena, which is handed over where the client lacks it.
@@ -135,11 +163,26 @@ class ShownArenas:
         if arena:
             arena.remove_client(self.arena_left)
 
-    def when_unread(self, act: Callable[[], None]) -> None:
-        """Call `act` once the client reads no shared memory any more."""
-        self._peer.when_gone(act)
+    def end(self, release: Callable[[], None], *, holds: bool) -> None:
+        """The session is over, so the client is told of no arena any more.
+
+        Args:
+            release: called once the client reads no shared memory any more.
+            holds: whether that matters, because it holds batches that others read, too. Otherwise
+                `release` is called now, and nothing of the session is kept until the client goes.
+        """
+        self._peer.forget(self._peer_gone)
+        self._remove()
+        if holds:
+            self._peer.when_gone(release)
+        else:
+            release()
 
     def _peer_gone(self) -> None:
+        self._on_gone()
+        self._remove()
+
+    def _remove(self) -> None:
         arenas = [*self._numbers, *self._leaving.values()]
         self._numbers.clear()
         self._leaving.clear()

@@ -192,10 +192,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         with audited_refusals(owner, request, self._policy):
             session = await self._opener.open(owner, request)
         wants_arenas = request.transport == pb.TRANSPORT_ARENA
-        if peer and wants_arenas and session.share_arenas(peer):
+        give_up = partial(self._give_up, session.session_id, owner)
+        if peer and wants_arenas and session.share_arenas(peer, give_up):
             facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
-            peer.when_gone(partial(self._give_up, session.session_id, owner))
         wanted = session.request
         return pb.SessionOpened(
             session_id=session.session_id,

@@ -38,10 +38,13 @@ class ClientArenas:
         """Whether the client maps arenas, so that batches are not copied to it."""
         return self._shown is not None
 
-    def share(self, session_id: str, peer: Peer, first: Arena) -> bool:
-        """Let a client map the arenas from the first on; False if the side channel fails."""
-        shown = ShownArenas(session_id, peer, self._arena_left)
-        if shown.number(first) is not None:
+    def share(self, session_id: str, peer: Peer, first: Arena, on_gone: Callable[[], None]) -> bool:
+        """Let a client map the arenas from the first on; False if the side channel fails.
+
+        `on_gone` is called when the client leaves the side channel before the session's `end`.
+        """
+        shown = ShownArenas(session_id, peer, self._arena_left, on_gone)
+        if shown.show_first(first):
             self._shown = shown
         return self.are_shared
 
@@ -76,11 +79,14 @@ class ClientArenas:
             steps += self._moved.pop(number, ())
         return steps
 
-    def end(self, release: Callable[[], None]) -> None:
-        """Call `release` once the client reads no shared memory any more."""
+    def end(self, release: Callable[[], None], *, holds: bool) -> None:
+        """Call `release` once the client reads no shared memory any more.
+
+        That is now where it maps none, or `holds` nothing that others read.
+        """
         shown, self._shown = self._shown, None
         if shown:
-            shown.when_unread(release)
+            shown.end(release, holds=holds)
         else:
             release()
 

@@ -12,8 +12,9 @@ newer session of the same rank takes over.
 import asyncio
 import math
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.batch_group import BatchGroup
@@ -224,12 +225,15 @@ class Session:
         if not self._ended:
             self._streams.release(self.consumer, first_step)
 
-    def share_arenas(self, peer: Peer) -> bool:
-        """Let the client map the arenas of its batches; False if the side channel fails."""
+    def share_arenas(self, peer: Peer, on_gone: Callable[[], None]) -> bool:
+        """Let the client map the arenas of its batches; False if the side channel fails.
+
+        `on_gone` is called when the client leaves the side channel before the session has ended.
+        """
         if self._ended:
             return False
         first = self._streams.arenas_of(self.consumer).first
-        return self._arenas.share(self.session_id, peer, first)
+        return self._arenas.share(self.session_id, peer, first, on_gone)
 
     @property
     def shares_arena(self) -> bool:
@@ -322,7 +326,9 @@ class Session:
         self._ended = reason
         self.payloads.close()
         self._streams.leave(self.consumer)
-        self._arenas.end(self._release_all)
+        # the callback refers to no session: a client may stay connected for long
+        release = partial(self._streams.release_all, self.consumer)
+        self._arenas.end(release, holds=self._streams.are_held(self.consumer))
         self._resources.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
 
@@ -352,10 +358,6 @@ class Session:
         only_user = None if request.is_operator else request.owner.name
         budget.reserve(share.reserved_bytes, purpose, allowed, only_user)
         return share
-
-    def _release_all(self) -> None:
-        for step in list(self.consumer.held):
-            self._streams.release(self.consumer, step)
 
     def _held_in(self, arena: Arena) -> Sequence[int]:
         return () if self._ended else self._streams.held_in(self.consumer, arena)

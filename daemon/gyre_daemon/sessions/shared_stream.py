@@ -141,6 +141,15 @@ class SharedStreams:
         self.state.release(consumer, first_step)
         self.execute()
 
+    def release_all(self, consumer: Consumer) -> None:
+        """Release all batches that a consumer holds."""
+        for step in list(consumer.held):
+            self.release(consumer, step)
+
+    def are_held(self, consumer: Consumer) -> bool:
+        """Whether a consumer holds batches of a stream that goes on."""
+        return any(group.stream in self.running for _, group in consumer.held.values())
+
     def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
         """See `StreamState.set_starved`."""
         self.state.set_starved(consumer, is_starved)

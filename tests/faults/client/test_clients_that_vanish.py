@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,15 +24,16 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.waiting import until
 
 LEASE_S = 2.0
 SAMPLE_BYTES = 8 << 20
 
-# A daemon that logs the names of its tasks on SIGUSR1.
+# A daemon that logs the names of its tasks, and how many sessions it has objects of, on SIGUSR1.
 COUNTED = """
-import asyncio, signal, sys
+import asyncio, gc, signal, sys
 from pathlib import Path
 from gyre_daemon.config import load
 from gyre_daemon.copy_workers import CopyWorkers
@@ -41,7 +43,10 @@ from gyre_daemon.server import serve
 async def main(copy_workers: CopyWorkers) -> None:
     def tell():
         names = sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())
-        log_event("tasks", {"names": names})
+        gc.collect()
+        kinds = [type(each).__name__ for each in gc.get_objects()]
+        num_kept = sum(kinds.count(each) for each in ("Session", "ShownArenas", "ClientArenas"))
+        log_event("tasks", {"names": names, "kept": num_kept})
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
     path = Path(sys.argv[1])
@@ -115,11 +120,12 @@ def holdings(daemon: Daemon) -> dict[str, Any]:
     begin = daemon.log_path.stat().st_size
     daemon.process.send_signal(signal.SIGUSR1)
     until(lambda: any(event["event"] == "tasks" for event in daemon.events(begin)))
-    (tasks,) = (event["names"] for event in daemon.events(begin) if event["event"] == "tasks")
+    (tasks,) = (event for event in daemon.events(begin) if event["event"] == "tasks")
     process = psutil.Process(daemon.process.pid)
     folder = daemon.config_path.parent
     return {
-        "tasks": tasks,
+        "tasks": tasks["names"],
+        "kept": tasks["kept"],
         "descriptors": process.num_fds(),
         "sockets": len(process.net_connections("unix")),
         "threads": process.num_threads(),
@@ -155,6 +161,45 @@ def test_nothing_is_left_of_clients_that_were_killed_or_frozen(daemon: Daemon) -
     assert after["files"] == before["files"]
     assert after["descriptors"] <= before["descriptors"]
     assert after["threads"] <= before["threads"] + 2  # gRPC has some of its own, which come and go
+
+
+def open_over(side: socket.socket, channel: grpc.Channel, token: str, job: str) -> str:
+    """Open a session whose arenas come over a connection that others may share; return its id."""
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=pb.OrderSpec(global_batch_size=4),
+        reader=pb.Reader(job=job, world_size=1),
+        transport=pb.TRANSPORT_ARENA,
+    )
+    metadata = (("gyre-side-token", token),)
+    opened = pb_grpc.LoaderStub(channel).OpenSession(request, metadata=metadata, timeout=60)
+    assert opened.arena_bytes
+    _, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
+    os.close(descriptor)
+    return str(opened.session_id)
+
+
+def test_a_connection_keeps_nothing_of_sessions_that_are_over(daemon: Daemon) -> None:
+    """However many it has had; those that are open end with it."""
+    with (
+        identified_channel(daemon.address) as channel,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
+    ):
+        side.settimeout(60)
+        side.connect(daemon.address.removeprefix("unix:") + ".side")
+        token = side.recv(100).decode()
+        stub = pb_grpc.LoaderStub(channel)
+        for number in range(20):
+            session_id = open_over(side, channel, token, f"job-{number}")
+            stub.CloseSession(pb.CloseSessionRequest(session_id=session_id), timeout=60)
+        # a thread or a call may still refer to the last of them
+        until(lambda: holdings(daemon)["kept"] < 20)
+        for number in range(2):
+            open_over(side, channel, token, f"open-{number}")
+        assert num_sessions(daemon) == 2
+    until(lambda: num_sessions(daemon) == 0)
+    reasons = [each["reason"] for each in daemon.events() if each["event"] == "session closed"]
+    assert reasons[-2:] == ["the client has gone before it read anything"] * 2
 
 
 def silence(until_set: threading.Event) -> Iterator[pb.StreamRequest]:

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import weakref
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def test_a_torch_dataloader_that_would_stack_batches_is_refused(
             iter(stacking)
         listing: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size, collate_fn=list)
         assert len(next(iter(listing))) == batch_size
+
+
+def test_a_loop_keeps_nothing_of_the_function_around_it(numbers: str) -> None:
+    """What a function drops while it reads is gone, though the Loader looks at who reads."""
+
+    def train(loader: Loader) -> None:
+        dropped = torch.zeros(1)
+        gone = weakref.ref(dropped)
+        for _ in loader:
+            del dropped
+            assert gone() is None
+            break
+
+    with Loader("numbers", batch_size=10, address=numbers) as loader:
+        train(loader)
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 13])

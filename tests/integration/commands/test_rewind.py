@@ -277,6 +277,13 @@ def test_the_options_of_a_run_are_those_of_its_data(tmp_path: Path, rewind: Rewi
     write_run(run, cursor, ids, {**place, "options": json.dumps(foreign)})
     status, text = rewind(run, "--step", "1")
     assert (status, "a run's files run no code" in text) == (2, True), text
+    for mine in ({"storage": {"endpoint": "http://127.0.0.1:9"}}, {"follow_links": True}):
+        write_run(run, cursor, ids, {**place, "options": json.dumps(options | mine)})
+        status, text = rewind(run, "--step", "1")
+        (key,) = mine
+        assert (status, f"give it again, with --option '{key}=...'" in text) == (2, True), text
+    status, text = rewind(run, "--step", "1", "--option", "follow_links=true")
+    assert (status, "the history has the same samples" in text) == (0, True), text
     write_run(run, cursor, ids, {**place, "options": "[1]"})
     status, text = rewind(run, "--step", "1")
     assert (status, "says wrongly what its data is" in text) == (2, True), text

@@ -6,20 +6,26 @@ What still refers to it does not matter, nor whether a garbage collector runs.
 import asyncio
 import contextlib
 import gc
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample
+from gyre_daemon.access.principal import peer_principal
+from gyre_daemon.memory import sidechannel
 from gyre_daemon.memory.arena import Arena, Slot
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.arenas import Arenas
 from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.memory.share import divide
+from gyre_daemon.memory.sidechannel import Peer, ShownArenas
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.base import ArenaClosed
 
@@ -156,6 +162,42 @@ def test_an_arena_that_is_made_while_its_stream_ends_is_given_back() -> None:
         assert registry.num_bytes == 0
 
     asyncio.run(make())
+
+
+def test_a_connection_carries_the_arenas_of_so_many_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a session that is over count for as long as it holds batches that others read."""
+    monkeypatch.setattr(sidechannel, "_MOST_SESSIONS", 2)
+    said: list[str] = []
+
+    def shown(peer: Peer, name: str) -> ShownArenas:
+        gone = partial(said.append, f"{name} is gone")
+        return ShownArenas(name, peer, lambda *_: said.append(f"{name} left"), gone)
+
+    async def share() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer, files = Peer(ours, peer_principal(ours)), FileWatch()
+        arena = Arena(NUM_BYTES, None, files)
+        arena.seal()
+        first, second, third = (shown(peer, name) for name in ("first", "second", "third"))
+        assert first.show_first(arena)
+        assert second.show_first(arena)
+        assert not third.show_first(arena)
+        first.end(partial(said.append, "first is released"), holds=False)
+        assert said == ["first is released"]
+        assert third.show_first(arena)
+        second.end(partial(said.append, "second is released"), holds=True)
+        assert not shown(peer, "fourth").show_first(arena)
+        arena.leave()
+        assert said[1:] == ["third left"]
+        peer.hang_up()
+        assert sorted(said[2:]) == ["second is released", "third is gone"]
+        arena.close()
+        files.close()
+        theirs.close()
+
+    asyncio.run(share())
 
 
 def shared_bytes(daemon: Daemon) -> int:

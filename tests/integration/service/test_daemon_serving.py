@@ -73,6 +73,22 @@ def test_a_daemon_without_datasets_says_what_to_do(
     assert not [each for each in daemon.events() if each["event"] == "configuration warning"]
 
 
+@pytest.mark.parametrize("uri", ["data", "data/*.bin", "data/{a,b}.bin", "./d[a]ta/{a,b}.*"])
+def test_the_name_of_the_file_s_folder_is_no_pattern(
+    tmp_path: Path, gyred_command: GyredCommand, uri: str
+) -> None:
+    """Its relative paths may be patterns; what stands before them is as it is."""
+    folder = tmp_path / "run[1] {x,y} \\n"
+    (folder / "data").mkdir(parents=True)
+    for name in "ab":
+        (folder / "data" / f"{name}.bin").write_bytes(bytes(400))
+    config = {"datasets": {"tokens": tokens_dataset(folder) | {"uri": uri}}}
+    (folder / "gyre.toml").write_text(to_toml(config))
+    checked = gyred_command("check-config", "--config", str(folder / "gyre.toml"), "--open")
+    assert checked.returncode == 0, checked.stderr
+    assert "opens: 40 samples in 2 shards" in checked.stdout
+
+
 def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with identified_channel(daemon.address) as channel:

@@ -1,9 +1,11 @@
 """Jobs that want the same batches share them, and none of them can do another any harm."""
 
 import contextlib
+import mmap
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -353,3 +355,47 @@ def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(
         assert reader.stdout.readline().strip() == str(wanted[3])
         assert reader.wait(120) == 0
         assert all(right(daemon, next(iter(survivor))) for _ in range(300))
+
+
+def test_what_a_session_held_stays_beside_one_that_went_on_until_its_client_goes(
+    daemon: Daemon,
+) -> None:
+    """Its session is over, and its connection to the side channel is not."""
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=pb.OrderSpec(global_batch_size=BATCH, seed=3),
+        reader=pb.Reader(job="b", world_size=1),
+        transport=pb.TRANSPORT_ARENA,
+        prefetch_batches=WINDOW,
+    )
+    with (
+        identified_channel(daemon.address) as channel,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
+    ):
+        side.settimeout(60)
+        side.connect(daemon.address.removeprefix("unix:") + ".side")
+        stub, metadata = pb_grpc.LoaderStub(channel), (("gyre-side-token", side.recv(100)),)
+        opened = stub.OpenSession(request, metadata=metadata, timeout=60)
+        _, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
+        with loader(daemon, "a") as survivor:
+            assert right(daemon, next(iter(survivor)))
+            assert [each.num_sharing for each in status(daemon).sessions] == [2, 2]
+            said: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
+            said.put(pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id)))
+            said.put(pb.StreamRequest(credit=pb.Credit(num_batches=1)))
+            heard = stub.Stream(iter(said.get, None), timeout=60)
+            groups = next(each.batches.groups for each in heard if each.HasField("batches"))
+            begin = groups[0].arena.offsets_bytes[0]
+            held = slice(begin, begin + BATCH * LENGTH * 4)
+            with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as arena:
+                os.close(descriptor)
+                before = arena[held]
+                said.put(None)
+                stub.CloseSession(pb.CloseSessionRequest(session_id=opened.session_id), timeout=60)
+                for _ in range(5 * WINDOW):
+                    assert right(daemon, next(iter(survivor)))
+                assert arena[held] == before
+                side.close()
+                for _ in range(20 * WINDOW):
+                    assert right(daemon, next(iter(survivor)))
+                assert arena[held] != before, "the place is used again"

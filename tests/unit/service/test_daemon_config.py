@@ -100,6 +100,32 @@ def test_relative_paths_in_a_file_count_from_its_folder(
     assert (config.cache_dir, config.unpack_dir, config.report_dir) == ("cache", "unpacked", "")
 
 
+def test_a_link_to_a_file_has_the_folder_of_the_link(tmp_path: Path) -> None:
+    """As a volume of Kubernetes links to the version of a configuration."""
+    (tmp_path / "..data").mkdir()
+    written(tmp_path / "..data", 'index_dir = "index"')
+    (tmp_path / "gyre.toml").symlink_to("..data/gyre.toml")
+    assert load(tmp_path / "gyre.toml", {}, {}).config.index_dir == f"{tmp_path}/index"
+
+
+def test_what_names_absolute_paths_does_not_count_from_the_folder(tmp_path: Path) -> None:
+    uris = ["{/data/a,/data/b}/*.bin", "{{/a,/b},/c}.bin", "pipe:cat x", "s3://{a,b}/c"]
+    lines = [f"[datasets.d{number}]\nuri = '{uri}'" for number, uri in enumerate(uris)]
+    config = load(written(tmp_path, "\n".join(lines)), {}, {}).config
+    assert [dataset.uri for dataset in config.datasets.values()] == uris
+
+
+def test_the_files_of_a_storage_s_credentials_count_from_the_folder(tmp_path: Path) -> None:
+    text = """
+    [datasets.a]
+    uri = "gs://bucket/a"
+    storage = { service_account = "keys/a.json", token_file = "/keys/b" }
+    """
+    config = load(written(tmp_path, text), {}, {}).config
+    wanted = {"service_account": f"{tmp_path}/keys/a.json", "token_file": "/keys/b"}
+    assert config.datasets["a"].storage == wanted
+
+
 def test_a_list_is_a_list_or_text_with_commas(tmp_path: Path) -> None:
     path = written(tmp_path, 'listen = ["unix:/a", "tcp:127.0.0.1:0"]')
     assert load(path, {}, {}).config.listen == ("unix:/a", "tcp:127.0.0.1:0")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from gyre_client.messages.requests import is_location
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
@@ -67,10 +68,10 @@ def data_of(data: DataConfig) -> dict[str, str]:
     A path is absolute. The table `storage` is left out, since it may hold credentials.
     """
     place = data.dataset
-    if data.format and "://" not in place:
+    if is_location(place, data.format or None) and "://" not in place:
         place = str(Path(place).expanduser().absolute())
     options = {key: value for key, value in data.options.items() if key != "storage"}
-    return {"dataset": place, "format": data.format, "options": json.dumps(options)}
+    return {"dataset": place, "format": data.format, "options": json.dumps(options, default=str)}
 
 
 def encoded(state: Mapping[str, bytes]) -> dict[str, str]:
