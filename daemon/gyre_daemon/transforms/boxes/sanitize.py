@@ -106,7 +106,7 @@ class SanitizeBoxes(Transform):
         self.put(self.boxes, _filled(left, length, 0), sample, out)
         for name in self.fields:
             values = sample[name]
-            fill = 0 if values.dtype.kind in "bu" else _FILL
+            fill = 0 if values.dtype.kind in ("b", "u") else _FILL
             self.put(name, _filled(values[stay], length, fill), sample, out)
         self.put(self.count, np.array(len(left), np.int32), sample, out)
 
