@@ -273,7 +273,11 @@ def test_a_reader_that_went_away_is_silent(
 def programs(stub: StubDaemon, tmp_path: Path) -> dict[str, list[str]]:
     """A command line of each program that prints."""
     config = tmp_path / "gyre.toml"
-    config.write_text(f'listen = ["unix:{tmp_path}/other.sock"]\n')
+    np.arange(80, dtype=np.int16).tofile(tmp_path / "tokens.bin")
+    config.write_text(
+        f'listen = ["unix:{tmp_path}/other.sock"]\n[datasets.tokens]\nuri = "tokens.bin"\n'
+        'format = "tokens"\ndtype = "int16"\nsequence_length = 8\n'
+    )
     return {
         "gyre": ["gyre_client", *command(stub, "describe")],
         "gyred": ["gyre_daemon", "check-config", "--config", str(config)],

@@ -191,7 +191,7 @@ def test_a_plan_of_a_million_tokens_is_asked_for_and_more_is_refused(
 
 
 def test_activations_of_a_million_tokens_are_counted() -> None:
-    """Nothing of the dry run itself has their size."""
+    """They grow with the length, not with its square; the peak may be at another moment."""
     keys = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32}
     model = keys | {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -201,4 +201,4 @@ def test_activations_of_a_million_tokens_are_counted() -> None:
         settings = build(TrainConfig, {"run": run, "data": data, "model": {"config": model}}, "")
         return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
 
-    assert activations(2**20) == pytest.approx(16 * activations(2**16), rel=0.01)
+    assert 1 <= activations(2**20) / (16 * activations(2**16)) < 1.2
