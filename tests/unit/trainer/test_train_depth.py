@@ -234,3 +234,17 @@ def test_an_unknown_family_is_named_without_all_others() -> None:
 def test_all_experts_are_measured_where_few_would_not_tell(keys: dict[str, int]) -> None:
     family = LLAMA | {"model_type": "olmoe"} | EXPERTS["olmoe"] | keys
     assert FigureJobs.of(config({"config": family})).num_experts == 0
+
+
+def test_all_experts_are_measured_where_few_fail() -> None:
+    """DeepSeek-V2 looks for the chosen experts in a table of those in the list."""
+    attention = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    heads = {"qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16}
+    kind = {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+    model = LLAMA | {"num_attention_heads": 4} | kind | attention | heads | experts
+    settings = config({"config": model | {"num_hidden_layers": 2}})
+    assert FigureJobs.of(settings).num_experts == 8
+    found = step_figures(settings, Strategy.DDP, 2)
+    whole = figures(dry_run(settings, Strategy.DDP, 2))
+    assert (found.at_peak, found.operations) == (whole.at_peak, whole.operations)

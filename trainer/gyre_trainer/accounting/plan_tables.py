@@ -19,7 +19,7 @@ from gyre_trainer.accounting.estimate import (
     step_seconds,
     tensor_parallel,
 )
-from gyre_trainer.accounting.growth.depth import FigureJobs, StepFigures, figures
+from gyre_trainer.accounting.growth.depth import FigureJobs, StepFigures, figures, with_jobs
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import Job, side_by_side
@@ -97,12 +97,8 @@ def text(
     num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
-    jobs = FigureJobs.of(config)
-    to_do: list[Job[Any]] = [
-        *jobs.run(list(Strategy), num_ranks),
-        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
-    ]
-    results = iter(side_by_side(to_do, _begin(len(to_do))))
+    jobs, found = with_jobs(config, partial(_measured, num_ranks=num_ranks))
+    results = iter(found)
     by_strategy = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
@@ -124,6 +120,14 @@ def text(
             recommendation(by_strategy, rates, memory_bytes),
         ]
     )
+
+
+def _measured(jobs: FigureJobs, num_ranks: int) -> tuple[FigureJobs, list[Any]]:
+    to_do: list[Job[Any]] = [
+        *jobs.run(list(Strategy), num_ranks),
+        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
+    ]
+    return jobs, side_by_side(to_do, _begin(len(to_do)))
 
 
 def _begin(num_jobs: int) -> list[int]:

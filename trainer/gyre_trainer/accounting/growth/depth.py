@@ -7,10 +7,10 @@ depth.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +33,12 @@ from gyre_trainer.accounting.growth.few_experts import (
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.side_by_side import Job
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
+
+Result = TypeVar("Result")
 
 # Layers of the deeper of the two models that are measured; the other one has one less. FSDP2
 # gathers the layer after next while one computes, so only its fourth layer is like those that
@@ -163,8 +166,28 @@ def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Ste
     Raises:
         ConfigError, RotationError: as of `dry_run`.
     """
+
+    def measured(jobs: FigureJobs) -> StepFigures:
+        return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
+
+    return with_jobs(config, measured)
+
+
+def with_jobs(config: TrainConfig, measure: Callable[[FigureJobs], Result]) -> Result:
+    """What ``measure`` makes of the dry runs for a model, with all experts where few fail.
+
+    DeepSeek-V2 counts the tokens of each expert in a table that has only the experts of the list.
+
+    Raises:
+        ConfigError, RotationError: as of ``measure``.
+    """
     jobs = FigureJobs.of(config)
-    return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
+    try:
+        return measure(jobs)
+    except ConfigError:
+        if not jobs.num_experts:
+            raise
+    return measure(dataclasses.replace(jobs, num_experts=0))
 
 
 def layer_kinds(model: nn.Module) -> tuple[int, int]:
