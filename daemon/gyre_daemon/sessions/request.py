@@ -1,5 +1,6 @@
 """What a client asks for when it opens a session."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from gyre_daemon.access.principal import Principal
@@ -8,6 +9,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
 from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes
+from gyre_daemon.memory.budget import Allowance, Budget
 from gyre_daemon.memory.share import Share, divide
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.cursor import Cursor
@@ -133,6 +135,28 @@ class SessionRequest:
     def scarce_share(self, limit_bytes: int, free_bytes: int) -> Share:
         """The memory that it takes where little is free: the next session finds some too."""
         return self.wanted_share(min(limit_bytes, free_bytes * 7 // 8), scarce=True)
+
+    def reserve(
+        self, budget: Budget, limit_bytes: int, allowed: Collection[Allowance] = ()
+    ) -> Share:
+        """Reserve what it wants of the budget, or less if that is more than half of what is free.
+
+        Args:
+            budget: of the daemon.
+            limit_bytes: the most memory that one session may reserve.
+            allowed: what its user and its job may still take.
+
+        Raises:
+            Overloaded: there is no memory for it now.
+        """
+        free_bytes = min([budget.free_bytes, *(each.free_bytes for each in allowed)])
+        share = self.wanted_share(limit_bytes)
+        if share.reserved_bytes > free_bytes // 2:
+            share = self.scarce_share(limit_bytes, free_bytes)
+        purpose = f"a session on `{self.dataset.name}`"
+        only_user = None if self.is_operator else self.owner.name
+        budget.reserve(share.reserved_bytes, purpose, allowed, only_user)
+        return share
 
     def least_bytes(self, limit_bytes: int) -> int:
         """What a share for a few batches reserves: no open session has to do with less."""

@@ -114,7 +114,9 @@ class Session:
         self._has_started = False
         self._seen = self.opened_at = self._resources.clock()
         self._account = SessionAccount(self._seen)
-        self.share = self._granted = self._reserve(allowed)
+        self.share = self._granted = request.reserve(
+            resources.budget, resources.arena_limit_bytes, allowed
+        )
         wished = request.prefetch_batches
         ranks = reader.rank, reader.world_size
         spec = Spec(request.dataset, order, *ranks, planner, wished, request.balance)
@@ -345,19 +347,6 @@ class Session:
         self._streams.resize(self.consumer, share)
         self._resources.budget.give_back(before - share.reserved_bytes)
         return True
-
-    def _reserve(self, allowed: Collection[Allowance]) -> Share:
-        """Reserve what the session wants, or less if that is more than half of what it may have."""
-        request, budget = self.request, self._resources.budget
-        limit_bytes = self._resources.arena_limit_bytes
-        free_bytes = min([budget.free_bytes, *(each.free_bytes for each in allowed)])
-        share = request.wanted_share(limit_bytes)
-        if share.reserved_bytes > free_bytes // 2:
-            share = request.scarce_share(limit_bytes, free_bytes)
-        purpose = f"a session on `{request.dataset.name}`"
-        only_user = None if request.is_operator else request.owner.name
-        budget.reserve(share.reserved_bytes, purpose, allowed, only_user)
-        return share
 
     def _held_in(self, arena: Arena) -> Sequence[int]:
         return () if self._ended else self._streams.held_in(self.consumer, arena)
