@@ -277,7 +277,7 @@ def test_results_have_the_format_that_is_wanted() -> None:
 
 def test_a_sample_with_more_boxes_or_other_fields_is_refused() -> None:
     boxes = decoded(np.array(CORNERS), painted(), format="xyxy")
-    with pytest.raises(ValueError, match="it has 5 boxes, and max_boxes is 4"):
+    with pytest.raises(ValueError, match="the sample has 5 boxes, and max_boxes is 4; raise"):
         sanitized(boxes, max_boxes=4)
     sample = {"boxes": boxes, "labels": np.arange(4)}
     with pytest.raises(ValueError, match="'labels' has 4 values for 5 boxes"):

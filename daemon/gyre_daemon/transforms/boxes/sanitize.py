@@ -95,7 +95,9 @@ class SanitizeBoxes(Transform):
         boxes: Boxes = sample[self.boxes]
         length = self.max_boxes or len(boxes)
         if len(boxes) > length:
-            raise ValueError(f"it has {len(boxes)} boxes, and max_boxes is {length}; raise it")
+            raise ValueError(
+                f"the sample has {len(boxes)} boxes, and max_boxes is {length}; raise max_boxes"
+            )
         for name in self.fields:
             if len(sample[name]) != len(boxes):
                 raise ValueError(
