@@ -7,6 +7,7 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
+from gyre_common.parent import die_with
 
 Result = TypeVar("Result")
 Job = Callable[[], Result]
@@ -31,7 +32,9 @@ def side_by_side(jobs: Sequence[Job[Any]], begin: Iterable[int] | None = None) -
     num_processes = min(_MAX_PROCESSES, len(jobs), len(os.sched_getaffinity(0)))
     if num_processes == 1:
         return [job() for job in jobs]
-    with ProcessPoolExecutor(num_processes, get_context("fork"), _begin) as processes:
+    with ProcessPoolExecutor(
+        num_processes, get_context("fork"), _begin, (os.getpid(),)
+    ) as processes:
         order = range(len(jobs)) if begin is None else begin
         started = {place: processes.submit(jobs[place]) for place in order}
         try:
@@ -40,6 +43,10 @@ def side_by_side(jobs: Sequence[Job[Any]], begin: Iterable[int] | None = None) -
             processes.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
-    """Torch's threads were not forked; a process that waits for them would wait for ever."""
+def _begin(parent: int) -> None:
+    """End with the parent, whose pipes no one else reads, and do without the threads of torch.
+
+    They were not forked; a process that waits for them would wait for ever.
+    """
+    die_with(parent)
     torch.set_num_threads(1)

@@ -3,15 +3,14 @@
 A launcher gives each rank a pipe. A rank under torchrun has none, and prints instead.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 
-_PR_SET_PDEATHSIG = 1
+from gyre_common.parent import die_with
+
 # Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
 # that a pipe holds without a reader. A longer message would block the rank for ever if the launcher
 # is busy.
@@ -51,10 +50,9 @@ class FailurePipe:
 
     def die_with_launcher(self) -> None:
         """Let the kernel kill this process when its launcher ends, however that comes about."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        if os.getppid() != self._pid:
+        try:
+            die_with(self._pid)
+        except ProcessLookupError:
             sys.exit("gyre-train: the launcher is gone")
 
     def send(self, status: int, text: str, *, names_rank: bool = False) -> None:
