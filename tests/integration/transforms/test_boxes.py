@@ -281,8 +281,8 @@ def test_boxes_that_would_stay_behind_are_refused_when_the_job_begins(tmp_path: 
         opened(tmp_path, source, chain)
     with opened(tmp_path, source) as loader:
         batch = next(loader)
-        with pytest.raises(InvalidRequest, match="no field 'area'.*; name 'area' in `fields` of"):
+        with pytest.raises(InvalidRequest, match=r"no field 'area'.*; name 'area' in `fields`"):
             detections(batch, "area")
         del batch["num_boxes"]
-        with pytest.raises(InvalidRequest, match="no field 'num_boxes'.* end with sanitize_boxes"):
+        with pytest.raises(InvalidRequest, match=r"no field 'num_boxes'.* with sanitize_boxes"):
             detections(batch, "area")
