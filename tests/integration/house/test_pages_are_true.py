@@ -168,6 +168,29 @@ def test_the_example_of_boxes_on_that_page_runs_as_it_is(tmp_path: Path) -> None
     assert result.stdout.splitlines() == [shown] * 2
 
 
+@pytest.mark.models
+def test_the_example_of_yolo_runs_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for part in ("images/train", "labels/train"):
+        (tmp_path / part).mkdir(parents=True)
+    (tmp_path / "data.yaml").write_text("train: images/train\nnames: [person, bicycle]\n")
+    for number in range(8):
+        pixels = rng.integers(0, 256, (90, 120, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"images/train/{number}.jpg")
+        line = f"{number % 2} 0.5 0.5 0.75 0.75\n"
+        (tmp_path / f"labels/train/{number}.txt").write_text(line)
+    (code,) = (each for each in blocks("docs/formats.md", "python") if "detection = [" in each)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = [sys.executable, "-W", "error", "-c", code.replace("/data/coco8", str(tmp_path))]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    first, second = result.stdout.splitlines()
+    for line in (first, second):
+        assert re.fullmatch(r"torch\.Size\(\[4, 3, 640, 640\]\) \['(person|bicycle)'\]", line)
+
+
 def test_transforms_of_that_page_are_found_beside_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
