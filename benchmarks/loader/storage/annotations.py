@@ -122,11 +122,15 @@ def main() -> None:
             "coco": write_coco(folder / "coco", arguments.images, arguments.objects),
             "yolo": write_yolo(folder / "yolo", arguments.images, arguments.objects),
         }
-        tokens = {"uri": f"{folder}/tokens.bin", "format": "tokens", "dtype": "uint16"}
+        tokens: dict[str, object] = {"uri": f"{folder}/tokens.bin", "format": "tokens"}
         datasets: dict[str, dict[str, object]] = {
-            "tokens": {**tokens, "sequence_length": 9},
-            "coco": {"uri": f"{folder}/coco", "format": "coco"}
-            | {"annotations": "a.json", "images": "images"},
+            "tokens": {**tokens, "dtype": "uint16", "sequence_length": 9},
+            "coco": {
+                "uri": f"{folder}/coco",
+                "format": "coco",
+                "annotations": "a.json",
+                "images": "images",
+            },
             "yolo": {"uri": f"{folder}/yolo", "format": "yolo"},
         }
         with daemon(folder, datasets) as serving:

@@ -14,7 +14,8 @@ from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.formats import ListedFormat, SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.listed import ManifestFormat
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
 
@@ -72,9 +73,9 @@ def expected(source: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def coco(**options: Any) -> ListedFormat:
+def coco(**options: Any) -> ManifestFormat:
     made = make_format("set", DatasetConfig("/data", "coco", {**OPTIONS, **options}))
-    assert isinstance(made, ListedFormat)
+    assert isinstance(made, ManifestFormat)
     return made
 
 
@@ -101,7 +102,7 @@ class TestCoco(IndexContract):
 
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
         made = self.made()
-        assert isinstance(made, ListedFormat)
+        assert isinstance(made, ManifestFormat)
         manifest = made.read_manifest("a.json", json.dumps(document()).encode())
         sizes = np.array([len(data) for data in FILES.values()], np.int64)
         assert [manifest.names[number].decode() for number in range(NUM_IMAGES)] == [*FILES]
