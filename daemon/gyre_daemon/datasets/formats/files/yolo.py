@@ -104,18 +104,20 @@ class YoloFormat:
     def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
         """See `DescribedFormat.manifest`."""
         about: YoloData = described.about
-        rows = []
+        documents, counts = [], []  # bytes, not a million tuples for the collector to go through
         for number, text in enumerate(texts):
             try:
-                rows.append(_objects(text, len(about.classes)))
+                objects = _objects(text, len(about.classes))
             except ValueError as error:
                 name = labels_path(described.names[number].decode())
                 raise CorruptSample(
                     f"the labels {name}, {error}", {"shard": name, "reason": str(error)}
                 ) from error
+            documents.append(_document(objects))
+            counts.append(len(objects))
         columns = (
-            ManifestColumn("objects", "json", Texts.of(map(_document, rows)), about.classes),
-            ManifestColumn("num_objects", "number", np.array([*map(len, rows)], np.int64)),
+            ManifestColumn("objects", "json", Texts.of(documents), about.classes),
+            ManifestColumn("num_objects", "number", np.array(counts, np.int64)),
         )
         return Manifest(described.names, columns)
 
