@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,3 +185,16 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative distance between two parameters of the same name."""
     assert one.keys() == other.keys()
     return max(float((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-9)) for n in one)
+
+
+def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
+    """Loss and whole gradients of a model of transformers, for rows of which some end with padding.
+
+    So its mask is used.
+    """
+    mask = torch.ones_like(rows)
+    mask[rows[:, 0] % 2 == 0, -2:] = 0
+    output = model(input_ids=rows, attention_mask=mask, labels=rows)
+    output.loss.backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach(), **grads}

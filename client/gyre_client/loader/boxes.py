@@ -32,11 +32,16 @@ def detections(
         InvalidRequest: The batch has no such fields.
     """
     tensors, names = mapping("batch", batch), [boxes, *fields]
-    for name in [*names, count]:
+    for name in [boxes, count, *fields]:
         if not isinstance(tensors.get(text("name", name)), Tensor):
+            advice = (
+                f"name {name!r} in `fields` of sanitize_boxes, and have a transform make it, such "
+                "as decode_boxes by its `fields`"
+                if name in fields
+                else "let its transforms end with sanitize_boxes"
+            )
             raise InvalidRequest(
-                f"the batch has no field {name!r}, only {', '.join(tensors)}; let its transforms "
-                "end with sanitize_boxes"
+                f"the batch has no field {name!r}, only {', '.join(tensors)}; {advice}"
             )
     columns = {name: _rows(tensors, name) for name in names}
     return [

@@ -30,15 +30,19 @@ class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:
-        """What the values of integer fields stand for: the names of classes, by field.
+        """What the values of fields stand for: the names of classes, by field of the dataset.
 
             names = loader.categories["class"]
             print(names[batch["class"][0]])  # the folder that the first file lies in
 
-        Fields whose values are just numbers are left out.
+        Fields whose values are just numbers are left out. Names do not depend on transforms: a
+        stored field has them also where a transform drops it or makes another field of it. A
+        mixture has those of the fields that its sources hand on, and those of `source`.
         """
-        fields = self._description.fields
-        return {field.name: tuple(field.categories) for field in fields if field.categories}
+        described = self._description
+        dropped = {each.field: tuple(each.names) for each in described.dropped_categories}
+        kept = {each.name: tuple(each.categories) for each in described.fields if each.categories}
+        return dropped | kept
 
     @property
     def media_types(self) -> dict[str, str]:

@@ -81,7 +81,18 @@ def from_dataset(
         num_left_out=dataset.num_left_out,
         transforms=dataset.transform_names,
         packing=_from_packed(dataset) if dataset.packed else None,
+        dropped_categories=_dropped_categories(dataset),
     )
+
+
+def _dropped_categories(dataset: Dataset) -> list[pb.Categories]:
+    """The names of classes that the dataset has, and its fields after transforms do not."""
+    left = {spec.name for spec in dataset.fields if spec.categories}
+    return [
+        pb.Categories(field=spec.name, names=spec.categories)
+        for spec in dataset.stored.fields
+        if spec.categories and spec.name not in left
+    ]
 
 
 def _from_packed(dataset: Dataset) -> pb.Packing:

@@ -511,6 +511,7 @@ class DatasetDescription(_message.Message):
     PACKING_FIELD_NUMBER: _builtins.int
     GROWS_FIELD_NUMBER: _builtins.int
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    DROPPED_CATEGORIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     uri: _builtins.str
@@ -539,6 +540,10 @@ class DatasetDescription(_message.Message):
     def packing(self) -> Global___Packing:
         """where documents are packed; num_samples then counts sequences"""
 
+    @_builtins.property
+    def dropped_categories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Categories]:
+        """of stored fields that are not among `fields`, or have no categories there"""
+
     def __init__(
         self,
         *,
@@ -557,16 +562,42 @@ class DatasetDescription(_message.Message):
         packing: Global___Packing | None = ...,
         grows: _builtins.bool = ...,
         num_left_out: _builtins.int = ...,
+        dropped_categories: _abc.Iterable[Global___Categories] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_packing", b"_packing", "packing", b"packing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_packing", b"_packing", "fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "grows", b"grows", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_shards", b"num_shards", "packing", b"packing", "transforms", b"transforms", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_packing", b"_packing", "dropped_categories", b"dropped_categories", "fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "grows", b"grows", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_shards", b"num_shards", "packing", b"packing", "transforms", b"transforms", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__packing: _TypeAlias = _typing.Literal["packing"]  # noqa: Y015
     _WhichOneofArgType__packing: _TypeAlias = _typing.Literal["_packing", b"_packing"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__packing) -> _WhichOneofReturnType__packing | None: ...
 
 Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
+
+@_typing.final
+class Categories(_message.Message):
+    """What the values 0, 1, ... of a field stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Categories: _TypeAlias = Categories  # noqa: Y015
 
 @_typing.final
 class Packing(_message.Message):

@@ -14,7 +14,8 @@ from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.formats import ListedFormat, SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.listed import ManifestFormat
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
 
@@ -25,6 +26,7 @@ from tests.contract.storage.objects import ObjectServer
 
 PATH = "annotations/instances_val2017.json"
 OPTIONS: dict[str, Any] = {"annotations": PATH, "images": "val2017"}
+DROP = [{"name": "drop", "field": "objects"}]
 NUM_IMAGES = 40
 FILES = {f"val2017/{n:012}.jpg": noise(n, n * 31 % 400) for n in range(NUM_IMAGES)}
 
@@ -33,7 +35,7 @@ def document() -> dict[str, Any]:
     """As the files of cocodataset.org are: ids with gaps, and keys that do not count here."""
     rng = np.random.default_rng(0)
     images = [
-        {"id": 1000 - n, "file_name": f"{n:012}.jpg", "height": 40, "width": 50, "license": 1}
+        {"id": 1000 - n, "file_name": f"{n:012}.jpg", "height": 40 + n, "width": 50}
         for n in range(NUM_IMAGES)
     ]
     annotations = [
@@ -71,9 +73,9 @@ def expected(source: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def coco(**options: Any) -> ListedFormat:
+def coco(**options: Any) -> ManifestFormat:
     made = make_format("set", DatasetConfig("/data", "coco", {**OPTIONS, **options}))
-    assert isinstance(made, ListedFormat)
+    assert isinstance(made, ManifestFormat)
     return made
 
 
@@ -100,7 +102,7 @@ class TestCoco(IndexContract):
 
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
         made = self.made()
-        assert isinstance(made, ListedFormat)
+        assert isinstance(made, ManifestFormat)
         manifest = made.read_manifest("a.json", json.dumps(document()).encode())
         sizes = np.array([len(data) for data in FILES.values()], np.int64)
         assert [manifest.names[number].decode() for number in range(NUM_IMAGES)] == [*FILES]
@@ -132,6 +134,8 @@ def changed(key: str, number: int, **values: Any) -> dict[str, Any]:
         (changed("images", 7, id=1000), "two images have the id 1000"),
         (changed("categories", 1, id=90), "two categories have the id 90"),
         (changed("images", 7, id=1 << 64), "Integer|64 bits"),
+        (changed("images", 7, width=1 << 63), "image 7 has the width 9223372036854775808|64 bits"),
+        (changed("images", 7, height="40"), r"\$.images\[7\].height"),
         (changed("images", 7, file_name="../a.jpg"), "row 8 has the path 'val2017/../a.jpg'"),
         (changed("images", 7, file_name=""), "row 8 has the path"),
         (changed("images", 7, file_name=3), r"\$.images\[7\].file_name"),
@@ -152,6 +156,22 @@ def test_an_object_may_lack_its_area_and_its_crowd() -> None:
         assert found["area"] == [box[2] * box[3] for box in its["bbox"]]
         assert found["iscrowd"] == [0] * len(its["bbox"])
     assert columns["objects"].categories == ("person", "dog", "toothbrush")
+
+
+def test_sizes_are_served_if_all_images_have_them() -> None:
+    names = {column.name for column in read(document()).columns}
+    some = changed("images", 3, width=None)
+    del some["images"][5]["height"]
+    assert names - {column.name for column in read(some).columns} == {"width", "height"}
+
+
+def test_two_annotations_of_one_id_are_two_objects() -> None:
+    source = document()
+    columns = {column.name: column for column in read(source).columns}
+    for each in source["annotations"]:
+        each["id"] = 7
+    again = {column.name: column for column in read(source).columns}
+    assert columns["objects"].values.data == again["objects"].values.data
 
 
 @pytest.mark.parametrize(
@@ -243,8 +263,14 @@ def test_images_and_their_objects_are_served(
                     assert found[row] == wanted[number]
                     assert data[bounds[row] : bounds[row + 1]] == files[number]
                     assert batch["num_objects"][row] == len(found[row]["bbox"]) >= least
+                    assert batch["width"][row] == 50
+                    assert batch["height"][row] == 40 + number
                     seen.append(number)
         assert len(set(seen)) == len(seen) >= 14
+    for chain in (DROP, [{**DROP[0], "field": "num_objects"}]):  # names do not depend on transforms
+        with Loader("local", batch_size=7, transform=chain, address=daemon.address) as loader:
+            assert loader.categories == {"objects": ("person", "dog", "toothbrush")}
+            assert chain[0]["field"] not in next(loader)
     with pytest.raises(RemoteCorruptSample, match=r"damaged\.json are damaged: annotation 3 has"):
         Loader("damaged", batch_size=7, address=daemon.address)
     with pytest.raises(ShardMissing, match=r"val2017/b\.jpg does not exist"):

@@ -20,6 +20,7 @@ from tests.contract.formats import (
     test_more_formats,
     test_parquet_columns,
     test_single_files,
+    test_yolo,
 )
 from tests.contract.formats.compressed_shards import compressed
 from tests.contract.formats.format_contract import FormatContract, Sample, inspect
@@ -169,6 +170,7 @@ def test_every_format_is_under_the_contract() -> None:
         test_coco,
         test_parquet_columns,
         test_single_files,
+        test_yolo,
     )
     more = (each for its in modules for each in vars(its).values() if isinstance(each, type))
     tested = {each.name for each in more if hasattr(each, "shards") and hasattr(each, "name")}

@@ -93,7 +93,10 @@ class TestCompressedJsonColumns(TestJsonColumns):
 
 
 def served(shards: Sequence[bytes], **options: Any) -> tuple[Sequence[FieldSpec], list[list[Any]]]:
-    """The fields, and for each sample its values as Python has them; None if it lacks one."""
+    """The fields, and for each sample its values as Python has them; None if it lacks one.
+
+    JSON is `null` then, which Python reads as None.
+    """
     form = shard_format("jsonl", **{"columns": ["*"], **options})
     index = form.assemble(listed(shards), inspect(form, shards))
     assert isinstance(index, ChunkIndex)
@@ -109,7 +112,7 @@ def served(shards: Sequence[bytes], **options: Any) -> tuple[Sequence[FieldSpec]
             raw = decoded[extents.shard[row]][start : start + int(extents.size[row, place])]
             name = spec.name + PRESENT_SUFFIX
             has = name not in names or extents.indexed[names.index(name)][row]
-            values.append(_value(spec, raw) if has else None)
+            values.append(_value(spec, raw) if has or spec.codec == "json" else None)
         rows.append(values)
     return stored, rows
 

@@ -42,7 +42,10 @@ def test_annotations_are_read_by_another_process(
     num_images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = {
-        "images": [{"id": 7 * n, "file_name": f"ß/{n}.jpg"} for n in range(num_images)],
+        "images": [
+            {"id": 7 * n, "file_name": f"ß/{n}.jpg", "width": n, "height": 9}
+            for n in range(num_images)
+        ],
         "annotations": [
             {"image_id": 7 * (n // 2), "category_id": 3, "bbox": [n, 1, 2.5, 3]}
             for n in range(num_images)
@@ -60,7 +63,8 @@ def test_annotations_are_read_by_another_process(
     found = read(tmp_path / "a.json")
     assert len(found.names) == num_images
     assert found.names.data == wanted.names.data
-    assert [column.name for column in found.columns] == ["objects", "image_id", "num_objects"]
+    names = ["objects", "image_id", "num_objects", "width", "height"]
+    assert [column.name for column in found.columns] == names
     for one, other in zip(found.columns, wanted.columns, strict=True):
         assert (one.kind, one.categories) == (other.kind, other.categories)
         for mine, its in zip(_plain(one.values), _plain(other.values), strict=True):

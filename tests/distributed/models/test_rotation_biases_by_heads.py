@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartEither, StartRanks
 from tests.distributed.models.test_rotation_whole_graph import begin
-from tests.distributed.training import whole, whole_parameters
+from tests.distributed.training import outcome, whole, whole_parameters
 
 VOCABULARY = 31
 CHANNELS, TIME = 4, 5
@@ -257,16 +257,6 @@ def rotated(family: str, policy: RotationPolicy, **sizes: Any) -> Any:
     blocks = {each.path.rpartition(".")[2] for each in cut if each.rule == "AttentionRule"}
     assert blocks == ATTENTIONS[family], blocks
     return model
-
-
-def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Loss and gradients of rows of which some end with padding, so that a mask is used."""
-    mask = torch.ones_like(rows)
-    mask[rows[:, 0] % 2 == 0, -2:] = 0
-    output = model(input_ids=rows, attention_mask=mask, labels=rows)
-    output.loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": output.loss.detach(), **grads}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
-from tests.distributed.training import whole
+from tests.distributed.training import outcome
 
 RECOMPUTED = RotationPolicy(recompute=True)  # for it, such blocks are found by default
 CHANNELS = 4
@@ -127,16 +127,6 @@ def rules_in(model: Any, policy: RotationPolicy, replicate: int = 1) -> dict[str
     plan = rotate_all(model, mesh=make_mesh("cpu", replicate=replicate), policy=policy)
     cut = [entry for entry in plan.entries if entry.how == "rotated"]
     return {entry.path.rpartition(".")[2]: entry.rule for entry in cut}
-
-
-def outcome(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Loss and gradients of rows of which some end with padding, so that a mask is used."""
-    mask = torch.ones_like(rows)
-    mask[rows[:, 0] % 2 == 0, -2:] = 0
-    output = model(input_ids=rows, attention_mask=mask, labels=rows)
-    output.loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": output.loss.detach(), **grads}
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,21 @@ def write_tars(folder: Path) -> None:
                 archive.addfile(member, BytesIO(data))
 
 
+def run(code: str, folder: Path) -> list[str]:
+    """The lines that a script prints; it may say nothing else, and warnings are errors."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env=environment,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
 @pytest.mark.parametrize(("word", "write"), [("tokens", write_tokens), ("webdataset", write_tars)])
 def test_a_quick_start_of_the_front_page_runs_as_it_is(
     word: str, write: object, tmp_path: Path
@@ -109,14 +124,7 @@ def test_a_quick_start_of_the_front_page_runs_as_it_is(
     assert len(code.splitlines()) <= 10
     (path,) = re.findall(r'Loader\("(/data/\w+)', code)
     write(tmp_path / "data")  # type: ignore[operator]
-    code = code.replace(path, str(tmp_path / "data"))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(
-        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout
+    assert run(code.replace(path, str(tmp_path / "data")), tmp_path)
 
 
 def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> None:
@@ -128,15 +136,8 @@ def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> 
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg")
     code = blocks("docs/transforms.md", "python")[0]
-    code = code.replace("/data/photos", str(tmp_path / "photos"))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(
-        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
-    )
-    assert (result.returncode, result.stderr) == (0, "")
     shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
-    assert result.stdout.splitlines() == [shown] * 2
+    assert run(code.replace("/data/photos", str(tmp_path / "photos")), tmp_path) == [shown] * 2
 
 
 def test_the_example_of_boxes_on_that_page_runs_as_it_is(tmp_path: Path) -> None:
@@ -157,15 +158,25 @@ def test_the_example_of_boxes_on_that_page_runs_as_it_is(tmp_path: Path) -> None
     path = folder.parent / "annotations/instances_train2017.json"
     path.write_text(json.dumps(about))
     (code,) = (each for each in blocks("docs/transforms.md", "python") if "detection = [" in each)
-    code = code.replace("/data/coco", str(tmp_path / "coco"))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(
-        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
-    )
-    assert (result.returncode, result.stderr) == (0, "")
     shown = "torch.Size([16, 3, 512, 512]) torch.Size([16, 100, 4]) 16"
-    assert result.stdout.splitlines() == [shown] * 2
+    assert run(code.replace("/data/coco", str(tmp_path / "coco")), tmp_path) == [shown] * 2
+
+
+@pytest.mark.models
+def test_the_example_of_yolo_runs_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for part in ("images/train", "labels/train"):
+        (tmp_path / part).mkdir(parents=True)
+    (tmp_path / "data.yaml").write_text("train: images/train\nnames: [person, bicycle]\n")
+    for number in range(8):
+        pixels = rng.integers(0, 256, (90, 120, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"images/train/{number}.jpg")
+        line = f"{number % 2} 0.5 0.5 0.75 0.75\n"
+        (tmp_path / f"labels/train/{number}.txt").write_text(line)
+    (code,) = (each for each in blocks("docs/formats.md", "python") if "detection = [" in each)
+    first, second = run(code.replace("/data/coco8", str(tmp_path)), tmp_path)
+    for line in (first, second):
+        assert re.fullmatch(r"torch\.Size\(\[4, 3, 640, 640\]\) \['(person|bicycle)'\]", line)
 
 
 def test_transforms_of_that_page_are_found_beside_a_script(

@@ -1,20 +1,12 @@
 """Jobs that want the same batches share them, and none of them can do another any harm."""
 
 import contextlib
-import mmap
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
@@ -24,9 +16,15 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.daemons import status
-
-LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
-
+from tests.integration.service.token_jobs import (
+    BATCH,
+    LENGTH,
+    WINDOW,
+    ids_of,
+    loader,
+    right,
+    token_config,
+)
 
 # A daemon with another limit of what a consumer may cost others: the pauses of a test count, and
 # those of a busy machine do not.
@@ -41,17 +39,7 @@ cli.main(["serve", "--config", sys.argv[1]])
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """The configuration of a daemon with a short lease that serves 20,000 samples."""
-    np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(
-        tmp_path / "tokens.bin"
-    )
-    tokens = {
-        "uri": str(tmp_path / "tokens.bin"),
-        "format": "tokens",
-        "dtype": "int32",
-        "sequence_length": LENGTH,
-    }
-    return {"lease_s": 3.0, "datasets": {"tokens": tokens}}
+    return token_config(tmp_path)
 
 
 @pytest.fixture
@@ -65,27 +53,6 @@ def num_bytes_read(daemon: Daemon) -> int:
 
 def events(daemon: Daemon, name: str) -> list[dict[str, object]]:
     return [event for event in daemon.events() if event["event"] == name]
-
-
-def loader(daemon: Daemon, job: str, prefetch_batches: int = WINDOW) -> Loader:
-    return Loader(
-        "tokens",
-        batch_size=BATCH,
-        seed=3,
-        address=daemon.address,
-        job=job,
-        prefetch_batches=prefetch_batches,
-    )
-
-
-def ids_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
-    return [batch["sample_id"].tolist() for batch in batches]
-
-
-def right(daemon: Daemon, batch: dict[str, torch.Tensor]) -> bool:
-    """The tokens are those of the samples that the batch names."""
-    samples = np.memmap(daemon.config_path.parent.parent / "tokens.bin", "<u4").reshape(-1, LENGTH)
-    return bool((batch["tokens"].numpy() == samples[batch["sample_id"].numpy()]).all())
 
 
 def test_second_job_reads_nothing(daemon: Daemon) -> None:
@@ -271,131 +238,3 @@ def test_owner_of_a_shared_stream_may_leave_it(daemon: Daemon) -> None:
             assert step >= 60 or batch["sample_id"].tolist() == wanted[step]
             assert right(daemon, batch)
     assert status(daemon).memory_reserved_bytes == 0
-
-
-READER = """
-import sys
-from gyre_client import Loader
-loader = Loader(
-    "tokens",
-    batch_size=32,
-    seed=3,
-    address=sys.argv[1],
-    job=sys.argv[2],
-    reattach_timeout_s=10,
-)
-kept = [next(iter(loader)) for _ in range(3)]
-print("ready", flush=True)
-sys.stdin.readline()
-print(kept[0]["sample_id"].tolist(), kept[0]["tokens"].long().sum().item(), flush=True)
-print(next(iter(loader))["sample_id"].tolist(), flush=True)
-"""
-
-
-@pytest.fixture
-def reader(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
-    """A process that holds three batches and waits for a line."""
-    command = [sys.executable, "-c", READER, daemon.address, "other"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        if process.poll() is None:
-            process.kill()
-
-
-def test_killed_job_leaves_no_hole_in_shared_memory(daemon: Daemon) -> None:
-    with loader(daemon, "a") as survivor:
-        next(iter(survivor))
-        for _ in range(3):
-            command = [sys.executable, "-c", READER, daemon.address, "victim"]
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            ) as victim:
-                assert victim.stdout
-                assert victim.stdout.readline() == "ready\n"
-                victim.send_signal(signal.SIGKILL)
-                victim.wait()
-            assert all(right(daemon, next(iter(survivor))) for _ in range(100))
-        deadline = time.monotonic() + 120
-        while len(sessions := status(daemon).sessions) > 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        session = sessions[0]
-        while session.num_in_flight:  # until the window is full again
-            time.sleep(0.05)
-            session = status(daemon).sessions[0]
-        num_batches = session.num_ready + session.num_held
-        slot_bytes = -(-(BATCH * LENGTH * 4 + BATCH * 8) // 4096) * 4096
-        assert session.memory_bytes <= num_batches * slot_bytes
-
-
-def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(
-    daemon: Daemon, reader: "subprocess.Popen[str]"
-) -> None:
-    assert reader.stdin
-    assert reader.stdout
-    with loader(daemon, "a") as survivor:
-        batches = [next(iter(survivor)) for _ in range(4)]
-        wanted = ids_of(batches)
-        total = batches[0]["tokens"].long().sum().item()
-        del batches
-        reader.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 120
-        while len(status(daemon).sessions) > 1:
-            assert right(daemon, next(iter(survivor)))
-            assert time.monotonic() < deadline, "a frozen client's session must end with its lease"
-        assert all(right(daemon, next(iter(survivor))) for _ in range(500))
-        os.kill(reader.pid, signal.SIGCONT)
-        reader.stdin.write("go on\n")
-        reader.stdin.flush()
-        assert reader.stdout.readline().strip() == f"{wanted[0]} {total}"
-        assert reader.stdout.readline().strip() == str(wanted[3])
-        assert reader.wait(120) == 0
-        assert all(right(daemon, next(iter(survivor))) for _ in range(300))
-
-
-def test_what_a_session_held_stays_beside_one_that_went_on_until_its_client_goes(
-    daemon: Daemon,
-) -> None:
-    """Its session is over, and its connection to the side channel is not."""
-    request = pb.OpenSessionRequest(
-        dataset=pb.DatasetRef(name="tokens"),
-        order=pb.OrderSpec(global_batch_size=BATCH, seed=3),
-        reader=pb.Reader(job="b", world_size=1),
-        transport=pb.TRANSPORT_ARENA,
-        prefetch_batches=WINDOW,
-    )
-    with (
-        identified_channel(daemon.address) as channel,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
-    ):
-        side.settimeout(60)
-        side.connect(daemon.address.removeprefix("unix:") + ".side")
-        stub, metadata = pb_grpc.LoaderStub(channel), (("gyre-side-token", side.recv(100)),)
-        opened = stub.OpenSession(request, metadata=metadata, timeout=60)
-        _, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
-        with loader(daemon, "a") as survivor:
-            assert right(daemon, next(iter(survivor)))
-            assert [each.num_sharing for each in status(daemon).sessions] == [2, 2]
-            said: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
-            said.put(pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id)))
-            said.put(pb.StreamRequest(credit=pb.Credit(num_batches=1)))
-            heard = stub.Stream(iter(said.get, None), timeout=60)
-            groups = next(each.batches.groups for each in heard if each.HasField("batches"))
-            begin = groups[0].arena.offsets_bytes[0]
-            held = slice(begin, begin + BATCH * LENGTH * 4)
-            with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as arena:
-                os.close(descriptor)
-                before = arena[held]
-                said.put(None)
-                stub.CloseSession(pb.CloseSessionRequest(session_id=opened.session_id), timeout=60)
-                for _ in range(5 * WINDOW):
-                    assert right(daemon, next(iter(survivor)))
-                assert arena[held] == before
-                side.close()
-                for _ in range(20 * WINDOW):
-                    assert right(daemon, next(iter(survivor)))
-                assert arena[held] != before, "the place is used again"

@@ -136,6 +136,23 @@ def from_coco(folder: Path) -> Source:
     return options, decode("file", field="objects", key="bbox", fields={"labels": "label"})
 
 
+def from_yolo(folder: Path) -> Source:
+    """Labels beside images; an image without boxes has none."""
+    for part in ("images/train", "labels/train"):
+        (folder / part).mkdir(parents=True)
+    (folder / "data.yaml").write_text(f"train: images/train\nnames: {list(CLASSES)}\n")
+    for number in range(NUM):
+        (folder / f"images/train/{number:03}.png").write_bytes(picture(number))
+        lines = [
+            f"{label} {(x + w / 2) / WIDTH} {(y + h / 2) / HEIGHT} {w / WIDTH} {h / HEIGHT}\n"
+            for (x, y, w, h), label in zip(boxes_of(number), labels_of(number), strict=True)
+        ]
+        if lines:
+            (folder / f"labels/train/{number:03}.txt").write_text("".join(lines))
+    decoded = {"format": "cxcywh", "normalized": True, "fields": {"labels": "label"}}
+    return {"format": "yolo"}, decode("file", field="objects", key="bbox", **decoded)
+
+
 def from_manifest(folder: Path) -> Source:
     lines = []
     for number in range(NUM):
@@ -151,7 +168,7 @@ SOURCES = [
     from_hugging_face,
     from_coco,
     *(pytest.param(each, marks=pytest.mark.models) for each in (from_columns, from_disk)),
-    pytest.param(from_manifest, marks=pytest.mark.models),
+    *(pytest.param(each, marks=pytest.mark.models) for each in (from_manifest, from_yolo)),
 ]
 CHAIN: list[dict[str, Any]] = [
     {"name": "random_crop", "size": [70, 80], "boxes": ["boxes"]},
@@ -281,5 +298,8 @@ def test_boxes_that_would_stay_behind_are_refused_when_the_job_begins(tmp_path: 
         opened(tmp_path, source, chain)
     with opened(tmp_path, source) as loader:
         batch = next(loader)
-        with pytest.raises(InvalidRequest, match="the batch has no field 'area'"):
+        with pytest.raises(InvalidRequest, match=r"no field 'area'.*; name 'area' in `fields`"):
+            detections(batch, "area")
+        del batch["num_boxes"]
+        with pytest.raises(InvalidRequest, match=r"no field 'num_boxes'.* with sanitize_boxes"):
             detections(batch, "area")

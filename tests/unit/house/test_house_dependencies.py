@@ -84,6 +84,7 @@ def of_google(modules: set[str]) -> set[str]:
                     "parquet",
                     "arrayrecord",
                     "zstd",
+                    "yolo",
                 ),
                 *("ray", "hf", "text", "audio", "video"),
             ],

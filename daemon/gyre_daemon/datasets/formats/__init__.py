@@ -30,6 +30,8 @@ from gyre_daemon.datasets.formats.files import (
     CocoOptions,
     FilesFormat,
     FilesOptions,
+    YoloFormat,
+    YoloOptions,
 )
 from gyre_daemon.datasets.formats.installed import installed_format, installed_names
 from gyre_daemon.datasets.formats.lines import (
@@ -82,6 +84,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "arrayrecord": FormatEntry.of(ArrayRecordFormat, ArrayRecordOptions),
     SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
     "coco": FormatEntry.of(CocoFormat, CocoOptions),
+    "yolo": FormatEntry.of(YoloFormat, YoloOptions),
 }
 
 

@@ -1,14 +1,15 @@
 """The seam between formats of single files and the rest of the daemon.
 
-The daemon lists the files below a folder, at any depth, or reads a manifest. To all other code they
-are one shard, in which each file comes after its *head*: its path, and the texts that the manifest
-has of it.
+The daemon lists the files below a folder, at any depth, or reads a manifest, or makes one of files
+that describe others. To all other code they are one shard, in which each file comes after its
+*head*: its path, and the texts that the manifest has of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import SampleIndex
@@ -45,6 +46,21 @@ class Manifest:
     columns: tuple[ManifestColumn, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Which files of a folder are samples, and which describe them.
+
+    Attributes:
+        names: of the n samples, in the dataset's order.
+        texts: int64 [n], for each the number of the file that describes it; -1 if there is none.
+        about: what the format knows of all samples.
+    """
+
+    names: Texts
+    texts: npt.NDArray[np.int64]
+    about: Any
+
+
 class ManifestPlace(NamedTuple):
     """Where a manifest lies.
 
@@ -65,15 +81,27 @@ class ListedFormat(Protocol):
     def pattern(self) -> str:
         """The files that are usually meant; see `Format.pattern`."""
 
-    @property
-    def reads_apart(self) -> bool:
-        """Whether a process of its own reads a manifest: parsed at once, it would block others."""
-
     def is_wanted(self, name: str) -> bool:
         """Whether a file of this name, without its folder, is one of the dataset."""
 
     def manifest_of(self, path: str) -> ManifestPlace | None:
         """Where the manifest of a location of this path lies; None if its files are listed."""
+
+    def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleIndex:
+        """The index of files, and of the columns that a manifest has of them.
+
+        Raises:
+            ConfigError: the options do not fit the files.
+        """
+
+
+@runtime_checkable
+class ManifestFormat(ListedFormat, Protocol):
+    """A format whose manifest is one file."""
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether a process of its own reads a manifest: parsed at once, it would block others."""
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """A manifest of this name and these bytes.
@@ -83,9 +111,34 @@ class ListedFormat(Protocol):
             ConfigError: it lacks columns.
         """
 
-    def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleIndex:
-        """The index of files, and of the columns that a manifest has of them.
+
+@runtime_checkable
+class DescribedFormat(ListedFormat, Protocol):
+    """A format in which a file describes each sample, and the manifest's place has a file for all.
+
+    `is_wanted` takes the files that describe samples, too.
+    """
+
+    def described(self, name: str, data: bytes, names: Texts) -> Described:
+        """The samples among files.
+
+        Args:
+            name: of the file that describes all of them.
+            data: its bytes.
+            names: of all files that are wanted, sorted.
 
         Raises:
-            ConfigError: the options do not fit the files.
+            CorruptSample: the file is damaged.
+            ConfigError: it does not fit the files.
+        """
+
+    def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
+        """The manifest that the files make.
+
+        Args:
+            described: the n samples.
+            texts: n, what describes each; empty where nothing does.
+
+        Raises:
+            CorruptSample: one of them is damaged; names it, and the line.
         """

@@ -7,7 +7,7 @@ The form is that of https://cocodataset.org/#format-data: lists `images`, `annot
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,12 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class _Image(msgspec.Struct):
+    """An image; its size is in pixels."""
+
     id: int
     file_name: str
+    width: int | None = None
+    height: int | None = None
 
 
 class _Annotation(msgspec.Struct):
@@ -62,8 +66,9 @@ class CocoOptions:
             `annotations/instances_val2017.json`.
         images: the path of the folder with the images in that folder, such as `val2017`; that
             folder itself if empty.
-        fields: of `file`, `path`, `objects`, `image_id` and `num_objects`, those to serve;
-            `image=file` serves the files under the name `image`. If empty, all but `path`.
+        fields: of `file`, `path`, `objects`, `image_id`, `num_objects`, `width` and `height`, those
+            to serve; `image=file` serves the files under the name `image`. If empty, all but
+            `path`.
     """
 
     annotations: str
@@ -85,7 +90,7 @@ class CocoOptions:
 
 
 class CocoFormat(FilesFormat):
-    """A `ListedFormat` whose manifest is a file of annotations."""
+    """A `ManifestFormat` whose manifest is a file of annotations."""
 
     pattern = ""  # many files end with .json
     reads_apart = True
@@ -100,7 +105,7 @@ class CocoFormat(FilesFormat):
         return ManifestPlace(f"{folder}/{self._annotations}", path)
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
-        """See `ListedFormat.read_manifest`."""
+        """See `ManifestFormat.read_manifest`."""
         try:
             return _manifest(_DECODER.decode(data.removeprefix(codecs.BOM_UTF8)), self._images)
         except (ValueError, RecursionError) as error:
@@ -126,8 +131,25 @@ def _manifest(document: _Document, folder: str) -> Manifest:
         ManifestColumn("objects", "json", described, classes),
         ManifestColumn("image_id", "number", np.array([*rows], np.int64)),
         ManifestColumn("num_objects", "number", np.array([*map(len, objects)], np.int64)),
+        *_sizes(document.images),
     )
     return Manifest(names, columns)
+
+
+def _sizes(images: Sequence[_Image]) -> Iterator[ManifestColumn]:
+    """The width and the height, if all images have them.
+
+    Raises:
+        ValueError: one does not fit into 64 bits.
+    """
+    for name in ("width", "height"):
+        values = [getattr(each, name) for each in images]
+        if None in values:
+            continue
+        for number, value in enumerate(values):
+            if value not in _INT64:
+                raise ValueError(f"image {number} has the {name} {value}, more than 64 bits hold")
+        yield ManifestColumn(name, "number", np.array(values, np.int64))
 
 
 def _places(what: str, ids: Sequence[int]) -> dict[int, int]:

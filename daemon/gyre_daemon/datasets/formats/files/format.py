@@ -69,7 +69,7 @@ class FilesOptions:
 
 
 class FilesFormat:
-    """A `ListedFormat`: nothing but the list of files is read."""
+    """A `ManifestFormat`: nothing but the list of files is read."""
 
     reads_apart = False
     pattern = "*.{" + ",".join(f"{name},{name.upper()}" for name in IMAGES + AUDIO) + "}"
@@ -119,7 +119,7 @@ class FilesFormat:
         return ManifestPlace(path, path.rpartition("/")[0] or ".")
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
-        """See `ListedFormat.read_manifest`."""
+        """See `ManifestFormat.read_manifest`."""
         return read_manifest(
             name, data, path_column=self._options.path_column, types=self._options.types
         )

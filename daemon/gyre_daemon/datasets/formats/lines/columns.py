@@ -87,7 +87,7 @@ class _Seen:
             if raw is not None and value.written not in self.lines:
                 self.lines[value.written] = where(row)
         pairs = zip(raws, values, strict=True)
-        sizes = [(value.num_bytes, len(raw or b"")) for raw, value in pairs]
+        sizes = [(value.num_bytes, len(raw or NULL)) for raw, value in pairs]
         self.sizes[place] = np.array(sizes, np.int64)
         self.present[place] = np.array([raw is not None for raw in raws], np.bool_)
 
@@ -95,7 +95,8 @@ class _Seen:
         """Where the rows of a chunk end; without their data."""
         nothing = np.empty(0, np.uint8)
         if place not in self.present:
-            ends = np.zeros(num_rows, np.int64) if spec.ragged else None
+            size = len(NULL) if spec.codec == "json" else 0
+            ends = np.arange(1, num_rows + 1) * size if spec.ragged else None
             return Column(nothing, ends, np.zeros(num_rows, np.bool_))
         ends = np.cumsum(self.sizes[place][:, int(spec.codec == "json")]) if spec.ragged else None
         return Column(nothing, ends, self.present[place])

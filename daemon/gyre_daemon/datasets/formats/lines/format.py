@@ -168,7 +168,7 @@ class JsonlFormat(TextFormat):
         if not self._options.columns:
             return super().inspection
         wanted = self._options.wanted
-        return Scan(f"json-columns/1 {wanted}", wanted, num_rows, check_chunks)
+        return Scan(f"json-columns/2 {wanted}", wanted, num_rows, check_chunks)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""

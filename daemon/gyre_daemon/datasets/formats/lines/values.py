@@ -178,16 +178,16 @@ def _kind(spec: FieldSpec) -> Any:
 
 
 def _column(spec: FieldSpec, values: Sequence[Any]) -> Column:
-    if spec.codec == "json":
-        raws = [NULL if each is None else bytes(each) for each in values]
-        values = [None if each == NULL else each for each in raws]
-    elif spec.codec == "text":
-        values = [None if each is None else each.encode() for each in values]
-    present = np.array([each is not None for each in values], np.bool_)
     if spec.codec in ("json", "text"):
-        texts = [each or b"" for each in values]
+        if spec.codec == "json":
+            texts = [NULL if each is None else bytes(each) for each in values]
+            present = np.array([each != NULL for each in texts], np.bool_)
+        else:
+            texts = [b"" if each is None else each.encode() for each in values]
+            present = np.array([each is not None for each in values], np.bool_)
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
         return Column(np.frombuffer(b"".join(texts), _UINT8), ends, present)
+    present = np.array([each is not None for each in values], np.bool_)
     if not spec.ragged:
         found = np.array([0 if each is None else each for each in values], spec.dtype)
         return Column(found.view(np.uint8), None, present)

@@ -1,5 +1,6 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
+from gyre_daemon.datasets.formats.listed import (
+    DescribedFormat,
+    Manifest,
+    ManifestColumn,
+    ManifestFormat,
+    ManifestPlace,
+)
+from gyre_daemon.datasets.indexing.discovery.described import read_described
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
@@ -20,7 +28,7 @@ from gyre_daemon.storage.splits import check_one_tree
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30
 # Takes the format, the storage whose only shard is the manifest, and the storage's settings.
-ReadManifest = Callable[[ListedFormat, Storage, Mapping[str, Any]], Awaitable[Manifest]]
+ReadManifest = Callable[[ManifestFormat, Storage, Mapping[str, Any]], Awaitable[Manifest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,12 @@ async def list_files(
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
         storage = await _open_manifest(opener, location, config, listed, place)
-        manifest = await _read_manifest(storage, location, config, listed, read)
+        _check_size(location, storage)
+        if isinstance(listed, DescribedFormat):
+            manifest = await read_described(opener, location, config, listed, storage)
+        else:
+            assert isinstance(listed, ManifestFormat)
+            manifest = await read(listed, storage, config.storage)
         if not len(manifest.names):
             raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))
@@ -87,9 +100,9 @@ async def list_files(
     if manifest is None:
         check_one_tree(location.text, table.top_folders())
     texts = [column.values for column in columns if isinstance(column.values, Texts)]
-    heads = Texts.merged([table.names, *texts])
-    storage = ConcatenatedFiles(files, table, heads, location.text)
-    return FileListing(storage, listed, table, columns)
+    heads = await asyncio.to_thread(Texts.merged, [table.names, *texts])  # a tenth of a second
+    joined = await asyncio.to_thread(ConcatenatedFiles, files, table, heads, location.text)
+    return FileListing(joined, listed, table, columns)
 
 
 async def _open_manifest(
@@ -112,17 +125,10 @@ async def _open_manifest(
     return storage
 
 
-async def _read_manifest(
-    storage: Storage,
-    location: Location,
-    config: DatasetConfig,
-    listed: ListedFormat,
-    read: ReadManifest,
-) -> Manifest:
+def _check_size(location: Location, storage: Storage) -> None:
     (shard,) = storage.shards
     if shard.size_bytes > _MAX_MANIFEST_BYTES:
         raise InvalidRequest(
             f"the manifest {location.text} has {shard.size_bytes} bytes, more than "
             f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
         )
-    return await read(listed, storage, config.storage)

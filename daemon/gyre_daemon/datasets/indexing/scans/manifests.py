@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats import ListedFormat
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestFormat
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.datasets.indexing.scans.scanner import Scanner
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
@@ -38,7 +37,7 @@ class ManifestReader:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(
-        self, listed: ListedFormat, storage: Storage, settings: Mapping[str, Any]
+        self, listed: ManifestFormat, storage: Storage, settings: Mapping[str, Any]
     ) -> Manifest:
         """The manifest that is the only shard of a storage.
 
@@ -67,7 +66,7 @@ class ManifestReader:
             ) from error
 
 
-def _run(listed: ListedFormat, name: str, file: BinaryIO) -> Arrays:
+def _run(listed: ManifestFormat, name: str, file: BinaryIO) -> Arrays:
     return _as_arrays(listed.read_manifest(name, file.read()))
 
 

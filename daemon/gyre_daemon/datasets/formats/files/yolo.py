@@ -1,0 +1,177 @@
+"""Images with boxes as YOLO and ultralytics lay them out: a text file of numbers for each image.
+
+The form is that of https://docs.ultralytics.com/datasets/detect/: `data.yaml` names the folders
+with images, and the classes. The labels of `images/a.jpg` are in `labels/a.txt`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.files.format import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.files.yolo_data import YoloData, require_yaml, yolo_data
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.listed import Described, Manifest, ManifestColumn, ManifestPlace
+from gyre_daemon.datasets.formats.media import IMAGES
+from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.file_table import FileTable, Texts
+
+# Numbers are parts of an image. Those of boxes at an edge are rounded; ultralytics takes as much.
+_SLACK = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class YoloOptions:
+    """The keys of a `yolo` dataset. Its location is a folder with all of its files.
+
+    Attributes:
+        data: the path of the YAML file in that folder.
+        split: which folders of it: `train`, `val` or `test`.
+        images: the paths of the folders with images in that folder, in place of those of `split`.
+        fields: of `file`, `path`, `objects` and `num_objects`, those to serve; `image=file` serves
+            the files under the name `image`. If empty, all but `path`.
+    """
+
+    data: str = "data.yaml"
+    split: str = "train"
+    images: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse paths that leave the folder."""
+        renamed(self.fields, "fields")
+        for key, path in [("data", self.data), *(("images", each) for each in self.images)]:
+            if not path or path.startswith("/") or ".." in path.split("/") or "://" in path:
+                raise ConfigError(
+                    f"`{key}` of a yolo dataset has {path!r:.200}; it must be a path in the folder "
+                    "of the dataset, without `..`"
+                )
+
+
+class YoloFormat:
+    """A `DescribedFormat`: the images of some folders, each described by a file of labels."""
+
+    pattern = ""  # folders of images are `files`, unless somebody says more
+
+    def __init__(self, options: YoloOptions) -> None:
+        """Refuse to start without what reads YAML.
+
+        Raises:
+            ConfigError: the extra `yolo` is not installed.
+        """
+        require_yaml()
+        self._options = options
+        self._files = FilesFormat(FilesOptions(fields=options.fields))
+
+    def is_wanted(self, name: str) -> bool:
+        """See `ListedFormat.is_wanted`."""
+        stem, _, extension = name.rpartition(".")
+        return bool(stem) and extension.lower() in (*IMAGES, "txt")
+
+    def manifest_of(self, path: str) -> ManifestPlace:
+        """See `ListedFormat.manifest_of`."""
+        folder = path.rstrip("/")
+        return ManifestPlace(f"{folder}/{self._options.data}", path)
+
+    def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
+        """See `ListedFormat.index_of`."""
+        return self._files.index_of(table, columns)
+
+    def described(self, name: str, data: bytes, names: Texts) -> Described:
+        """See `DescribedFormat.described`."""
+        options = self._options
+        about = yolo_data(name, data, options.split, options.images)
+        paths = [names[number].decode() for number in range(len(names))]
+        places = {path: number for number, path in enumerate(paths) if path.endswith(".txt")}
+        inside = tuple(f"{folder}/" if folder else "" for folder in about.folders)
+        images = [
+            path
+            for path in paths
+            if path.startswith(inside) and path.rpartition(".")[2].lower() in IMAGES
+        ]
+        texts = np.array([places.get(labels_path(path), -1) for path in images], np.int64)
+        if images and (texts < 0).all():
+            raise ConfigError(
+                f"none of the {len(images)} images has labels; those of {images[0]:.200} were "
+                f"looked for in {labels_path(images[0]):.200}"
+            )
+        return Described(Texts.of(path.encode() for path in images), texts, about)
+
+    def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
+        """See `DescribedFormat.manifest`."""
+        about: YoloData = described.about
+        documents, counts = [], []  # bytes, not a million tuples for the collector to go through
+        for number, text in enumerate(texts):
+            try:
+                objects = _objects(text, len(about.classes))
+            except ValueError as error:
+                name = labels_path(described.names[number].decode())
+                raise CorruptSample(
+                    f"the labels {name}, {error}", {"shard": name, "reason": str(error)}
+                ) from error
+            documents.append(_document(objects))
+            counts.append(len(objects))
+        columns = (
+            ManifestColumn("objects", "json", Texts.of(documents), about.classes),
+            ManifestColumn("num_objects", "number", np.array(counts, np.int64)),
+        )
+        return Manifest(described.names, columns)
+
+
+def labels_path(image: str) -> str:
+    """Where the labels of an image lie: its last folder `images` is `labels` there."""
+    before, folder, after = f"/{image}".rpartition("/images/")
+    stem = f"{before}/labels/{after}" if folder else after
+    return stem.rpartition(".")[0].removeprefix("/") + ".txt"
+
+
+def _objects(text: bytes, num_classes: int) -> list[tuple[int, tuple[float, ...]]]:
+    """The class and the box of each object: center, width and height.
+
+    Raises:
+        ValueError: a line is none; names it.
+    """
+    found = []
+    for number, line in enumerate(text.decode("utf-8-sig").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_object([float(each) for each in line.split()], num_classes))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    return list(dict.fromkeys(found))  # a line that repeats another is no object
+
+
+def _object(numbers: Sequence[float], num_classes: int) -> tuple[int, tuple[float, ...]]:
+    label, *places = numbers
+    is_polygon = len(places) >= 6 and len(places) % 2 == 0
+    if len(places) != 4 and not is_polygon:
+        raise ValueError(
+            f"it has {len(numbers)} numbers; wanted are a class and 4 of a box, or a class and at "
+            "least 3 points of a polygon"
+        )
+    if label not in range(num_classes):
+        raise ValueError(f"it has the class {label:g}, and there are {num_classes} classes, from 0")
+    if wrong := [each for each in places if not -_SLACK <= each <= 1 + _SLACK]:
+        raise ValueError(f"it has {wrong[0]:g}; places are parts of the image, from 0 to 1")
+    return int(label), _around(places) if is_polygon else tuple(places)
+
+
+def _around(polygon: Sequence[float]) -> tuple[float, ...]:
+    """The smallest box around points x, y."""
+    x, y = polygon[::2], polygon[1::2]
+    left, top, right, bottom = min(x), min(y), max(x), max(y)
+    return (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
+
+
+def _document(objects: Sequence[tuple[int, tuple[float, ...]]]) -> bytes:
+    """JSON of lists that have a value for each object."""
+    lists: dict[str, list[Any]] = {
+        "bbox": [box for _, box in objects],
+        "label": [label for label, _ in objects],
+    }
+    return json.dumps(lists, separators=(",", ":")).encode()

@@ -1,0 +1,118 @@
+"""Reads `data.yaml` of ultralytics: where images lie, and the names of their classes."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gyre_daemon.errors import ConfigError, CorruptSample
+
+_MAX_BYTES = 1 << 20  # the parser takes some seconds for as much
+
+
+@dataclass(frozen=True, slots=True)
+class YoloData:
+    """What the file says.
+
+    Attributes:
+        folders: with images, relative to the dataset's folder; an empty one is that folder.
+        classes: the names, by number.
+    """
+
+    folders: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+def require_yaml() -> None:
+    """Refuse the format where PyYAML is not installed.
+
+    Raises:
+        ConfigError: names the extra.
+    """
+    if importlib.util.find_spec("yaml") is None:
+        raise ConfigError(
+            'the format yolo needs the extra of that name: pip install "gyre-ml[yolo]"'
+        )
+
+
+def yolo_data(name: str, data: bytes, split: str, images: Sequence[str]) -> YoloData:
+    """What a file of these bytes says of a split.
+
+    Its `path` is not read: the dataset's folder is known.
+
+    Args:
+        name: of the file, for errors.
+        data: all of it.
+        split: whose folders are wanted.
+        images: folders that are wanted instead; empty for those of the split.
+
+    Raises:
+        CorruptSample: it is no YAML, or its classes make no sense.
+        ConfigError: it has no such split, or one that is not read.
+    """
+    document = _parsed(name, data)
+    if "kpt_shape" in document:
+        raise ConfigError(f"{name} describes keypoints, which are not read")
+    try:
+        classes = _classes(document.get("names"), document.get("nc"))
+    except ValueError as error:
+        facts = {"shard": name, "reason": str(error)}
+        raise CorruptSample(f"the file {name} is damaged: {error}", facts) from error
+    return YoloData(tuple(map(_folder, images or _split(name, document, split))), classes)
+
+
+def _parsed(name: str, data: bytes) -> dict[Any, Any]:
+    import yaml  # noqa: PLC0415  # only this format needs it
+
+    reason = "it is no mapping"
+    try:
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it has {len(data)} bytes, more than {_MAX_BYTES}")
+        document = yaml.safe_load(data)
+        if isinstance(document, dict):
+            return document
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+    raise CorruptSample(f"the file {name} is damaged: {reason}", {"shard": name, "reason": reason})
+
+
+def _classes(names: Any, count: Any) -> tuple[str, ...]:
+    """The names of classes, a list or a mapping from numbers; without names, their number."""
+    if names is None and type(count) is int and 0 < count <= 1 << 16:
+        return tuple(f"class_{number}" for number in range(count))
+    if isinstance(names, dict):
+        if set(names) != set(range(len(names))):
+            raise ValueError("the keys of `names` are not 0, 1, ...")
+        names = [names[number] for number in range(len(names))]
+    if not isinstance(names, list) or not names:
+        raise ValueError("it has no `names` of classes")
+    for each in names:
+        if type(each) not in (str, int, float):
+            raise ValueError(f"`names` has {each!r:.100}, which is no text; put it in quotes")
+    if count is not None and count != len(names):
+        raise ValueError(f"`nc` is {count!r:.100}, and `names` has {len(names)}")
+    return tuple(map(str, names))
+
+
+def _split(name: str, document: dict[Any, Any], split: str) -> list[str]:
+    found = document.get(split)
+    folders: list[Any] = found if isinstance(found, list) else [found]
+    if not found or not all(isinstance(each, str) for each in folders):
+        splits = [each for each in ("train", "val", "test") if document.get(each)]
+        raise ConfigError(
+            f"{name} has no folders of the split {split!r:.100}; it has {', '.join(splits)}: set "
+            "`split`, or name the folders as `images`"
+        )
+    for each in folders:
+        parts = each.removeprefix("../").split("/")
+        if each.startswith("/") or "://" in each or ".." in parts or each.endswith(".txt"):
+            raise ConfigError(
+                f"{name} says {each!r:.200} of the split {split!r:.100}, which is no folder in "
+                "that of the dataset; name the folders with its images as `images`"
+            )
+    return folders
+
+
+def _folder(path: str) -> str:
+    """A path without `.`; a first `..` is of a file that was meant to lie in another folder."""
+    return "/".join(each for each in path.removeprefix("../").split("/") if each not in ("", "."))

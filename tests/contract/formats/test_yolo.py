@@ -1,0 +1,257 @@
+"""Folders of images with labels as ultralytics lays them out, through a real daemon, too."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from gyre_client import Loader, objects
+from gyre_client.errors import CorruptSample as RemoteCorruptSample
+from gyre_client.errors import NotAllowed, ShardMissing
+from gyre_daemon.checks import missing_datasets
+from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.files.yolo import labels_path
+from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.file_table import FileTable, Texts
+
+from tests.conftest import S3Server, StartDaemon
+from tests.contract.formats.format_contract import IndexContract, Sample
+from tests.contract.places import LocalPlace, Place, S3Place, noise
+
+# As the file of coco8 of ultralytics is, whose `path` is relative to a folder of settings.
+DATA = b"""# COCO8 dataset
+path: coco8 # dataset root dir
+train: images/train # train images (relative to 'path')
+val: images/val
+test: # test images (optional)
+
+names:
+  0: person
+  1: bicycle
+  2: car
+download: https://example.com/coco8.zip
+"""
+# As exports of Roboflow are, which lie in the folder but count from one in it.
+ROBOFLOW = (
+    b"train: ../train/images\nval: ../valid/images\n\nnc: 3\nnames: ['person', 'bicycle', 'car']"
+)
+CLASSES = ("person", "bicycle", "car")
+NUM_IMAGES = 30
+
+
+def lines_of(number: int) -> list[tuple[int, list[float]]]:
+    rng = np.random.default_rng(number)
+    boxes = rng.uniform(0.2, 0.4, (number % 4, 4)).round(6).tolist()
+    return [(int(rng.integers(3)), box) for box in boxes]
+
+
+def labels_text(number: int) -> bytes:
+    lines = [
+        f"{label} {' '.join(f'{each:.6f}' for each in box)}" for label, box in lines_of(number)
+    ]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def tree() -> dict[str, bytes]:
+    """Images of two splits; those without objects have empty labels, or none."""
+    files = {"data.yaml": DATA, "images/val/x.jpg": b"x", "labels/val/x.txt": b"0 .5 .5 .1 .1"}
+    for number in range(NUM_IMAGES):
+        files[f"images/train/{number:012}.jpg"] = noise(number, number * 31 % 400 + 1)
+        if number % 8:
+            files[f"labels/train/{number:012}.txt"] = labels_text(number)
+    return {**files, "labels/train.cache": b"?", "labels/train/classes.txt": b"person\n"}
+
+
+def expected(number: int) -> dict[str, Any]:
+    its = lines_of(number)
+    return {"bbox": [box for _, box in its], "label": [label for label, _ in its]}
+
+
+def yolo(**options: Any) -> DescribedFormat:
+    made = make_format("set", DatasetConfig("/data", "yolo", options))
+    assert isinstance(made, DescribedFormat)
+    return made
+
+
+def read(files: Mapping[str, bytes], **options: Any) -> Manifest:
+    made = yolo(**options)
+    names = sorted(name for name in files if made.is_wanted(name.rpartition("/")[2]))
+    table = Texts.of(name.encode() for name in names)
+    described = made.described("data.yaml", files["data.yaml"], table)
+    texts = [b"" if place < 0 else files[names[place]] for place in described.texts.tolist()]
+    return made.manifest(described, texts)
+
+
+def documents(manifest: Manifest) -> dict[str, Any]:
+    values = manifest.columns[0].values
+    return {
+        manifest.names[row].decode(): json.loads(values[row]) for row in range(len(manifest.names))
+    }
+
+
+class TestYolo(IndexContract):
+    """The head of an image is its path and the JSON of its objects."""
+
+    name = "yolo"
+    options: ClassVar = {"fields": ["path", "objects", "image=file"]}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        samples = []
+        for number in range(NUM_IMAGES):
+            path = f"images/train/{number:012}.jpg"
+            about = json.dumps(expected(number), separators=(",", ":")).encode()
+            samples.append({"path": path.encode(), "objects": about, "image": tree()[path]})
+        return [b"".join(b"".join(sample.values()) for sample in samples)], list(samples)
+
+    def index(self, shards: Sequence[bytes]) -> SampleIndex:
+        manifest = read(tree(), **self.options)
+        sizes = [len(tree()[manifest.names[row].decode()]) for row in range(NUM_IMAGES)]
+        table = FileTable(manifest.names, np.array(sizes, np.int64))
+        return yolo(**self.options).index_of(table, manifest.columns)
+
+
+@pytest.mark.parametrize(
+    ("image", "labels"),
+    [
+        ("images/train/a.b.jpg", "labels/train/a.b.txt"),
+        ("train/images/a.jpg", "train/labels/a.txt"),
+        ("images/images/a.jpg", "images/labels/a.txt"),
+        ("pictures/a.jpg", "pictures/a.txt"),
+        ("a.jpg", "a.txt"),
+    ],
+)
+def test_labels_lie_where_ultralytics_looks_for_them(image: str, labels: str) -> None:
+    assert labels_path(image) == labels
+    files = {"data.yaml": DATA, image: b"", labels: b"2 0.5 0.5 1 1"}
+    found = read(files, images=[image.rpartition("/")[0] or "."])
+    assert documents(found) == {image: {"bbox": [[0.5, 0.5, 1.0, 1.0]], "label": [2]}}
+
+
+def test_exports_of_roboflow_are_read() -> None:
+    files = {"data.yaml": ROBOFLOW, "train/images/a.jpg": b"", "train/labels/a.txt": b"1 0 0 1 1"}
+    files |= {"valid/images/b.JPG": b"", "valid/labels/b.txt": b""}
+    assert documents(read(files)) == {
+        "train/images/a.jpg": {"bbox": [[0.0, 0.0, 1.0, 1.0]], "label": [1]}
+    }
+    both = read(
+        {**files, "data.yaml": b"test: [train/images, ./valid/images/]\nnc: 2"}, split="test"
+    )
+    assert [*documents(both)] == ["train/images/a.jpg", "valid/images/b.JPG"]
+    assert both.columns[0].categories == ("class_0", "class_1")
+
+
+def test_polygons_become_the_boxes_around_them_and_lines_that_repeat_are_none() -> None:
+    text = b"\xef\xbb\xbf0 0.1 0.2 0.5 0.2 0.3 0.6\r\n\r\n1 0.5 0.5 0.25 0.5\n1 .5 .5 .25 .5\n"
+    files = {"data.yaml": DATA, "images/train/a.jpg": b"", "labels/train/a.txt": text}
+    (its,) = documents(read(files)).values()
+    assert its["label"] == [0, 1]
+    assert np.allclose(its["bbox"], [[0.3, 0.4, 0.4, 0.4], [0.5, 0.5, 0.25, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"0 0.5 0.5 0.1", "it has 4 numbers"),
+        (b"0 .5 .5 .1 .1 .9", "it has 6 numbers"),
+        (b"0 0.5 0.5 0.1 x", "could not convert string to float: 'x'"),
+        (b"3 0.5 0.5 0.1 0.1", "it has the class 3, and there are 3 classes, from 0"),
+        (b"0.5 0.5 0.5 0.1 0.1", "it has the class 0.5"),
+        (b"0 320 240 64 48", "it has 320; places are parts of the image"),
+        (b"0 0.5 nan 0.1 0.1", "it has nan"),
+        (b"0 0.5 0.5 0.1 -0.1", "it has -0.1"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file(line: bytes, reason: str) -> None:
+    files = tree()
+    files[f"labels/train/{9:012}.txt"] += line
+    with pytest.raises(CorruptSample, match=f"labels/train/{9:012}.txt, line 2: {reason}"):
+        read(files)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "reason"),
+    [
+        (b"a: [", {}, CorruptSample, "the file data.yaml is damaged: while parsing"),
+        (b"[" * 5000, {}, CorruptSample, "is damaged"),
+        (b"- a", {}, CorruptSample, "it is no mapping"),
+        (b"train: images/train", {}, CorruptSample, "it has no `names`"),
+        (b"names: {0: a, 2: b}\ntrain: x", {}, CorruptSample, "keys of `names` are not 0, 1"),
+        (b"names: [yes, a]\ntrain: x", {}, CorruptSample, "has True, which is no text"),
+        (b"names: [a]\nnc: 2\ntrain: x", {}, CorruptSample, "`nc` is 2, and `names` has 1"),
+        (DATA, {"split": "test"}, ConfigError, "no folders of the split 'test'; it has train, val"),
+        (b"names: [a]\ntrain: train2017.txt", {}, ConfigError, "says 'train2017.txt' of"),
+        (b"names: [a]\ntrain: /content/train", {}, ConfigError, "name the folders .* `images`"),
+        (b"names: [a]\nkpt_shape: [17, 3]\ntrain: x", {}, ConfigError, "describes keypoints"),
+        (DATA, {"images": ["elsewhere"]}, ConfigError, "none of the 1 images has labels; those of"),
+    ],
+)
+def test_what_the_file_says_is_checked(
+    data: bytes, options: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    files = {**tree(), "data.yaml": data, "elsewhere/a.jpg": b""}
+    with pytest.raises(error, match=reason):
+        read(files, **options)
+
+
+def test_wrong_options_are_refused() -> None:
+    for options in ({"data": "../a.yaml"}, {"images": ["/data"]}, {"data": ""}):
+        with pytest.raises(ConfigError, match="of a yolo dataset has"):
+            yolo(**options)
+
+
+def test_images_and_their_boxes_are_served(
+    gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
+) -> None:
+    places: dict[str, Place] = {"local": LocalPlace(tmp_path / "set"), "s3": S3Place(s3_server)}
+    tables = {}
+    for name, place in places.items():
+        for path, data in tree().items():
+            place.put(path, data)
+        tables[name] = {"uri": place.root, "format": "yolo", "storage": dict(place.settings)}
+        tables[f"{name}-some"] = {**tables[name], "filter": "num_objects > 1"}
+    local = places["local"]
+    local.put("bad/images/a.jpg", b"")
+    local.put("bad/labels/a.txt", b"0 1 1\n")
+    (tmp_path / "outside.yaml").write_bytes(DATA)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "data.yaml").symlink_to(tmp_path / "outside.yaml")
+    changes: dict[str, dict[str, Any]] = {
+        "bad": {"images": ["bad/images"]},
+        "empty": {"images": ["labels"]},
+        "nowhere": {"data": "nowhere.yaml"},
+    }
+    tables |= {name: {**tables["local"], **change} for name, change in changes.items()}
+    tables["link"] = {**tables["local"], "uri": str(tmp_path / "linked")}
+    definitions = {"nowhere": DatasetConfig(local.root, "yolo", {"data": "nowhere.yaml"})}
+    ((_, absent),) = missing_datasets(DaemonConfig(datasets=definitions))
+    assert re.search(r"no shard at .*/nowhere\.yaml", str(absent))
+    daemon = gyred({"datasets": tables})
+    for name in ("local", "s3", "local-some", "s3-some"):
+        least = 2 if name.endswith("some") else 0
+        seen = []
+        with Loader(name, batch_size=5, epochs=1, tail="drop", address=daemon.address) as loader:
+            assert loader.categories == {"objects": CLASSES}
+            for batch in loader:
+                found = objects(batch, "objects")
+                data, bounds = batch["file"].numpy().tobytes(), batch["file.offsets"].tolist()
+                for row, its in enumerate(found):
+                    file = data[bounds[row] : bounds[row + 1]]
+                    (number,) = (n for n in range(NUM_IMAGES) if file == noise(n, len(file)))
+                    assert its == expected(number)
+                    assert batch["num_objects"][row] == len(its["label"]) >= least
+                    seen.append(number)
+        assert len(set(seen)) == len(seen) >= 10
+    errors: dict[str, tuple[type[Exception], str]] = {
+        "bad": (RemoteCorruptSample, r"the labels bad/labels/a\.txt, line 1: it has 3 numbers"),
+        "empty": (ShardMissing, "lists no files"),
+        "nowhere": (ShardMissing, r"nowhere\.yaml"),
+        "link": (NotAllowed, r"link .* leads to .*outside\.yaml"),
+    }
+    for name, (error, reason) in errors.items():
+        with pytest.raises(error, match=reason):
+            Loader(name, batch_size=5, address=daemon.address)
