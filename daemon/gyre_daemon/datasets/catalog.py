@@ -183,7 +183,12 @@ class Catalog:
         return self._mixtures.source(name, source)
 
     async def stored(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset, as it is before what `filter_late` and packing do."""
+        """The open dataset, as it is before what `filter_late` and packing do.
+
+        One that is open is there at once, also while it is indexed again.
+        """
+        if name in self._open:
+            return self._open[name]
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._scanned(name, config)
@@ -260,9 +265,9 @@ class Catalog:
                         yield progress
                     progress = progress.after(opening.source.shards[indexed.number].name, indexed)
             dataset = await self._indexer.finish(opening, refresh=True)
-            if with_checksums:
-                await self._indexer.take_checksums(dataset)
             self._keep(name, config, await self._remembered(dataset))
+            if with_checksums:  # may take hours, and no session needs them to begin
+                await self._indexer.take_checksums(dataset)
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))

@@ -11,6 +11,7 @@ from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.progress import IndexProgress
+from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import NotAllowed
 from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.lengths import Measuring
@@ -49,8 +50,8 @@ class IndexService:
         indexing = self._catalog.index(
             name, config, with_checksums=request.checksums, engine=request.engine
         )
-        async with contextlib.aclosing(indexing):
-            async for progress in indexing:
+        async with contextlib.aclosing(unheld(indexing)) as told:
+            async for progress in told:
                 yield _from_progress(progress)
         was_read = False
         async for reading in self._opener.reading(name, config):
