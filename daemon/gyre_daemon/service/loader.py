@@ -17,6 +17,7 @@ from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
+from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.runtime.audit import audit_event
@@ -112,10 +113,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
         declared = requests.declared(request)
-        dataset = await self._opener.open_dataset(name, config, declared)
+        dataset = await self._opener.open_dataset(name, config, declared, caller)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
-            lengths = await asyncio.to_thread(length_histograms, dataset.sized, dataset.fields)
+            histograms = partial(length_histograms, dataset.sized, dataset.fields)
+            lengths = await self._opener.compute(caller, histograms)
         return convert.from_dataset(dataset, lengths)
 
     @answers_errors
@@ -135,7 +137,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
+        async with contextlib.aclosing(unheld(self._catalog.lint(name, config))) as linting:
             async for progress in linting:
                 yield convert.from_lint_progress(progress)
 
@@ -162,7 +164,8 @@ class LoaderService(pb_grpc.LoaderServicer):
                 "reading its documents"
             )
         question = requests.to_cost_question(request, dataset)
-        report = await asyncio.to_thread(estimate_all, dataset.index, question)
+        estimate = partial(estimate_all, dataset.index, question)
+        report = await self._opener.compute(caller, estimate)
         return convert.from_cost_report(report, question, dataset)
 
     @answers_errors
