@@ -154,31 +154,32 @@ ROWS = [
     ),
 ]
 
-_BLOCKS = {"mode": "block", "io_block_bytes": 4096, "window_blocks": 4}
+_Values = dict[str, object]
+_BLOCKS: _Values = {"mode": "block", "io_block_bytes": 4096, "window_blocks": 4}
 _NO_BLOCKS = ("INVALID_ARGUMENT", "InvalidRequest", "io_block is .* bytes")
 # Sent to LocateStep, which plans in the cursor's own order.
+_ORDERS: list[tuple[str, _Values, tuple[str, str, str]]] = [
+    ("mode list", {"mode": ["x"]}, (*REJECTED, DAMAGED)),
+    ("mode unknown", {"mode": "none"}, (*REJECTED, DAMAGED)),
+    ("tail table", {"tail": {"a": 1}}, (*REJECTED, DAMAGED)),
+    ("tail unknown", {"tail": "none"}, (*REJECTED, DAMAGED)),
+    ("seed below 0", {"seed": -1}, (*REJECTED, DAMAGED)),
+    ("seed 2^64", {"seed": 1 << 64}, (*REJECTED, DAMAGED)),
+    ("window below 0", {**_BLOCKS, "window_blocks": -5}, (*REJECTED, DAMAGED)),
+    ("block below 0", {"io_block_bytes": -1}, (*REJECTED, DAMAGED)),
+    ("block 0", {**_BLOCKS, "io_block_bytes": 0}, _NO_BLOCKS),
+    ("block 1", {**_BLOCKS, "io_block_bytes": 1}, _NO_BLOCKS),
+    (
+        "window 2^60",
+        {**_BLOCKS, "window_blocks": 1 << 60},
+        ("INVALID_ARGUMENT", "InvalidRequest", "too wide"),
+    ),
+    (
+        "batch 2^40",
+        {"global_batch_size": 1 << 40},
+        ("INVALID_ARGUMENT", "InvalidRequest", "global batch size must be"),
+    ),
+]
 LOCATED = [
-    Row(f"LocateStep {words}", with_orders(**values), *told)
-    for words, values, told in [
-        ("mode list", {"mode": ["x"]}, (*REJECTED, DAMAGED)),
-        ("mode unknown", {"mode": "none"}, (*REJECTED, DAMAGED)),
-        ("tail table", {"tail": {"a": 1}}, (*REJECTED, DAMAGED)),
-        ("tail unknown", {"tail": "none"}, (*REJECTED, DAMAGED)),
-        ("seed below 0", {"seed": -1}, (*REJECTED, DAMAGED)),
-        ("seed 2^64", {"seed": 1 << 64}, (*REJECTED, DAMAGED)),
-        ("window below 0", {**_BLOCKS, "window_blocks": -5}, (*REJECTED, DAMAGED)),
-        ("block below 0", {"io_block_bytes": -1}, (*REJECTED, DAMAGED)),
-        ("block 0", {**_BLOCKS, "io_block_bytes": 0}, _NO_BLOCKS),
-        ("block 1", {**_BLOCKS, "io_block_bytes": 1}, _NO_BLOCKS),
-        (
-            "window 2^60",
-            {**_BLOCKS, "window_blocks": 1 << 60},
-            ("INVALID_ARGUMENT", "InvalidRequest", "too wide"),
-        ),
-        (
-            "batch 2^40",
-            {"global_batch_size": 1 << 40},
-            ("INVALID_ARGUMENT", "InvalidRequest", "global batch size must be"),
-        ),
-    ]
+    Row(f"LocateStep {words}", with_orders(**values), *told) for words, values, told in _ORDERS
 ]

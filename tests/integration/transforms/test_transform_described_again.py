@@ -58,7 +58,8 @@ def test_a_chain_is_described_by_another_process_where_one_has_ended(tmp_path: P
 
 async def turns(num: int) -> list[str]:
     """Whose chains are described, in their order; one job asks behind many that ask before it."""
-    workers, order = TransformWorkers(1, 300.0, TransformCounts()), []
+    workers = TransformWorkers(1, 300.0, TransformCounts())
+    order: list[str] = []
 
     async def ask(flow: Flow) -> None:
         assert not (await workers.describe(recipe, flow)).error
