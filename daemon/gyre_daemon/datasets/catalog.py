@@ -266,8 +266,6 @@ class Catalog:
                     progress = progress.after(opening.source.shards[indexed.number].name, indexed)
             dataset = await self._indexer.finish(opening, refresh=True)
             self._keep(name, config, await self._remembered(dataset))
-            if with_checksums:  # may take hours, and no session needs them to begin
-                await self._indexer.take_checksums(dataset)
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))
@@ -276,8 +274,10 @@ class Catalog:
             await asyncio.to_thread(
                 save_record, self._records, name, opening.location, shards, dataset.fingerprint
             )
-            names = {shard.name for shard in shards}
-            yield progress.finished(dataset, previous, names, was_appended=was_appended)
+        if with_checksums:  # may take hours, and nobody needs them to open the dataset
+            await self._indexer.take_checksums(dataset)
+        names = {shard.name for shard in shards}
+        yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
     async def lint(self, name: str, config: DatasetConfig) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.

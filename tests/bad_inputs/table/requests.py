@@ -223,6 +223,12 @@ CHAINS: list[tuple[str, list[dict[str, Any]], tuple[str, str], str]] = [
         NOT_ALLOWED,
         "opens no files that clients name",
     ),
+    (
+        "samples of 4 GiB",
+        [{"name": "crop_or_pad", "field": "tokens", "length": 1 << 30}],
+        CONFIG,
+        "bytes a sample",
+    ),
     ("200 transforms", [{"name": "cast"}] * 200, CONFIG, "at most 128"),
 ]
 
