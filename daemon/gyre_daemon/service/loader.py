@@ -31,7 +31,7 @@ from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.planning import StepPlanner
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.sessions.census import take_census
+from gyre_daemon.sessions.census import spreads_of, take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
@@ -274,7 +274,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         status.endpoints.extend(convert.from_endpoint(e, now) for e in self._catalog.endpoints)
         sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
-        status.sessions.extend(map(convert.from_session, shown))
+        spreads = await spreads_of(shown, self._sessions, caller.name)
+        status.sessions.extend(map(convert.from_session, shown, spreads))
         status.num_hidden_sessions = len(sessions) - len(shown)
         measured = [
             each

@@ -179,3 +179,24 @@ def test_who_asks_for_much_does_not_hold_up_what_others_ask(
         for each in asked:
             each.cancel()  # type: ignore[no-untyped-call]
     assert num_left > 100, "what was asked for later was answered before most of it"
+
+
+def test_a_status_looks_at_no_large_batches(gyred: StartDaemon, tmp_path: Path) -> None:
+    """It would take a second for each, and anybody may ask for it all the time."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n{"text": "bcd"}\n' * 50_000)
+    lines = {"uri": str(tmp_path / "lines.jsonl"), "format": "jsonl"}
+    daemon = gyred({"datasets": {"lines": lines}})
+    with grpc.insecure_channel(daemon.address) as channel, other_user(daemon.address) as user:
+        stub = pb_grpc.LoaderStub(channel)
+        for size in (64, 1 << 15):
+            order = pb.OrderSpec(global_batch_size=size, balance=pb.Balance(linear=1, field="json"))
+            reader = pb.Reader(job=f"job-{size}", world_size=2)
+            request = pb.OpenSessionRequest(
+                dataset=pb.DatasetRef(name="lines"), order=order, reader=reader, step=5
+            )
+            stub.OpenSession(request, metadata=user.metadata, timeout=120)
+        shown = stub.GetStatus(pb.GetStatusRequest(), metadata=user.metadata, timeout=120).sessions
+    assert {each.reader.job: each.HasField("spread") for each in shown} == {
+        "job-64": True,
+        "job-32768": False,
+    }
