@@ -26,10 +26,10 @@ _EVEN_ENOUGH = 0.01
 _MAX_PAIRS = 1 << 18
 # With more samples per rank, not every pair is compared for an exchange: all pairs of 100,000
 # samples would take 80 GB. What is found is the same; below, comparing all is faster.
-_MAX_COMPARED = 256
-# What one step is shared out in: some seconds of a thread and 100 MB at most. Who may read a
+_MAX_COMPARED = 64
+# What one step is shared out in: some seconds of a thread and 20 MB at most. Who may read a
 # dataset may ask for any order of it.
-_MAX_BATCH_SAMPLES, _MAX_RANKS = 1 << 20, 1 << 14
+_MAX_BATCH_SAMPLES, _MAX_RANKS = 1 << 17, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ MAX_START_POSITION = 1 << 62
 # What one more epoch costs in a plan, as so many positions: its order must be made. In the order
 # `block` this is 0.5 ms, and a position takes some 50 ns.
 _EPOCH_IN_POSITIONS = 10_000
-# What it costs to sort one position of a window by length.
-_SORTED_IN_POSITIONS = 4
+# What it costs to sort one position of a window by length, and to share out one of a batch.
+_SORTED_IN_POSITIONS, _SHARED_OUT_IN_POSITIONS = 4, 32
 # Positions of whole global batches that are planned together, where a rank's part depends on all.
 # Each takes about 100 bytes meanwhile.
 _LOOKED_AT_ONCE = 1 << 20
@@ -296,6 +296,8 @@ class BatchPlanner:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
         num_positions = self.positions_of(num_steps, world_size)
+        if self._balance:
+            num_positions += _SHARED_OUT_IN_POSITIONS * num_steps * size
         if bucket := self.order.bucket:  # a window is sorted as a whole
             num_windows = num_steps // bucket.window_batches + 2
             num_positions += _SORTED_IN_POSITIONS * num_windows * bucket.window_batches * size

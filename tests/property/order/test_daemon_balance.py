@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.fetching import prefetch
 from gyre_daemon.order import balance as balance_module
 from gyre_daemon.order import planner as planner_module
 from gyre_daemon.order.balance import Balance, CostRule
@@ -163,9 +164,19 @@ def test_parts_of_steps_that_are_planned_apart_are_the_same(
     assert planned() == together
 
 
-@pytest.mark.parametrize(("size", "world_size"), [((1 << 20) + 1, 1), (1 << 20, 1 << 15)])
+def test_what_takes_long_to_share_out_is_not_planned_on_the_event_loop() -> None:
+    """`cost_of` decides; a step of 16,384 samples took a second there."""
+    num_samples, order = 100_000, Order("full", "wrap", 3, 1 << 14)
+    balance = Balance(RULE.cost(np.arange(num_samples)).take)
+    plain = BatchPlanner(order, num_samples)
+    balanced = BatchPlanner(order, num_samples, balance=balance)
+    assert balanced.cost_of(1, 64) > prefetch._MAX_COST_ON_LOOP
+    assert balanced.cost_of(1, 64) > 30 * plain.cost_of(1, 1)
+
+
+@pytest.mark.parametrize(("size", "world_size"), [((1 << 17) + 1, 1), (1 << 17, 1 << 15)])
 def test_what_takes_too_long_to_share_out_is_refused(size: int, world_size: int) -> None:
-    CostRule(1, 0).check(1 << 20, 1 << 14)
+    CostRule(1, 0).check(1 << 17, 1 << 14)
     with pytest.raises(InvalidRequest, match="`balance` shares out at most"):
         CostRule(1, 0).check(size, world_size)
 
