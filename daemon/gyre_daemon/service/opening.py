@@ -187,10 +187,10 @@ class SessionOpener(DatasetOpener):
         for source in self._policy.sources(name) if config.mixture else ():
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
-            if not self._policy.is_admin(caller):
-                chain = name.encode() + b"\0" + ref.pack.SerializeToString(deterministic=True)
-                self._sessions.resources.limits.count_chain(caller.name, chain)
             config = replace(config, pack=requests.to_pack(ref.pack))
+            if not self._policy.is_admin(caller):
+                way = name.encode() + b"\0" + ref.pack.SerializeToString(deterministic=True)
+                self._sessions.resources.limits.count_chain(caller.name, way)
         return name, config
 
     def _check_source(self, mixture: str, source: str, caller: Principal) -> None:

@@ -165,3 +165,20 @@ def test_lists_of_transforms_are_bounded_for_each_user(node: Node, alice: User, 
     assert num > 64
     assert described(alice, 1) == 1, "one that she has declared is no new one"
     assert described(bob, num) == num
+
+
+def test_ways_to_pack_are_bounded_for_each_user(node: Node, bob: User) -> None:
+    """To pack a large dataset takes minutes, and others wait for it."""
+    reasons = []
+    for length in range(1, 200):
+        dataset = ref("open")
+        dataset.pack.values["length"].integer = length
+        dataset.pack.values["field"].text = "tokens"
+        with pytest.raises(Refused) as refused:  # these samples cannot be packed
+            bob.call("DescribeDataset", pb.DescribeDatasetRequest(dataset=dataset))
+        reasons.append(refused.value.reason)
+        if reasons[-1] == "Overloaded":
+            break
+    assert 32 < len(reasons) < 199
+    assert set(reasons[:-1]) == {"InvalidRequest"}
+    assert "ways to pack" in refused.value.details
