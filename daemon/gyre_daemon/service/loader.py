@@ -25,7 +25,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
-from gyre_daemon.service.indexing import IndexService
+from gyre_daemon.service.indexing import IndexService, LongCalls
 from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
@@ -82,7 +82,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
-        self._indexes = IndexService(catalog, self._opener, policy)
+        self._long_calls = LongCalls()
+        self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
@@ -137,9 +138,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        async with contextlib.aclosing(unheld(self._catalog.lint(name, config))) as linting:
-            async for progress in linting:
-                yield convert.from_lint_progress(progress)
+        with self._long_calls.one(caller, name):
+            async with contextlib.aclosing(unheld(self._catalog.lint(name, config))) as linting:
+                async for progress in linting:
+                    yield convert.from_lint_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.other_user import NEEDS_ROOT, other_user
 
 # Names that are long, so that the progress does not fit into what a connection takes unread.
 _NUM_SHARDS = 700
@@ -69,6 +71,40 @@ def test_a_client_that_does_not_read_its_progress_holds_up_nobody(daemon: Daemon
         assert stub.OpenSession(opening, timeout=60).session_id
         assert len(list(stub.IndexDataset(request, timeout=60))) == _NUM_SHARDS
         assert len(list(call)) == _NUM_SHARDS - 1, "what waited for the client is still there"
+
+
+@NEEDS_ROOT
+def test_one_user_has_few_calls_that_read_a_whole_dataset(daemon: Daemon) -> None:
+    """Who opens it for the first time waits for those that came before."""
+    request = pb.IndexDatasetRequest(dataset=_DATASET)
+    linting = pb.LintDatasetRequest(dataset=_DATASET)
+    with (
+        asked(daemon, lambda stub, who: stub.IndexDataset(request, metadata=who)),
+        asked(daemon, lambda stub, who: stub.LintDataset(linting, metadata=who)),
+        identified_channel(daemon.address) as channel,
+        other_user(daemon.address) as user,
+    ):
+        stub = LoaderStub(channel)
+        for call in (stub.IndexDataset(request), stub.LintDataset(linting)):
+            with pytest.raises(grpc.RpcError, match="has 2 calls that index or check") as refused:
+                next(iter(call))
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        plain = grpc.insecure_channel(daemon.address)
+        its = LoaderStub(plain).IndexDataset(request, metadata=user.metadata, timeout=60)
+        assert len(list(its)) == _NUM_SHARDS
+        plain.close()
+    assert _ends_being_refused(daemon, request)
+
+
+def _ends_being_refused(daemon: Daemon, request: pb.IndexDatasetRequest) -> bool:
+    """Whether the same user may call again, once its calls are over."""
+    deadline = time.monotonic() + 60
+    with identified_channel(daemon.address) as channel:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.RpcError):
+                return bool(list(LoaderStub(channel).IndexDataset(request, timeout=60)))
+            time.sleep(0.05)
+    return False
 
 
 def test_who_does_not_read_what_is_wrong_with_a_dataset_holds_up_nobody(daemon: Daemon) -> None:
