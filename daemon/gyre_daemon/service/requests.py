@@ -251,10 +251,12 @@ def to_skipped(request: pb.OpenSessionRequest) -> SkippedSteps | None:
     """The steps that a job is to leave out; None for those of its cursor.
 
     Raises:
-        InvalidRequest: they are no rising ranges, or too many.
+        InvalidRequest: they are no rising ranges, or too many; or a step has no samples.
     """
     if not request.HasField("skip_steps"):
         return None
+    if not request.order.global_batch_size:
+        raise InvalidRequest("the global batch size must be 1 to 2**32, but is 0")
     skipped = tuple((each.first, each.stop) for each in request.skip_steps.ranges)
     if not are_skipped(skipped):
         raise InvalidRequest(
