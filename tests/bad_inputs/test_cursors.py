@@ -1,5 +1,7 @@
 """A cursor that is not what a daemon gave, for this dataset and order, is refused."""
 
+from dataclasses import replace
+
 import grpc
 import pytest
 from gyre_daemon.errors import CursorRejected
@@ -39,6 +41,20 @@ def test_a_bad_cursor_is_refused(row: Row, node: Node, good: Good) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         node.stub.OpenSession(opening(cursor=row.sent(good)), timeout=CALL_DEADLINE_S)
     check_refusal(caught.value, row)
+
+
+@pytest.mark.parametrize("row", cases(cursors.LOCATED))
+def test_a_cursor_whose_order_cannot_be_is_refused(row: Row, node: Node, good: Good) -> None:
+    cursor = row.sent(Good(cursor_at_the_beginning(good.cursor), good.other))
+    request = pb.LocateStepRequest(dataset=pb.DatasetRef(name="tokens"), cursor=cursor)
+    with pytest.raises(grpc.RpcError) as caught:
+        node.stub.LocateStep(request, timeout=CALL_DEADLINE_S)
+    check_refusal(caught.value, row)
+
+
+def cursor_at_the_beginning(cursor: bytes) -> bytes:
+    """The same job's, where every batch size begins."""
+    return replace(decode_cursor(cursor), position=0).encode()
 
 
 def test_every_bit_that_flips_and_every_cut_is_noticed(good: Good) -> None:

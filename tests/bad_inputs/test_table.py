@@ -18,6 +18,7 @@ ROWS = [
     *requests.ROWS,
     *requests.HARMLESS_ROWS,
     *cursors.ROWS,
+    *cursors.LOCATED,
     *sockets.GRPC_ROWS,
     *sockets.SIDE_ROWS,
     *sockets.MALFORMED_ROWS,

@@ -173,12 +173,14 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 "pytorch_model.bin, must be saved again by save_pretrained of transformers"
             )
         return read_header(path / _ONE_FILE)
+    if not index.is_file():
+        raise CheckpointRejected(f"{index} is no regular file")
     try:
         weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointRejected(f"{index} names files outside of its folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointRejected(f"{index} is no index of safetensors files") from error
     files = {name: read_header(path / name) for name in names}
     for key, name in weight_map.items():

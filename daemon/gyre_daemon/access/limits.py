@@ -1,7 +1,9 @@
 """What one user, and one job, may take of a daemon."""
 
 import fnmatch
+import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +22,12 @@ _BURST_S = 5.0
 # messages per request they would wait.
 _MESSAGES_PER_REQUEST = 20
 _MESSAGE_BYTES = 64
+# Lists of transforms, and ways to pack, that a user may declare at once, and how many more per
+# second. Each new list may have to be measured, which reads the dataset and leaves a file for each
+# shard; to pack takes up to minutes, one after the other. With more, a user who declares one after
+# the other fills the disk and the memory, and keeps others from packing.
+_CHAINS_AT_ONCE, _CHAINS_PER_S = 64, 0.2
+_MAX_CHAINS = 4096  # that are remembered, of all users
 # Beyond this many buckets those that are full are dropped, since a full one says nothing.
 _MAX_BUCKETS = 1024
 
@@ -38,6 +46,8 @@ class Limits:
         """
         self._config = config
         self._requests = Rates(clock)
+        self._chains = Rates(clock, _CHAINS_AT_ONCE / _CHAINS_PER_S)
+        self._declared: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def replace(self, config: LimitsConfig) -> None:
         """These limits count from now on; what is beyond them already stays as it is."""
@@ -75,6 +85,31 @@ class Limits:
         """
         if limits := self.of_job:
             self._count(f"{user} {job}", limits.requests_per_s, f"job {job!r} of {user}")
+
+    def count_chain(self, user: str, chain: bytes) -> None:
+        """Count transforms or a way to pack that a user declares, unless it did so lately.
+
+        Args:
+            user: the name of a principal.
+            chain: tells it and its dataset from others.
+
+        Raises:
+            Overloaded: the user declares too many different ones.
+        """
+        if self.of_user(user) is None:
+            return
+        key = user, hashlib.blake2b(chain, digest_size=16).digest()
+        if key not in self._declared and (wait_s := self._chains.take(user, _CHAINS_PER_S)):
+            raise Overloaded(
+                f"{user} has declared more than {_CHAINS_AT_ONCE} different lists of transforms "
+                "or ways to pack; "
+                f"try again in {wait_s:.1f} s",
+                {"who": user, "retry_after_s": round(wait_s, 3)},
+            )
+        self._declared[key] = None
+        self._declared.move_to_end(key)
+        if len(self._declared) > _MAX_CHAINS:
+            self._declared.popitem(last=False)
 
     def pace(self, user: str) -> Callable[[int], float]:
         """How a user's control stream is slowed down.
@@ -130,15 +165,19 @@ class _Bucket:
     level: float
     filled_at: float
     per_s: float
+    burst_s: float
 
     def fill(self, now: float) -> None:
-        most = max(1.0, self.per_s * _BURST_S)
-        self.level = min(most, self.level + self.per_s * (now - self.filled_at))
+        self.level = min(self.most, self.level + self.per_s * (now - self.filled_at))
         self.filled_at = now
 
     @property
+    def most(self) -> float:
+        return max(1.0, self.per_s * self.burst_s)
+
+    @property
     def is_full(self) -> bool:
-        return self.level >= max(1.0, self.per_s * _BURST_S)
+        return self.level >= self.most
 
 
 @dataclass(slots=True)
@@ -146,6 +185,7 @@ class Rates:
     """How often each caller has called lately: a token bucket each."""
 
     clock: Callable[[], float] = time.monotonic
+    burst_s: float = _BURST_S
     _buckets: dict[str, _Bucket] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -180,7 +220,8 @@ class Rates:
         if bucket is None:
             if len(self._buckets) >= _MAX_BUCKETS:
                 self._forget_full(now)
-            bucket = self._buckets[key] = _Bucket(max(1.0, per_s * _BURST_S), now, per_s)
+            most = max(1.0, per_s * self.burst_s)
+            bucket = self._buckets[key] = _Bucket(most, now, per_s, self.burst_s)
         bucket.per_s = per_s
         bucket.fill(now)
         return bucket

@@ -183,7 +183,12 @@ class Catalog:
         return self._mixtures.source(name, source)
 
     async def stored(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset, as it is before what `filter_late` and packing do."""
+        """The open dataset, as it is before what `filter_late` and packing do.
+
+        One that is open is there at once, also while it is indexed again.
+        """
+        if name in self._open:
+            return self._open[name]
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._scanned(name, config)
@@ -260,8 +265,6 @@ class Catalog:
                         yield progress
                     progress = progress.after(opening.source.shards[indexed.number].name, indexed)
             dataset = await self._indexer.finish(opening, refresh=True)
-            if with_checksums:
-                await self._indexer.take_checksums(dataset)
             self._keep(name, config, await self._remembered(dataset))
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
@@ -271,8 +274,10 @@ class Catalog:
             await asyncio.to_thread(
                 save_record, self._records, name, opening.location, shards, dataset.fingerprint
             )
-            names = {shard.name for shard in shards}
-            yield progress.finished(dataset, previous, names, was_appended=was_appended)
+        if with_checksums:  # may take hours, and nobody needs them to open the dataset
+            await self._indexer.take_checksums(dataset)
+        names = {shard.name for shard in shards}
+        yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
     async def lint(self, name: str, config: DatasetConfig) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.

@@ -27,6 +27,10 @@ class PackedDatasets:
             InvalidRequest: as `packing.pack`.
         """
         key = documents.fingerprint, documents.transforms, config
+        found = self._kept.get(key)
+        if found and found.storage is documents.storage:  # while another one may be packed
+            self._kept[key] = self._kept.pop(key)
+            return found
         async with self._lock:
             found = self._kept.pop(key, None)
             if found is None or found.storage is not documents.storage:

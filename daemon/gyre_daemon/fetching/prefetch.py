@@ -238,7 +238,7 @@ class Prefetcher:
             wanted = min(wanted, max(end_step - self._next_to_begin, 1))
         num_announced = self._announcer.num_steps if self._announcer else 0
         num_missing = max(0, wanted + num_announced - len(self._plans))
-        positions = self._spec.order.global_batch_size // self._spec.world_size
+        positions = self._spec.planner.positions_of(1, self._spec.world_size)
         many = min(_PLANNED_POSITIONS // positions, self._steps_in(_PLANNED_EPOCHS))
         return _Sizes(wanted, together, max(num_missing, many) if num_missing else 0, doubled)
 

@@ -24,6 +24,12 @@ _EVEN_ENOUGH = 0.01
 # Pairs of samples that are compared for such an exchange: with more samples per rank than this
 # allows, exchanges with the least expensive rank are fine enough.
 _MAX_PAIRS = 1 << 18
+# With more samples per rank, not every pair is compared for an exchange: all pairs of 100,000
+# samples would take 80 GB. What is found is the same; below, comparing all is faster.
+_MAX_COMPARED = 64
+# What one step is shared out in: some seconds of a thread and 20 MB at most. Who may read a
+# dataset may ask for any order of it.
+_MAX_BATCH_SAMPLES, _MAX_RANKS = 1 << 17, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,19 @@ class CostRule:
             raise InvalidRequest(
                 f"`balance` has linear = {self.linear} and quadratic = {self.quadratic}; they must "
                 "be numbers of at least 0, and one of them above"
+            )
+
+    def check(self, global_batch_size: int, world_size: int) -> None:
+        """Refuse global batches that take too long to share out.
+
+        Raises:
+            InvalidRequest: they have too many samples, or there are too many ranks.
+        """
+        if global_batch_size > _MAX_BATCH_SAMPLES or world_size > _MAX_RANKS:
+            raise InvalidRequest(
+                f"`balance` shares out at most {_MAX_BATCH_SAMPLES} samples to {_MAX_RANKS} ranks, "
+                f"and there are {global_batch_size} and {world_size}; lower the batch size, or "
+                "leave `balance` out"
             )
 
     def cost(self, lengths: Int64Array) -> Float64Array:
@@ -140,21 +159,18 @@ def _exchange(parts: Int64Array, costs: Float64Array) -> Float64Array:
     Returns:
         Float64 [K, W], what each rank's samples cost then.
     """
-    num_steps, world_size, size = parts.shape
+    num_steps, world_size = parts.shape[:2]
     steps = np.arange(num_steps)
     dealt = np.take_along_axis(costs, parts.reshape(num_steps, -1), axis=1).reshape(parts.shape)
     loads: Float64Array = dealt.sum(axis=2)
     for _ in range(_EXCHANGES_PER_RANK * world_size):
         high, low = loads.argmax(axis=1), loads.argmin(axis=1)
         gap = loads[steps, high] - loads[steps, low]
-        moved = dealt[steps, high][:, :, None] - dealt[steps, low][:, None, :]
-        misses = np.abs(moved - gap[:, None, None] / 2).reshape(num_steps, -1)
-        best = misses.argmin(axis=1)
-        change = moved.reshape(num_steps, -1)[steps, best]
+        change, *pair = _best_exchange(dealt[steps, high], dealt[steps, low], gap)
         which = np.flatnonzero((change > 0) & (change < gap))
         if not len(which):
             break
-        first, second = np.divmod(best[which], size)
+        first, second = (each[which] for each in pair)
         for table in (parts, dealt):
             given = table[which, high[which], first].copy()
             table[which, high[which], first] = table[which, low[which], second]
@@ -162,6 +178,40 @@ def _exchange(parts: Int64Array, costs: Float64Array) -> Float64Array:
         loads[which, high[which]] -= change[which]
         loads[which, low[which]] += change[which]
     return loads
+
+
+def _best_exchange(
+    dear: Float64Array, cheap: Float64Array, gap: Float64Array
+) -> tuple[Float64Array, Int64Array, Int64Array]:
+    """The exchange of two ranks that brings their loads closest, in each of K steps.
+
+    Args:
+        dear: float64 [K, B], what the samples of one rank cost.
+        cheap: float64 [K, B], those of the other one.
+        gap: float64 [K], by how much the first rank's load exceeds the other's.
+
+    Returns:
+        What the exchange moves, float64 [K], and the two samples, both int64 [K]. Of several that
+        are equally good it is the one with the first samples.
+    """
+    num_steps, size = dear.shape
+    if size > _MAX_COMPARED:
+        first = np.array([_first_of_pair(*step) for step in zip(dear, cheap, gap, strict=True)])
+        steps = np.arange(num_steps)
+        moved = dear[steps, first][:, None] - cheap
+        second = np.abs(moved - gap[:, None] / 2).argmin(axis=1)
+        return moved[steps, second], first, second
+    pairs = (dear[:, :, None] - cheap[:, None, :]).reshape(num_steps, -1)
+    best = np.abs(pairs - gap[:, None] / 2).argmin(axis=1)
+    return pairs[np.arange(num_steps), best], *np.divmod(best, size)
+
+
+def _first_of_pair(dear: Float64Array, cheap: Float64Array, gap: float) -> int:
+    """The first sample of the best exchange of one step, in memory that grows with B alone."""
+    costs = np.unique(cheap)
+    above = np.minimum(np.searchsorted(costs, dear - gap / 2), len(costs) - 1)
+    misses = [np.abs(dear - costs[near] - gap / 2) for near in (np.maximum(above - 1, 0), above)]
+    return int(np.minimum(*misses).argmin())
 
 
 def _lower_peak(parts: Int64Array, costs: Float64Array, enough: float) -> None:

@@ -13,13 +13,14 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import get_args
 
 from gyre_common.counts import counted
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
-from gyre_daemon.order.planner import MAX_START_POSITION, Order
+from gyre_daemon.order.planner import MAX_START_POSITION, Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words
 from gyre_daemon.order.stages import Stage, is_growth
@@ -31,6 +32,7 @@ _FORMAT_VERSION, _GROWING_VERSION, _MIXED_VERSION, _SKIPPING_VERSION = 1, 2, 3, 
 _BUCKETED_VERSION = 5
 MAX_CURSOR_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
+_MAX_UINT64 = (1 << 64) - 1
 _DIGITS_TO_COME = 100  # of positions and counts, which grow
 
 
@@ -155,7 +157,7 @@ def decode_cursor(data: bytes) -> Cursor:
         cursor = Cursor(**{**values, **own})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise _rejected("the cursor lacks what its version promises") from error
-    if cursor._version != version or not _are_possible(cursor):
+    if cursor._version != version or not _are_possible(cursor) or not _is_order(order):
         raise _rejected("the cursor lacks what its version promises")
     if not _is_possible(cursor):
         raise _rejected("the cursor's position is no beginning of a global batch")
@@ -330,6 +332,16 @@ def _is_possible(cursor: Cursor) -> bool:
     if order.skipped and order.skipped[-1][1] * size > MAX_START_POSITION:
         return False
     return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0
+
+
+def _is_order(order: Order) -> bool:
+    """Whether a client can have asked for an order: its words are known, its numbers unsigned."""
+    numbers = order.seed, order.io_block_bytes, order.window_blocks
+    return (
+        order.mode in get_args(OrderMode)
+        and order.tail in get_args(Tail)
+        and all(type(number) is int and 0 <= number <= _MAX_UINT64 for number in numbers)
+    )
 
 
 def _are_possible(cursor: Cursor) -> bool:

@@ -45,8 +45,11 @@ MAX_START_POSITION = 1 << 62
 # What one more epoch costs in a plan, as so many positions: its order must be made. In the order
 # `block` this is 0.5 ms, and a position takes some 50 ns.
 _EPOCH_IN_POSITIONS = 10_000
-# What it costs to sort one position of a window by length.
-_SORTED_IN_POSITIONS = 4
+# What it costs to sort one position of a window by length, and to share out one of a batch.
+_SORTED_IN_POSITIONS, _SHARED_OUT_IN_POSITIONS = 4, 32
+# Positions of whole global batches that are planned together, where a rank's part depends on all.
+# Each takes about 100 bytes meanwhile.
+_LOOKED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,10 @@ class BatchPlanner:
     def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> GroupPlan:
         """What a rank reads in `num_steps` successive steps, with one permutation an epoch."""
         if self._looks_at_all and world_size > 1 and num_steps:
+            parts = self._in_parts(first_step, num_steps)
+            if len(parts) > 1:
+                first, *later = (self.batches(*part, rank, world_size) for part in parts)
+                return sum(later, start=first)
             whole = self.batches(first_step, num_steps, 0, 1)
             if self._balance:
                 return self._balance.part(whole, rank, world_size)
@@ -187,6 +194,16 @@ class BatchPlanner:
     def _looks_at_all(self) -> bool:
         """Whether a rank's part of a step depends on the samples of the other ranks."""
         return self._balance is not None or isinstance(self._lengths_of, RowLengths)
+
+    def _in_parts(self, first_step: int, num_steps: int) -> list[tuple[int, int]]:
+        """First step and number of steps, such that whole global batches of them fit in memory."""
+        most, stop = max(1, _LOOKED_AT_ONCE // self.order.global_batch_size), first_step + num_steps
+        return [(begin, min(most, stop - begin)) for begin in range(first_step, stop, most)]
+
+    def positions_of(self, num_steps: int, world_size: int) -> int:
+        """How many positions are planned for a rank's parts of `num_steps`."""
+        size = self.order.global_batch_size
+        return num_steps * (size if self._looks_at_all else size // world_size)
 
     def _row_lengths(self, sample_ids: Int64Array) -> Int64Array | None:
         """See `GroupPlan.row_lengths`; the samples are int64 [K, G]."""
@@ -254,6 +271,9 @@ class BatchPlanner:
     def epochs(self, first_step: int, num_steps: int, rank: int, world_size: int) -> Int64Array:
         """The running job's epoch of each sample of `batches`, int64 [num_steps, B]."""
         if self._balance and world_size > 1 and num_steps:
+            parts = self._in_parts(first_step, num_steps)
+            if len(parts) > 1:
+                return np.concatenate([self.epochs(*part, rank, world_size) for part in parts])
             ids = self.batches(first_step, num_steps, 0, 1).sample_ids
             which = self._balance.arrangement(ids, rank, world_size)
             return np.take_along_axis(self.epochs(first_step, num_steps, 0, 1), which, axis=1)
@@ -275,7 +295,9 @@ class BatchPlanner:
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
-        num_positions = num_steps * (size if self._looks_at_all else size // world_size)
+        num_positions = self.positions_of(num_steps, world_size)
+        if self._balance:
+            num_positions += _SHARED_OUT_IN_POSITIONS * num_steps * size
         if bucket := self.order.bucket:  # a window is sorted as a whole
             num_windows = num_steps // bucket.window_batches + 2
             num_positions += _SORTED_IN_POSITIONS * num_windows * bucket.window_batches * size

@@ -227,11 +227,11 @@ def _name_of(dtype: np.dtype[np.generic]) -> str:
     return dtype.name
 
 
-def from_session(session: Session) -> pb.SessionState:
-    """The state of a session."""
+def from_session(session: Session, spread: float | None) -> pb.SessionState:
+    """The state of a session, whose spread is from `spreads_of`."""
     reader, consumer, quality = session.request.reader, session.consumer, session.shuffle.quality
     gauges, totals = session.gauges, session.totals
-    packed, next_step = session.request.dataset.packed, consumer.next_step
+    packed = session.request.dataset.packed
     return pb.SessionState(
         handle=session.handle,
         user=session.request.owner.name,
@@ -258,7 +258,7 @@ def from_session(session: Session) -> pb.SessionState:
         stages=from_stages(session),
         lately=_from_lately(session.lately),
         filled=packed.efficiency if packed else None,
-        spread=session.planner.spread(next_step - 1, reader.world_size) if next_step else None,
+        spread=spread,
     )
 
 

@@ -1,17 +1,20 @@
 """Builds what is missing of a dataset's index, and reads ahead of its first job what that needs."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
+from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.progress import IndexProgress
-from gyre_daemon.errors import NotAllowed
+from gyre_daemon.datasets.unheld import unheld
+from gyre_daemon.errors import NotAllowed, Overloaded
 from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.service.opening import SessionOpener
@@ -24,11 +27,47 @@ _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
 }
 
 
+# Calls of one user that read all of a dataset at once. They come one after the other, and who opens
+# the dataset for the first time waits for those before.
+_MAX_AT_ONCE = 2
+
+
+class LongCalls:
+    """Calls that index or check whole datasets, by user and dataset."""
+
+    def __init__(self) -> None:
+        self._num: Counter[tuple[str, str]] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, caller: Principal, dataset: str) -> Iterator[None]:
+        """Count a call inside the block.
+
+        Raises:
+            Overloaded: the caller has as many on this dataset as it may.
+        """
+        key = caller.name, dataset
+        if self._num[key] >= _MAX_AT_ONCE:
+            raise Overloaded(
+                f"{caller.name} has {_MAX_AT_ONCE} calls that index or check `{dataset:.200}`, and "
+                "may have no more; wait until one is over, or end it",
+                {"who": caller.name, "limit_calls": _MAX_AT_ONCE},
+            )
+        self._num[key] += 1
+        try:
+            yield
+        finally:
+            self._num[key] -= 1
+            self._num += Counter()  # forgets those who have none
+
+
 class IndexService:
     """Answers the method `IndexDataset`."""
 
-    def __init__(self, catalog: Catalog, opener: SessionOpener, policy: Policy) -> None:
+    def __init__(
+        self, catalog: Catalog, opener: SessionOpener, policy: Policy, calls: LongCalls
+    ) -> None:
         self._catalog, self._opener, self._policy = catalog, opener, policy
+        self._calls = calls
 
     async def index(
         self, caller: Principal, request: pb.IndexDatasetRequest
@@ -37,6 +76,7 @@ class IndexService:
 
         Raises:
             NotAllowed: the caller is no operator, and asks for Ray.
+            Overloaded: see `LongCalls.one`.
             GyreError: as `SessionOpener.resolve_stored`, `Catalog.index`, `SessionOpener.reading`
                 and `SessionOpener.measuring`.
         """
@@ -46,11 +86,19 @@ class IndexService:
                 f"{caller.name} is no operator of this daemon, and only those may have shards "
                 "scanned by Ray; leave the engine out"
             )
+        with self._calls.one(caller, name):
+            async with contextlib.aclosing(self._progress(name, config, request)) as all_of_it:
+                async for progress in all_of_it:
+                    yield progress
+
+    async def _progress(
+        self, name: str, config: DatasetConfig, request: pb.IndexDatasetRequest
+    ) -> AsyncGenerator[pb.IndexProgress, None]:
         indexing = self._catalog.index(
             name, config, with_checksums=request.checksums, engine=request.engine
         )
-        async with contextlib.aclosing(indexing):
-            async for progress in indexing:
+        async with contextlib.aclosing(unheld(indexing)) as told:
+            async for progress in told:
                 yield _from_progress(progress)
         was_read = False
         async for reading in self._opener.reading(name, config):

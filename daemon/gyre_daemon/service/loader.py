@@ -17,6 +17,7 @@ from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
+from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.runtime.audit import audit_event
@@ -24,13 +25,13 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
-from gyre_daemon.service.indexing import IndexService
+from gyre_daemon.service.indexing import IndexService, LongCalls
 from gyre_daemon.service.locating import StepLocator
 from gyre_daemon.service.mixtures import MixtureService
 from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.planning import StepPlanner
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.sessions.census import take_census
+from gyre_daemon.sessions.census import spreads_of, take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
@@ -81,7 +82,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
         )
         self._mixtures = MixtureService(sessions, policy, changes)
-        self._indexes = IndexService(catalog, self._opener, policy)
+        self._long_calls = LongCalls()
+        self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
         self._drain = drain
@@ -112,10 +114,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
         declared = requests.declared(request)
-        dataset = await self._opener.open_dataset(name, config, declared)
+        dataset = await self._opener.open_dataset(name, config, declared, caller)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
-            lengths = await asyncio.to_thread(length_histograms, dataset.sized, dataset.fields)
+            histograms = partial(length_histograms, dataset.sized, dataset.fields)
+            lengths = await self._opener.compute(caller, histograms)
         return convert.from_dataset(dataset, lengths)
 
     @answers_errors
@@ -135,9 +138,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
-            async for progress in linting:
-                yield convert.from_lint_progress(progress)
+        with self._long_calls.one(caller, name):
+            async with contextlib.aclosing(unheld(self._catalog.lint(name, config))) as linting:
+                async for progress in linting:
+                    yield convert.from_lint_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
@@ -162,7 +166,8 @@ class LoaderService(pb_grpc.LoaderServicer):
                 "reading its documents"
             )
         question = requests.to_cost_question(request, dataset)
-        report = await asyncio.to_thread(estimate_all, dataset.index, question)
+        estimate = partial(estimate_all, dataset.index, question)
+        report = await self._opener.compute(caller, estimate)
         return convert.from_cost_report(report, question, dataset)
 
     @answers_errors
@@ -271,7 +276,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         status.endpoints.extend(convert.from_endpoint(e, now) for e in self._catalog.endpoints)
         sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
-        status.sessions.extend(map(convert.from_session, shown))
+        spreads = await spreads_of(shown, self._sessions, caller.name)
+        status.sessions.extend(map(convert.from_session, shown, spreads))
         status.num_hidden_sessions = len(sessions) - len(shown)
         measured = [
             each

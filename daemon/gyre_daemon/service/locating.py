@@ -1,7 +1,7 @@
 """Which samples a job read in one of its steps, and where they are stored."""
 
-import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
@@ -46,13 +46,16 @@ class StepLocator:
         Raises:
             CursorRejected: the cursor is of other data, or of samples that were transformed
                 otherwise, where that matters or the request says how they were.
-            InvalidRequest: the step is beyond any training, or has too many samples for an answer.
+            InvalidRequest: the step is beyond any training, or has too many samples for an answer;
+                or as `requests.check_blocks`.
             GyreError: as `SessionOpener.resolve` and `open_dataset`.
         """
         name, config = self._opener.resolve(request.dataset, caller)
-        dataset = await self._opener.open_dataset(name, config, requests.declared(request))
+        dataset = await self._opener.open_dataset(name, config, requests.declared(request), caller)
         stored = dataset if dataset.packed else dataset.stored
         cursor = decode_cursor(request.cursor)
+        if cursor.order.mode == "block":  # whoever made the cursor chose them
+            requests.check_blocks(cursor.order.io_block_bytes, cursor.order.window_blocks)
         if request.HasField("transforms") or dataset.packed or cursor.order.bucket:
             check_transforms(cursor, dataset.transforms, _THOSE_OF_THE_RUN)
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
@@ -61,7 +64,8 @@ class StepLocator:
         if max(request.step, request.batch) > _MAX_STEP:
             raise InvalidRequest("only steps up to 2**40 are looked at")
         sources = [*self._sources(name, config, dataset.stored, "", 0)]
-        return await asyncio.to_thread(_located, dataset, cursor, request, sources)
+        work = partial(_located, dataset, cursor, request, sources)
+        return await self._opener.compute(caller, work)
 
     def _sources(
         self, name: str, config: DatasetConfig, dataset: Dataset, prefix: str, first_id: int

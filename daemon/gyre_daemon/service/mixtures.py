@@ -1,6 +1,5 @@
 """What clients ask of mixtures: what each source contributes, other weights for a running job."""
 
-import asyncio
 from collections.abc import Sequence
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -60,6 +59,7 @@ class MixtureService:
             size = order.global_batch_size
             return [planner.quotas.counts(step * size) for step in request.steps]
 
+        counted = await self._sessions.compute(caller.name, counts)
         return pb.PlanMixtureResponse(
             sources=[
                 pb.MixtureSource(name=each.name, num_samples=each.ordered.num_samples)
@@ -73,7 +73,7 @@ class MixtureService:
                 )
                 for phase in phases
             ],
-            counts=[pb.SourceCounts(num_samples=each) for each in await asyncio.to_thread(counts)],
+            counts=[pb.SourceCounts(num_samples=each) for each in counted],
         )
 
     def change(

@@ -1,5 +1,6 @@
 """From a request to an open session, as far as its caller may have it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from gyre_daemon.service.mixtures import job_on
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
-from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.sessions.table import Result, SessionTable
 from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
 from gyre_daemon.transforms.declared import Transforms
 
@@ -72,7 +73,7 @@ class SessionOpener(DatasetOpener):
         self._policy.check_job(owner, name, reader.job)
         self._sessions.count_request(owner, reader.job)
         declared = requests.declared(request)
-        dataset = await self.open_dataset(name, config, declared)
+        dataset = await self.open_dataset(name, config, declared, owner)
         order = requests.fitted(order, request.order, dataset, request.cursor)
         order = self._joined(owner, request, order, dataset)
         stored = dataset if dataset.packed else dataset.stored
@@ -102,7 +103,7 @@ class SessionOpener(DatasetOpener):
                 request.prefetch_batches or self._prefetch_batches,
                 request.step if request.HasField("step") else None,
                 self._policy.is_admin(owner),
-                requests.to_balance(request.order),
+                requests.to_balance(request.order, reader.world_size),
             )
         )
         if key:
@@ -115,7 +116,11 @@ class SessionOpener(DatasetOpener):
         return session
 
     async def open_dataset(
-        self, name: str, config: DatasetConfig, declared: pb.TransformList | None
+        self,
+        name: str,
+        config: DatasetConfig,
+        declared: pb.TransformList | None,
+        caller: Principal,
     ) -> Dataset:
         """See `made`.
 
@@ -123,12 +128,21 @@ class SessionOpener(DatasetOpener):
             name: from `resolve`.
             config: from `resolve`.
             declared: the client's transforms; None for those of the dataset's definition.
+            caller: who declares them.
 
         Raises:
+            Overloaded: the caller declares too many different ones; or as `made`.
             GyreError: as `made`.
         """
+        if declared is not None and declared.transforms and not self._policy.is_admin(caller):
+            chain = name.encode() + b"\0" + declared.SerializeToString(deterministic=True)
+            self._sessions.resources.limits.count_chain(caller.name, chain)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
         return await self.made(name, config, tables, by_client=declared is not None)
+
+    async def compute(self, caller: Principal, work: Callable[[], Result]) -> Result:
+        """See `SessionTable.compute`."""
+        return await self._sessions.compute(caller.name, work)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.
@@ -164,7 +178,7 @@ class SessionOpener(DatasetOpener):
         """
         name, config = self.resolve(ref, caller)
         if config.pack:
-            return await self.open_dataset(name, config, None)
+            return await self.open_dataset(name, config, None, caller)
         return await self._catalog.open(name, config)
 
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
@@ -174,6 +188,9 @@ class SessionOpener(DatasetOpener):
             self._check_source(name, source, caller)
         if ref.HasField("pack"):
             config = replace(config, pack=requests.to_pack(ref.pack))
+            if not self._policy.is_admin(caller):
+                way = name.encode() + b"\0" + ref.pack.SerializeToString(deterministic=True)
+                self._sessions.resources.limits.count_chain(caller.name, way)
         return name, config
 
     def _check_source(self, mixture: str, source: str, caller: Principal) -> None:

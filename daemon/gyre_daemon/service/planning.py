@@ -1,7 +1,7 @@
 """Which samples each step of a job has; none is read."""
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -38,7 +38,7 @@ class StepPlanner:
         """
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
-        rule = requests.to_balance(request.order)
+        rule = requests.to_balance(request.order, world_size)
         dataset = await self._open(caller, request, order, rule)
         order = requests.fitted(order, request.order, dataset)
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
@@ -50,7 +50,8 @@ class StepPlanner:
             raise InvalidRequest(
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
-        return await asyncio.to_thread(_planned, dataset, order, rule, request)
+        work = partial(_planned, dataset, order, rule, request)
+        return await self._opener.compute(caller, work)
 
     async def _open(
         self, caller: Principal, request: pb.PlanStepRequest, order: Order, rule: CostRule | None
@@ -61,7 +62,7 @@ class StepPlanner:
         # what transforms make may decide the order, and what they refuse is replaced
         may_decide = config.pack or rule or order.bucket or config.on_corrupt == "replace"
         if declared is not None or may_decide:
-            return await self._opener.open_dataset(name, config, declared)
+            return await self._opener.open_dataset(name, config, declared, caller)
         return await self._catalog.open(name, config)
 
 

@@ -88,16 +88,22 @@ def to_order(message: pb.OrderSpec) -> Order:
     return replace(order, bucket=rule)
 
 
-def to_balance(message: pb.OrderSpec) -> CostRule | None:
+def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
     """What samples cost, if each global batch is to be shared out by that.
 
+    Args:
+        message: what the client asked for.
+        world_size: how many ranks share.
+
     Raises:
-        InvalidRequest: see `CostRule`.
+        InvalidRequest: see `CostRule` and its `check`.
     """
     if not message.HasField("balance"):
         return None
-    rule = message.balance
-    return CostRule(rule.linear, rule.quadratic, rule.field)
+    balance = message.balance
+    rule = CostRule(balance.linear, balance.quadratic, balance.field)
+    rule.check(message.global_batch_size, world_size)
+    return rule
 
 
 def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes = b"") -> Order:
@@ -148,6 +154,16 @@ def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
     """The bytes of a block and the blocks of a window."""
     window_blocks = message.window_blocks or default_window_blocks(message.global_batch_size)
     io_block_bytes = message.io_block_bytes or default_io_block_bytes(window_blocks)
+    check_blocks(io_block_bytes, window_blocks)
+    return io_block_bytes, window_blocks
+
+
+def check_blocks(io_block_bytes: int, window_blocks: int) -> None:
+    """Refuse blocks and windows that would take the daemon's memory.
+
+    Raises:
+        InvalidRequest: says which is out of range.
+    """
     if not _MIN_IO_BLOCK_BYTES <= io_block_bytes <= _MAX_IO_BLOCK_BYTES:
         raise InvalidRequest(
             f"io_block is {io_block_bytes} bytes; "
@@ -158,7 +174,6 @@ def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
             f"a window of {window_blocks} blocks is too wide; "
             f"at most {_MAX_WINDOW_BLOCKS} can be mixed"
         )
-    return io_block_bytes, window_blocks
 
 
 def to_reader(message: pb.Reader) -> Reader:
@@ -236,10 +251,12 @@ def to_skipped(request: pb.OpenSessionRequest) -> SkippedSteps | None:
     """The steps that a job is to leave out; None for those of its cursor.
 
     Raises:
-        InvalidRequest: they are no rising ranges, or too many.
+        InvalidRequest: they are no rising ranges, or too many; or a step has no samples.
     """
     if not request.HasField("skip_steps"):
         return None
+    if not request.order.global_batch_size:
+        raise InvalidRequest("the global batch size must be 1 to 2**32, but is 0")
     skipped = tuple((each.first, each.stop) for each in request.skip_steps.ranges)
     if not are_skipped(skipped):
         raise InvalidRequest(

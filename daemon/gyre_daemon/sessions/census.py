@@ -1,14 +1,19 @@
 """Takes the census of a daemon: what its status and its metrics say at the moment of asking."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from gyre_daemon import __version__
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.jobs import OTHERS, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.quality import ShuffleQuality, average
 from gyre_daemon.runtime.lag import LoopLag
+from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
+
+# What one status has computed of balanced batches: at most some tenths of a second of a thread.
+_MAX_SPREAD_SAMPLES, _MAX_SPREADS = 1 << 14, 64
 
 
 def take_census(
@@ -54,3 +59,33 @@ def _totals(sessions: SessionTable, *, with_names: bool) -> Mapping[JobKey, Sess
     if with_names or not totals:
         return totals
     return {OTHERS: sum(totals.values(), start=SessionTotals())}
+
+
+async def spreads_of(
+    sessions: Sequence[Session], table: SessionTable, user: str
+) -> list[float | None]:
+    """By how much the most expensive rank exceeded the mean in the last step of each session.
+
+    Args:
+        sessions: of any jobs; all ranks of a job have the same.
+        table: of all sessions.
+        user: who asks.
+
+    Returns:
+        None where nothing is balanced, or batches are too large to look at for a status.
+    """
+    asked: dict[object, Callable[[], float | None]] = {}
+    keys: list[object] = []
+    for session in sessions:
+        its, step = session.request, session.consumer.next_step
+        size, world_size = its.order.global_batch_size, its.reader.world_size
+        job = its.owner.name, its.reader.job, its.dataset.fingerprint
+        key = *job, its.order, its.balance, world_size, step
+        keys.append(key)
+        is_asked = its.balance and step and size <= _MAX_SPREAD_SAMPLES
+        if is_asked and len(asked) < _MAX_SPREADS:
+            asked.setdefault(key, partial(session.planner.spread, step - 1, world_size))
+    if not asked:
+        return [None] * len(keys)
+    found = await table.compute(user, lambda: {key: work() for key, work in asked.items()})
+    return [found.get(key) for key in keys]

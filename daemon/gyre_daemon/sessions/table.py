@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from gyre_common.counts import counted
@@ -20,13 +21,20 @@ from gyre_daemon.order.skipping import in_words
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
-from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.sessions.allowance import Taken, allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.weights import weights_of
+
+Result = TypeVar("Result")
+
+# What threads do for a request, beside what they do for the jobs of all users: as many bytes are
+# copied in about that time. If it were free, a user who asks all the time would keep the others
+# from reading.
+_PLANNED_BYTES, _ANSWERED_BYTES = 1 << 20, 64 << 20
 
 
 class SessionTable:
@@ -77,7 +85,8 @@ class SessionTable:
             )
         request.check()
         resources = self.resources
-        planner = await resources.workers.run(NO_JOB, 0, 0, partial(_plan, request, resources))
+        plan = partial(_plan, request, resources)
+        planner = await self.compute(request.owner.name, plan, _PLANNED_BYTES)
         check_descriptors()
         await make_room(request, self._sessions.values(), resources)
         reader, owner = request.reader, request.owner
@@ -112,6 +121,18 @@ class SessionTable:
             raise
         audit_event("session open", _facts(session))
         return session
+
+    async def compute(
+        self, user: str, work: Callable[[], Result], num_bytes: int = _ANSWERED_BYTES
+    ) -> Result:
+        """Compute what a user asks for, in a thread, when it is the user's turn.
+
+        Args:
+            user: the name of a principal.
+            work: called in the thread.
+            num_bytes: whose copying takes about as long.
+        """
+        return await self.resources.workers.run(Flow("", user), num_bytes, 0, work)
 
     def hot_position(self, dataset: Dataset, order: Order, may_read: Callable[[str], bool]) -> int:
         """Where a job that comes late should begin: its samples are at hand there.

@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _FILE = "weights.jsonl"
 _MAX_FILE_BYTES = 16 << 20
+# Of these, what one user may fill with changes, and as much again with taking them back. With more,
+# one user could keep all others from changing their weights.
+_MAX_USER_BYTES = 1 << 20
 # Ranks open their sessions again at once; they may measure or index before they are there.
 _REOPENING_S = 300.0
 
@@ -68,6 +72,7 @@ class WeightChanges:
         self._withdrawn: dict[JobOnMixture, list[Phase]] = {}
         self._clock = clock
         self._reopening: dict[JobOnMixture, float] = {}  # until when its ranks may open again
+        self._num_bytes: Counter[str] = Counter()  # of the file, by user
         try:
             with os.fdopen(open_ours(self._path, os.O_RDONLY), "rb") as file:
                 for line in file.read(_MAX_FILE_BYTES).splitlines():
@@ -87,6 +92,7 @@ class WeightChanges:
             step, *weights = change["withdrawn"] if is_withdrawn else change or [0]
         except (ValueError, TypeError, KeyError):  # a line that was cut off by a crash
             return
+        self._num_bytes[user] += len(line) + 1
         phase = Phase(step, tuple(weights))
         if not change:
             self._forget(key)
@@ -131,8 +137,9 @@ class WeightChanges:
         """Record a change.
 
         Raises:
-            Overloaded: it cannot be written.
+            Overloaded: it cannot be written, or the user has recorded as many as one may.
         """
+        self._check_user(key.user, _MAX_USER_BYTES)
         self._write(key, [phase.first_step, *phase.weights])
         self._note_given(key, phase)
         self._reopening[key] = self._clock() + _REOPENING_S
@@ -141,8 +148,9 @@ class WeightChanges:
         """Record that a change, which may have been given, does not count.
 
         Raises:
-            Overloaded: it cannot be written.
+            Overloaded: as `give`.
         """
+        self._check_user(key.user, 2 * _MAX_USER_BYTES)  # what was given can be taken back
         self._write(key, {"withdrawn": [phase.first_step, *phase.weights]})
         self._note_withdrawn(key, phase)
         self._reopening[key] = self._clock() + _REOPENING_S
@@ -179,6 +187,13 @@ class WeightChanges:
     def _note_withdrawn(self, key: JobOnMixture, phase: Phase) -> None:
         _put(phase, self._withdrawn.setdefault(key, []), self._changes.get(key, []))
 
+    def _check_user(self, user: str, most_bytes: int) -> None:
+        if (num_bytes := self._num_bytes[user]) >= most_bytes:
+            raise Overloaded(
+                f"{user} has {num_bytes} bytes of changes of weights in {self._path}, and may have "
+                f"{most_bytes}; ask the operator to remove the file when no job needs it"
+            )
+
     def _write(self, key: JobOnMixture, change: list[int] | dict[str, list[int]] | None) -> None:
         line = json.dumps([key.user, key.job, key.mixture, key.fingerprint, change]) + "\n"
         try:
@@ -188,6 +203,7 @@ class WeightChanges:
                 if file.seek(0, os.SEEK_END) + len(line) > _MAX_FILE_BYTES:
                     raise OSError(errno.EFBIG, "it is full; remove it when no job needs it")
                 file.write(line.encode())
+            self._num_bytes[key.user] += len(line)
         except OSError as error:
             raise Overloaded(
                 f"a change of weights cannot be recorded in {self._path}: {error.strerror}"

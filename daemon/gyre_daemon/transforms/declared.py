@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -39,6 +40,9 @@ _MAX_BYTES_AT_ONCE = 128 << 20
 # Datasets and chains before `cache` whose records are known. Another one forgets where the records
 # in memory are, and has those on disk looked up again.
 _MAX_KEPT = 64
+# Of one field of a sample. A process may allocate twice as much; with more, each sample would end
+# the process that makes it, and another one would have to start.
+_MAX_MADE_BYTES = 1 << 30
 _DTYPES = frozenset(
     np.dtype(f"{kind}{size}").str
     for kind, sizes in (("b", [1]), ("i", [1, 2, 4, 8]), ("u", [1, 2, 4, 8]), ("f", [2, 4, 8]))
@@ -353,6 +357,12 @@ def _checked(made: MadeField) -> FieldSpec:
             f"{', '.join(sorted(np.dtype(each).name for each in _DTYPES))}, {BFLOAT16}"
         )
     dtype, shape = dtype_of(made.dtype), made.shape
+    num_bytes = dtype.itemsize * math.prod(length or 0 for length in shape)
+    if num_bytes > _MAX_MADE_BYTES:
+        raise ConfigError(
+            f"the transforms make {made.name!r:.100} with {num_bytes} bytes a sample; a field has "
+            f"at most {_MAX_MADE_BYTES}"
+        )
     is_ragged = bool(shape) and shape[0] is None
     fixed = tuple(length for length in shape[is_ragged:] if length)
     if len(fixed) != len(shape) - is_ragged:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -28,6 +29,10 @@ from gyre_daemon.transforms.messages import (
 
 # To load a chain's classes may take that long: libraries of users import others for seconds.
 _MIN_LOAD_S = 60.0
+# What it is taken to cost to describe a chain, until that is known. If it were free, clients that
+# ask for one chain after the other would keep the turns from those who read. One that takes much
+# longer, as libraries are imported, counts as this at most.
+_DESCRIBED_IN_S, _MOST_DESCRIBED_IN_S = 0.01, 1.0
 # Variables that programs need to run; all others, such as credentials, stay in the daemon.
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _PASSED_PREFIXES = ("PYTHON", "VIRTUAL_ENV")
@@ -66,6 +71,7 @@ class TransformWorkers:
             "gyre_daemon.transforms.worker", _environment(os.environ), socket.SOCK_SEQPACKET
         )
         self._line = FairQueue(num)
+        self._described_in_s = _DESCRIBED_IN_S
         self._idle: list[_Process] = []
         self._is_closed = False
 
@@ -84,8 +90,11 @@ class TransformWorkers:
             return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
         reason = ""
         for _ in range(2):  # a process may have been ended for another reason
-            async with self._line.turn(flow, 0.0):
+            async with self._line.turn(flow, self._described_in_s):
+                began_s = time.monotonic()
                 answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
+                took_s = min(time.monotonic() - began_s, _MOST_DESCRIBED_IN_S)
+                self._described_in_s += (took_s - self._described_in_s) / 8
             with contextlib.suppress(msgspec.MsgspecError):
                 return DESCRIBED_DECODER.decode(answer or b"")
             if reason.startswith("it took"):

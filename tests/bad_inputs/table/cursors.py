@@ -75,6 +75,13 @@ def with_order(key: str, value: object) -> Make:
     )
 
 
+def with_orders(**values: object) -> Make:
+    """A cursor of another order; the method LocateStep takes the order from there."""
+    return rewritten(
+        lambda parts: [parts[0], {**parts[1], "order": {**parts[1]["order"], **values}}]
+    )
+
+
 BY_HAND: list[tuple[str, Make, str]] = [
     ("one byte", lambda good: b"G", DAMAGED),
     ("magic alone", lambda good: b"GYRE", DAMAGED),
@@ -127,7 +134,7 @@ BY_HAND: list[tuple[str, Make, str]] = [
     ("stages of other samples", with_stages([0, 8]), "its data has 8 samples, but it has"),
     ("other seed", with_order("seed", 2), "the seed is 2 there and 1 here"),
     ("other mode", with_order("mode", "sequential"), "the order mode is sequential there"),
-    ("unknown mode", with_order("mode", "chaos"), "the order mode is chaos there"),
+    ("unknown mode", with_order("mode", "chaos"), DAMAGED),
     ("other tail", with_order("tail", "drop"), "the tail is drop there and wrap here"),
     ("batch size 4", with_order("global_batch_size", 4), "batch size is 4 there and 8 here"),
     ("batch size 0", with_order("global_batch_size", 0), DAMAGED),
@@ -145,4 +152,34 @@ ROWS = [
         Row(f"cursor bit {n % 8} at {n} of 32", flipped(n / 32, n % 8), *REJECTED, DAMAGED)
         for n in range(32)
     ),
+]
+
+_Values = dict[str, object]
+_BLOCKS: _Values = {"mode": "block", "io_block_bytes": 4096, "window_blocks": 4}
+_NO_BLOCKS = ("INVALID_ARGUMENT", "InvalidRequest", "io_block is .* bytes")
+# Sent to LocateStep, which plans in the cursor's own order.
+_ORDERS: list[tuple[str, _Values, tuple[str, str, str]]] = [
+    ("mode list", {"mode": ["x"]}, (*REJECTED, DAMAGED)),
+    ("mode unknown", {"mode": "none"}, (*REJECTED, DAMAGED)),
+    ("tail table", {"tail": {"a": 1}}, (*REJECTED, DAMAGED)),
+    ("tail unknown", {"tail": "none"}, (*REJECTED, DAMAGED)),
+    ("seed below 0", {"seed": -1}, (*REJECTED, DAMAGED)),
+    ("seed 2^64", {"seed": 1 << 64}, (*REJECTED, DAMAGED)),
+    ("window below 0", {**_BLOCKS, "window_blocks": -5}, (*REJECTED, DAMAGED)),
+    ("block below 0", {"io_block_bytes": -1}, (*REJECTED, DAMAGED)),
+    ("block 0", {**_BLOCKS, "io_block_bytes": 0}, _NO_BLOCKS),
+    ("block 1", {**_BLOCKS, "io_block_bytes": 1}, _NO_BLOCKS),
+    (
+        "window 2^60",
+        {**_BLOCKS, "window_blocks": 1 << 60},
+        ("INVALID_ARGUMENT", "InvalidRequest", "too wide"),
+    ),
+    (
+        "batch 2^40",
+        {"global_batch_size": 1 << 40},
+        ("INVALID_ARGUMENT", "InvalidRequest", "global batch size must be"),
+    ),
+]
+LOCATED = [
+    Row(f"LocateStep {words}", with_orders(**values), *told) for words, values, told in _ORDERS
 ]

@@ -30,8 +30,8 @@ def order(**changes: Any) -> pb.OpenSessionRequest:
     return opening(order=pb.OrderSpec(**changes))
 
 
-def without_batch_size() -> pb.OpenSessionRequest:
-    request = opening()
+def without_batch_size(**changes: Any) -> pb.OpenSessionRequest:
+    request = opening(**changes)
     request.order.global_batch_size = 0
     return request
 
@@ -39,6 +39,12 @@ def without_batch_size() -> pb.OpenSessionRequest:
 OPENINGS: list[tuple[str, pb.OpenSessionRequest, tuple[str, str], str]] = [
     ("nothing at all", pb.OpenSessionRequest(), INVALID, "names no dataset|job's name"),
     ("no batch size", without_batch_size(), INVALID, "global batch size must be 1 to 2"),
+    (
+        "no batch size, steps left out",
+        without_batch_size(skip_steps=pb.SkippedSteps(ranges=[pb.StepRange(stop=2)])),
+        INVALID,
+        "global batch size must be 1 to 2",
+    ),
     ("batch of 2^60", order(global_batch_size=1 << 60), INVALID, "global batch size"),
     ("batch of 2^64-1", order(global_batch_size=2**64 - 1), INVALID, "global batch size"),
     (
@@ -222,6 +228,12 @@ CHAINS: list[tuple[str, list[dict[str, Any]], tuple[str, str], str]] = [
         [{"name": "tokenize", "field": "tokens", "tokenizer": "/etc/passwd"}],
         NOT_ALLOWED,
         "opens no files that clients name",
+    ),
+    (
+        "samples of 4 GiB",
+        [{"name": "crop_or_pad", "field": "tokens", "length": 1 << 30}],
+        CONFIG,
+        "bytes a sample",
     ),
     ("200 transforms", [{"name": "cast"}] * 200, CONFIG, "at most 128"),
 ]

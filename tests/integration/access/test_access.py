@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from gyre_client import Loader
+from gyre_client.messages.requests import transform_list
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
@@ -144,3 +145,40 @@ def test_over_tcp_without_credentials_one_reads_what_anyone_may(node: Node) -> N
         assert len(next(loader)["sample_id"]) == 20
     with pytest.raises(Exception, match="no dataset is named 'secret'; this daemon serves: open"):
         Loader("secret", batch_size=20, address=address)
+
+
+def test_lists_of_transforms_are_bounded_for_each_user(node: Node, alice: User, bob: User) -> None:
+    """Each new one may be measured, which leaves files."""
+
+    def described(user: User, length: int) -> int:
+        options = {"name": "crop_or_pad", "field": "tokens", "length": length}
+        chain = transform_list([options])
+        request = pb.DescribeDatasetRequest(dataset=ref("open"), transforms=chain)
+        (field,) = (each for each in user.call("DescribeDataset", request).fields if each.shape)
+        return int(field.shape[0])
+
+    num = 0
+    with pytest.raises(Refused, match="more than 64 different lists of transforms") as refused:
+        for num in range(1, 200):
+            assert described(alice, num) == num
+    assert (refused.value.code, refused.value.reason) == ("RESOURCE_EXHAUSTED", "Overloaded")
+    assert num > 64
+    assert described(alice, 1) == 1, "one that she has declared is no new one"
+    assert described(bob, num) == num
+
+
+def test_ways_to_pack_are_bounded_for_each_user(node: Node, bob: User) -> None:
+    """To pack a large dataset takes minutes, and others wait for it."""
+    reasons = []
+    for length in range(1, 200):
+        dataset = ref("open")
+        dataset.pack.values["length"].integer = length
+        dataset.pack.values["field"].text = "tokens"
+        with pytest.raises(Refused) as refused:  # these samples cannot be packed
+            bob.call("DescribeDataset", pb.DescribeDatasetRequest(dataset=dataset))
+        reasons.append(refused.value.reason)
+        if reasons[-1] == "Overloaded":
+            break
+    assert 32 < len(reasons) < 199
+    assert set(reasons[:-1]) == {"InvalidRequest"}
+    assert "ways to pack" in refused.value.details

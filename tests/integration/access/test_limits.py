@@ -155,3 +155,48 @@ def test_connections_are_bounded_for_each_user(narrow: Daemon) -> None:
         assert users[2].answer.startswith("refused: uid:65532 has 2 connections")
         assert len(stack.enter_context(other_user(narrow.address, 1)).answer) == 32
     assert [event["reason"] for event in narrow.events() if "refused" in event["event"]]
+
+
+def test_who_asks_for_much_does_not_hold_up_what_others_ask(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """What is computed for calls has its turns by user, as what is read has."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n' * 100_000)
+    lines = {"uri": str(tmp_path / "lines.jsonl"), "format": "jsonl"}
+    daemon = gyred({"datasets": {"lines": lines}})
+    request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="lines"), lengths=True)
+    with (
+        other_user(daemon.address, 65534) as busy,
+        other_user(daemon.address, 65533) as user,
+        grpc.insecure_channel(daemon.address) as channel,
+    ):
+        ask = pb_grpc.LoaderStub(channel).DescribeDataset
+        assert ask(request, metadata=user.metadata, timeout=120).lengths
+        asked = [ask.future(request, metadata=busy.metadata, timeout=120) for _ in range(500)]
+        next(iter(asked)).result()
+        assert ask(request, metadata=user.metadata, timeout=120).lengths
+        num_left = sum(not each.done() for each in asked)
+        for each in asked:
+            each.cancel()  # type: ignore[no-untyped-call]
+    assert num_left > 100, "what was asked for later was answered before most of it"
+
+
+def test_a_status_looks_at_no_large_batches(gyred: StartDaemon, tmp_path: Path) -> None:
+    """It would take a second for each, and anybody may ask for it all the time."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n{"text": "bcd"}\n' * 50_000)
+    lines = {"uri": str(tmp_path / "lines.jsonl"), "format": "jsonl"}
+    daemon = gyred({"datasets": {"lines": lines}})
+    with grpc.insecure_channel(daemon.address) as channel, other_user(daemon.address) as user:
+        stub = pb_grpc.LoaderStub(channel)
+        for size in (64, 1 << 15):
+            order = pb.OrderSpec(global_batch_size=size, balance=pb.Balance(linear=1, field="json"))
+            reader = pb.Reader(job=f"job-{size}", world_size=2)
+            request = pb.OpenSessionRequest(
+                dataset=pb.DatasetRef(name="lines"), order=order, reader=reader, step=5
+            )
+            stub.OpenSession(request, metadata=user.metadata, timeout=120)
+        shown = stub.GetStatus(pb.GetStatusRequest(), metadata=user.metadata, timeout=120).sessions
+    assert {each.reader.job: each.HasField("spread") for each in shown} == {
+        "job-64": True,
+        "job-32768": False,
+    }

@@ -1,4 +1,4 @@
-"""A chain is described although the process that was asked first has been ended."""
+"""A chain is described although a process has ended, and takes only a fair part of the turns."""
 
 import asyncio
 import signal
@@ -10,10 +10,11 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.monitoring.metrics import Metrics, TransformCounts
-from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.fair import NO_JOB, FairExecutor, Flow
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
+from gyre_daemon.transforms.messages import ENCODER, Recipe
 from gyre_daemon.transforms.workers import TransformWorkers
 
 CHAINS = [{"name": "cast", "field": "tokens", "dtype": dtype} for dtype in ("float32", "float16")]
@@ -53,3 +54,28 @@ def test_a_chain_is_described_by_another_process_where_one_has_ended(tmp_path: P
     with ThreadPoolExecutor(1) as executor:
         scene = described(tmp_path, FairExecutor(executor, 1))
         assert asyncio.run(asyncio.wait_for(scene, 240)) == (["float32", "float16"], 1)
+
+
+async def turns(num: int) -> list[str]:
+    """Whose chains are described, in their order; one job asks behind many that ask before it."""
+    workers = TransformWorkers(1, 300.0, TransformCounts())
+    order: list[str] = []
+
+    async def ask(flow: Flow) -> None:
+        assert not (await workers.describe(recipe, flow)).error
+        order.append(flow.user)
+
+    recipe = ENCODER.encode(Recipe([], []))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for flow in [NO_JOB] * num + [Flow("train", "bob")]:
+                group.create_task(ask(flow))
+                await asyncio.sleep(0)
+    finally:
+        workers.close()
+    return order
+
+
+def test_who_has_many_chains_described_does_not_hold_up_a_job() -> None:
+    order = asyncio.run(asyncio.wait_for(turns(12), 240))
+    assert order.index("bob") <= 1, "behind the one in hand"

@@ -1,10 +1,14 @@
 """Balance: global batches keep their samples, and the parts of ranks cost about the same."""
 
+import tracemalloc
 from functools import cache
 
 import numpy as np
 import pytest
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.fetching import prefetch
+from gyre_daemon.order import balance as balance_module
+from gyre_daemon.order import planner as planner_module
 from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.packing import PackRule, pack_documents
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
@@ -107,6 +111,74 @@ def test_one_costly_sample_leaves_its_rank_the_cheapest_others() -> None:
     balance = Balance(np.array([100.0, 1, 2, 3, 4, 5]).take)
     parts = [balance.arrangement(np.arange(6)[None], rank, 2)[0].tolist() for rank in range(2)]
     assert sorted(parts) == [[0, 1, 2], [3, 4, 5]]
+
+
+@given(
+    st.sampled_from([(2, 600, 2), (1, 1200, 4), (3, 512, 2)]),
+    st.sampled_from([8, 300, 1 << 20]),
+    st.integers(0, 99),
+)
+def test_many_samples_are_exchanged_as_few_are(
+    shape: tuple[int, int, int], most: int, seed: int
+) -> None:
+    """Beyond some samples per rank not all pairs are compared, and the same exchange is found."""
+    num_steps, size, world_size = shape
+    costs = np.random.default_rng(seed).integers(0, most, (num_steps, size)).astype(np.float64)
+    dealt = np.sort(costs.reshape(num_steps, world_size, -1), axis=1)
+    dear, cheap = dealt[:, -1], dealt[:, 0]
+    gap = dear.sum(axis=1) - cheap.sum(axis=1)
+    found = balance_module._best_exchange(dear, cheap, gap)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance_module, "_MAX_COMPARED", size)
+        expected = balance_module._best_exchange(dear, cheap, gap)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_the_memory_of_an_exchange_grows_with_the_samples_alone() -> None:
+    costs = np.random.default_rng(0).integers(1, 5000, 60_000).astype(np.float64)
+    tracemalloc.start()
+    try:
+        spread = Balance(costs.take).spread(np.arange(len(costs)), 2)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert spread < 0.001
+    assert peak_bytes < 200 * len(costs), "all pairs of 30,000 samples would take 7 GB"
+
+
+def test_parts_of_steps_that_are_planned_apart_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = RULE.cost(np.arange(1, 101))
+    order = Order("full", "wrap", 3, 12)
+
+    def planned() -> tuple[list[list[int]], list[list[int]]]:
+        planner = BatchPlanner(order, len(costs), balance=Balance(costs.take))
+        return planner.batches(2, 11, 1, 3).sample_ids.tolist(), planner.epochs(
+            2, 11, 1, 3
+        ).tolist()
+
+    together = planned()
+    monkeypatch.setattr(planner_module, "_LOOKED_AT_ONCE", 25)
+    assert planned() == together
+
+
+def test_what_takes_long_to_share_out_is_not_planned_on_the_event_loop() -> None:
+    """`cost_of` decides; a step of 16,384 samples took a second there."""
+    num_samples, order = 100_000, Order("full", "wrap", 3, 1 << 14)
+    balance = Balance(RULE.cost(np.arange(num_samples)).take)
+    plain = BatchPlanner(order, num_samples)
+    balanced = BatchPlanner(order, num_samples, balance=balance)
+    assert balanced.cost_of(1, 64) > prefetch._MAX_COST_ON_LOOP
+    assert balanced.cost_of(1, 64) > 30 * plain.cost_of(1, 1)
+
+
+@pytest.mark.parametrize(("size", "world_size"), [((1 << 17) + 1, 1), (1 << 17, 1 << 15)])
+def test_what_takes_too_long_to_share_out_is_refused(size: int, world_size: int) -> None:
+    CostRule(1, 0).check(1 << 17, 1 << 14)
+    with pytest.raises(InvalidRequest, match="`balance` shares out at most"):
+        CostRule(1, 0).check(size, world_size)
 
 
 @pytest.mark.parametrize("factors", [(0, 0), (-1, 2), (1, float("nan")), (float("inf"), 0)])

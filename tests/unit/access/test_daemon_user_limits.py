@@ -96,3 +96,21 @@ def test_a_caller_who_calls_too_often_is_named_with_the_limit() -> None:
     with pytest.raises(Overloaded, match=r"uid:7 makes more than 1 requests per second") as refused:
         limits.count_request(caller)
     assert refused.value.facts == {"limit_per_s": "1.0", "who": "uid:7", "retry_after_s": "1.0"}
+
+
+def test_a_user_declares_some_lists_of_transforms_at_once_and_then_few() -> None:
+    now = 0.0
+    limits = Limits(LimitsConfig(), clock=lambda: now)
+    for number in range(64):
+        limits.count_chain("uid:7", b"%d" % number)
+    for _ in range(1000):
+        limits.count_chain("uid:7", b"3")  # all ranks of a job declare the same
+    with pytest.raises(Overloaded, match=r"uid:7 .* more than 64 .* try again in 5\.0 s"):
+        limits.count_chain("uid:7", b"new")
+    limits.count_chain("uid:8", b"new")
+    now = 5.0
+    limits.count_chain("uid:7", b"new")
+    with pytest.raises(Overloaded):
+        limits.count_chain("uid:7", b"newer")
+    for number in range(1000):
+        Limits().count_chain("uid:7", b"%d" % number)  # a private daemon has no limits

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.fetching.measuring.shared_work import SharedWork
+from gyre_daemon.fetching.measuring.shared_work import SharedWork, WorkByKey
 
 NUM = 4
 
@@ -92,3 +94,37 @@ def test_a_failure_is_told_to_all() -> None:
         assert work.has_failed
 
     asyncio.run(run())
+
+
+@dataclass(slots=True)
+class Wanted(SharedWork[None]):
+    """Work that knows whether somebody waits."""
+
+    num_waiting: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.num_waiting)
+
+
+def test_of_work_that_nobody_waits_for_only_the_last_goes_on() -> None:
+    async def main() -> None:
+        found: WorkByKey[int, Wanted] = WorkByKey()
+
+        async def forever() -> None:
+            await asyncio.Event().wait()
+
+        def begun(number: int, num_waiting: int) -> Wanted:
+            work = Wanted(1, num_waiting=num_waiting)
+            work.begin(forever(), lambda: None)
+            return work
+
+        waited_for = found.begun(0, lambda: begun(0, 1))
+        others = [found.begun(number, partial(begun, number, 0)) for number in range(1, 31)]
+        await asyncio.sleep(0)  # those that are cancelled end
+        assert not waited_for.is_over
+        assert [each.is_over for each in others] == [True] * 21 + [False] * 9
+        assert found.all == [waited_for, *others[21:]]
+        found.close()
+
+    asyncio.run(main())

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gyre_daemon.errors import CursorRejected
+from gyre_daemon.errors import CursorRejected, Overloaded
 from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.mixing.mixture_state import MixtureState
 from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.planner import Order
+from gyre_daemon.sessions import weight_changes
 from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
 
 from tests.mixtures import mixture
@@ -73,3 +74,23 @@ def test_what_was_withdrawn_is_taken_out_of_cursors_until_it_is_given_again(tmp_
     changes.give(KEY, LATER)
     for each in (changes, WeightChanges(tmp_path)):
         assert each.applied(START, KEY) == each.applied(given, KEY) == given
+
+
+def test_one_user_cannot_fill_the_file_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_changes, "_MAX_USER_BYTES", 1000)
+    changes = WeightChanges(tmp_path)
+    step = 0
+    with pytest.raises(Overloaded, match=r"root has \d+ bytes of changes .* may have 1000"):
+        for step in range(1, 100):
+            changes.give(KEY, Phase(step, (1, 1)))
+    changes.withdraw(KEY, Phase(step - 1, (1, 1)))  # what was given can be taken back
+    other = replace(KEY, user="other")
+    for each in (changes, WeightChanges(tmp_path)):
+        each.give(other, LATER)
+        with pytest.raises(Overloaded, match="root has"):
+            each.give(KEY, LATER)
+    with pytest.raises(Overloaded, match="may have 2000"):
+        for _ in range(100):
+            changes.withdraw(KEY, LATER)

@@ -1,6 +1,7 @@
 """Files of weights in a plain model: dtypes, other models' files, damaged ones."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def _entry(start: int, stop: int, *shape: int) -> dict[str, Any]:
         b"",
         b"\xff" * 100,
         _with_header(b"[1, 2"),
+        _with_header(b"[" * 100_000),
         _with_header([]),
         _with_header({"a": {"dtype": "F32"}}),
         _with_header({"a": _entry(0, 4, 2)}, 4),
@@ -144,10 +146,17 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, content: bytes) -> No
         pretrained.load(Small(), tmp_path)
 
 
-@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": "../x"}}'])
+@pytest.mark.parametrize("index", ["[]", "{", "[" * 100_000, '{"weight_map": {"a": "../x"}}'])
 def test_damaged_indexes_are_refused_by_name(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointRejected, match=r"model\.safetensors\.index\.json"):
+        pretrained.load(Small(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_nobody_waits_for_a_pipe_in_the_place_of_weights(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointRejected, match=rf"{name} is no regular file"):
         pretrained.load(Small(), tmp_path)
 
 

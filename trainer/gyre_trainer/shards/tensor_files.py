@@ -6,6 +6,7 @@ tensors' bytes, row-major and without gaps. See https://github.com/huggingface/s
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -86,15 +87,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointRejected: it is no such file, or it is cut off; the message names it.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        # a pipe in its place must not make this rank wait for who writes there
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise CheckpointRejected(f"{path} is no regular file")
+            size = about.st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
                 raise CheckpointRejected(f"{path} is no safetensors file, or it is cut off")
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointRejected(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{path} has a header that is no JSON") from error
     try:
         header.pop("__metadata__", None)

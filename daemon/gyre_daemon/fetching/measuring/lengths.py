@@ -78,6 +78,11 @@ class Measuring(SharedWork[Measured]):
     num_waiting: int = 0
     held: HeldRecords | None = None
 
+    @property
+    def is_wanted(self) -> bool:
+        """See `SharedWork.is_wanted`."""
+        return bool(self.num_waiting)
+
     def advance(self, num: int) -> None:
         """Some samples of the shard in hand are measured."""
         self.num_in_shard += num
@@ -130,8 +135,9 @@ class Measurer:
 
         Where the caller `keeps` what is made, it has what is held, too, and must release that.
 
-        A caller that no longer waits does not stop the measuring. Where others replace corrupt
-        samples, they replace those that cannot be transformed, too.
+        A caller that no longer waits does not stop the measuring, unless there are many such ones
+        (`WorkByKey`). Where others replace corrupt samples, they replace those that cannot be
+        transformed, too.
 
         Raises:
             CorruptSample: a sample cannot be transformed, and none replaces it, or more cannot than

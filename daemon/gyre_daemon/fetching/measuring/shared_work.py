@@ -8,6 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 # Results in memory: of lengths 4, of columns up to 8 bytes for each sample. Others are read again,
 # from their sidecars.
 _MAX_KEPT = 8
+# Work for which nobody waits and that goes on, because a client whose call took too long will ask
+# again. With no limit, a client that asks for one after the other and hangs up leaves hundreds.
+_MAX_UNWANTED = 8
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")
@@ -52,6 +55,11 @@ class SharedWork(Generic[Result]):
         return bool(self.task and self.task.done())
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for it, as far as that is known."""
+        return True
+
+    @property
     def has_failed(self) -> bool:
         """Whether it is over without a result."""
         task = self.task
@@ -86,7 +94,10 @@ Work = TypeVar("Work", bound=SharedWork[Any])
 
 
 class WorkByKey(Generic[Key, Work]):
-    """Work that is under way, and the last few results, by what they are about."""
+    """Work that is under way, and the last few results, by what they are about.
+
+    Of work that nobody waits for, what was asked for last goes on; shards that are done stay so.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Key, Work] = {}
@@ -99,8 +110,16 @@ class WorkByKey(Generic[Key, Work]):
             over = [each for each, its in self._found.items() if its.is_over]
             for each in over[: max(0, len(over) + 1 - _MAX_KEPT)]:
                 del self._found[each]
+            self._stop_unwanted()
         self._found[key] = work
         return work
+
+    def _stop_unwanted(self) -> None:
+        found = self._found.items()
+        unwanted = [each for each, its in found if not its.is_over and not its.is_wanted]
+        for each in unwanted[: max(0, len(unwanted) - _MAX_UNWANTED)]:
+            if task := self._found.pop(each).task:
+                task.cancel()
 
     @property
     def all(self) -> list[Work]:
