@@ -8,6 +8,7 @@ import torch._dynamo.utils
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import compile_whole, rotate_all
 from torch import Tensor
 
@@ -94,3 +95,25 @@ def test_a_family_trains_as_one_graph_and_compiles_once(
         assert found.apart <= 5e-6  # norms and routers compute in float32
         assert found.num_graphs == [0, 1, 1]  # the first step runs without a compiler
         assert found.num_breaks == 0
+
+
+def told_of_mixtral() -> str:
+    begin()
+    model = made("Mixtral")
+    rotate_all(model, mesh=make_mesh("cpu"))
+    compile_whole(model, backend=BACKEND)
+    rows = mine(torch.ones(2, 3, dtype=torch.int64))
+    model(input_ids=rows)
+    with pytest.raises(RotationError) as refused:
+        model(input_ids=rows)
+    return str(refused.value)
+
+
+@pytest.mark.models
+def test_experts_that_are_called_as_tokens_say_are_refused_as_without_rotation(
+    ranks: StartRanks,
+) -> None:
+    for told in ranks(2).run(told_of_mixtral):
+        assert "MixtralForCausalLM cannot be called as one graph" in told
+        assert "model.layers.0.block_sparse_moe" in told
+        assert "fails without rotation, too; take torch.compile(model)" in told
