@@ -10,7 +10,7 @@ one model.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.rtp.families import SUBJECTS as OTHERS
 from benchmarks.rtp.tried.attempts import Subject
@@ -36,7 +36,7 @@ def _farthest(outcomes: list[Compiled]) -> Compiled:
     return max(outcomes, key=lambda found: (found.distance is None, found.distance or 0))
 
 
-def _tried(group: Group, program: object, name: str, labels: bool) -> Compiled:
+def _tried(group: Group, program: Callable[..., Compiled], name: str, labels: bool) -> Compiled:
     try:
         return _farthest(group.run(program, name, labels))
     except RankFailed as failure:

@@ -23,8 +23,6 @@ _BACKEND = "aot_eager"
 _NUM_STEPS = 3  # the first is not compiled, the second is, the third finds its graph
 _LABELS = "labels", "start_positions", "end_positions", "return_loss"
 
-Call = Callable[[Arguments], Any]
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -88,7 +86,8 @@ def _made(subject: Subject) -> Any:
 
 def _without_cache(model: Any) -> None:
     for module in model.modules():
-        if hasattr(config := getattr(module, "config", None), "use_cache"):
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
             config.use_cache = False
 
 
@@ -103,7 +102,7 @@ def _arguments(subject: Subject, *, labels: bool) -> Arguments:
 
 
 def _steps(
-    model: Any, call: Call | Any, arguments: Arguments
+    model: Any, call: Callable[..., Any], arguments: Arguments
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Losses and gradients of some steps, and the number of graphs after each."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}

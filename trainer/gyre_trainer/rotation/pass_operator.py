@@ -110,6 +110,11 @@ def _require_can_be_traced(module: RotatedModule, arguments: FlatForm) -> None:
             f"a {name} is called with a {type(cache).__name__}, to which a graph cannot add keys "
             "and values; call the model with use_cache=False"
         )
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in arguments.leaves):
+        raise RotationError(
+            f"a {name} is called with a number that depends on the values of tensors, which no "
+            "call in a graph can keep"
+        )
     if any(type(mode).__module__ == _CHECKPOINT for mode in _get_current_dispatch_mode_stack()):
         raise RotationError(
             f"{path_of(module.rotation.module)} is called inside of {_CHECKPOINT}, but no graph "
