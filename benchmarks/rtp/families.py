@@ -10,20 +10,18 @@ error is printed below it.
 """
 
 import argparse
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from benchmarks.rtp.tried.attempts import OF_THE_LIBRARY, WAYS, Found, Subject, attempt
 from benchmarks.rtp.tried.causal import CAUSAL
 from benchmarks.rtp.tried.encoders import MASKED
 from benchmarks.rtp.tried.family import Family
+from benchmarks.rtp.tried.group import group_of
 from benchmarks.rtp.tried.own_layers import OWN_LAYERS
 from benchmarks.rtp.tried.own_models import OWN_MODELS
 from benchmarks.rtp.tried.seeing import IMAGES, SEEING
 from benchmarks.rtp.tried.seq2seq import SEQ2SEQ, SERIES, SOUND
-from tests.distributed.gloo_ranks import RankFailed, Ranks, bundled_by_default
+from tests.distributed.gloo_ranks import RankFailed
 
 FAMILIES = CAUSAL | MASKED | SEQ2SEQ | SOUND | IMAGES | SEEING | SERIES
 SUBJECTS: dict[str, Subject] = {**FAMILIES, **OWN_MODELS, **OWN_LAYERS}
@@ -42,37 +40,9 @@ def takes(name: str, way: str) -> bool:
     return way != "generate" or subject.generates
 
 
-class _Group:
-    """Ranks that are started again after an error."""
-
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        self._num_ranks, self._folder = num_ranks, folder
-        self._ranks: Ranks | None = None
-        self._num_started = 0
-
-    def run(self, name: str, way: str) -> Found:
-        """What the rank with the largest distance found."""
-        if self._ranks is None or self._ranks.ended:
-            self._num_started += 1
-            folder = self._folder / str(self._num_started)
-            folder.mkdir()
-            self._ranks = Ranks(self._num_ranks, folder)
-        outcomes: list[Found] = self._ranks.run(bundled_by_default, tried, name, way)
-        return max(outcomes, key=lambda found: (found.distance != found.distance, found.distance))
-
-    def end(self) -> None:
-        if self._ranks is not None:
-            self._ranks.end()
-
-
-@contextmanager
-def _group(num_ranks: int) -> Iterator[_Group]:
-    with tempfile.TemporaryDirectory() as folder:
-        group = _Group(num_ranks, Path(folder))
-        try:
-            yield group
-        finally:
-            group.end()
+def _farthest(outcomes: list[Found]) -> Found:
+    """What the rank with the largest distance found; what is no number is the largest."""
+    return max(outcomes, key=lambda found: (found.distance != found.distance, found.distance))
 
 
 def _row(name: str, num_ranks: int, way: str, found: Found) -> str:
@@ -96,11 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| model | ranks | way | rotates | rules | distance | of | told |")
     print("|---|---:|---|---:|---|---:|---|---|")
     for num_ranks in options.ranks:
-        with _group(num_ranks) as group:
+        with group_of(num_ranks) as group:
             for name in options.models:
                 for way in [each for each in options.ways if takes(name, each)]:
                     try:
-                        print(_row(name, num_ranks, way, group.run(name, way)), flush=True)
+                        found = _farthest(group.run(tried, name, way))
+                        print(_row(name, num_ranks, way, found), flush=True)
                     except RankFailed as failure:
                         told = str(failure).strip()
                         print(f"| {name} | {num_ranks} | {way} | fails |\n{told}", flush=True)

@@ -74,7 +74,7 @@ def share_of(plan: RotationPlan) -> tuple[float, dict[str, int]]:
 
 def _exact(subject: Subject, policy: RotationPolicy) -> Outcome:
     plan, found, expected = _trained(subject, policy, torch.float64)
-    return plan, *_worst(found, expected)
+    return plan, *worst(found, expected)
 
 
 def _half(subject: Subject) -> Outcome:
@@ -82,16 +82,16 @@ def _half(subject: Subject) -> Outcome:
     policy = RotationPolicy(compute_dtype=torch.bfloat16)
     plan, found, expected = _trained(subject, policy, torch.float32)
     losses = [f"loss {step}" for step in range(_NUM_STEPS)]
-    return plan, *_worst({k: found[k] for k in losses}, {k: expected[k] for k in losses})
+    return plan, *worst({k: found[k] for k in losses}, {k: expected[k] for k in losses})
 
 
 def _trained(
     subject: Subject, policy: RotationPolicy, dtype: torch.dtype
 ) -> tuple[RotationPlan, dict[str, Tensor], dict[str, Tensor]]:
-    arguments = _in_dtype(subject, dtype)
+    arguments = in_dtype(subject, dtype)
     expected = _steps(subject.made(dtype), arguments)
     model, plan = _rotated(subject, policy, dtype)
-    found = _steps(model, arguments if subject.alike else _mine(arguments))
+    found = _steps(model, arguments if subject.alike else mine(arguments))
     for step in range(_NUM_STEPS):
         dist.all_reduce(found[f"loss {step}"])
         found[f"loss {step}"] /= dist.get_world_size()
@@ -108,7 +108,7 @@ def _rotated(
     return model, plan
 
 
-def _in_dtype(subject: Subject, dtype: torch.dtype) -> Arguments:
+def in_dtype(subject: Subject, dtype: torch.dtype) -> Arguments:
     own = torch.float32 if subject.single else dtype
     given: Arguments = tree_map_only(
         Tensor, lambda x: x.to(own) if x.is_floating_point() else x, subject.arguments()
@@ -116,7 +116,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype) -> Arguments:
     return given
 
 
-def _mine(arguments: Arguments) -> Arguments:
+def mine(arguments: Arguments) -> Arguments:
     """This rank's rows of what has rows: tensors with `NUM_ROWS` or a multiple in front, lists."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -161,7 +161,7 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([(each + 1).sin().mean() if each.ndim else each for each in numbers]).sum()
 
 
-def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     if found.keys() != expected.keys():
         return float("inf"), f"only one has {sorted(found.keys() ^ expected.keys())[:4]}"
     distances = {name: apart(found[name].double(), expected[name].double()) for name in expected}
@@ -172,7 +172,7 @@ def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float
 
 def _text(subject: Subject) -> Outcome:
     """Whether the likeliest tokens, with a cache, are the plain model's."""
-    given = {k: v for k, v in _in_dtype(subject, torch.float64).items() if k != "labels"}
+    given = {k: v for k, v in in_dtype(subject, torch.float64).items() if k != "labels"}
     prompt = {k: v[: 2 * len(v) // NUM_ROWS] for k, v in given.items()}
     model, plan = _rotated(subject, RotationPolicy(bundle_numel=0))
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -197,8 +197,8 @@ def _saved(subject: Subject) -> Outcome:
         again = subject.made(torch.float32)
     rotate_all(again, mesh=make_mesh("cpu"))
     pretrained.load(again, str(folder[0]))
-    first = _worst(whole_parameters(model), expected)
-    return plan, *max(first, _worst(whole_parameters(again), expected))
+    first = worst(whole_parameters(model), expected)
+    return plan, *max(first, worst(whole_parameters(again), expected))
 
 
 def _on_meta(subject: Subject) -> Outcome:
@@ -220,7 +220,7 @@ def _on_meta(subject: Subject) -> Outcome:
     values = dict(expected.named_parameters()) | dict(expected.named_buffers())
     # what the library leaves to constructors, as no number, has values of theirs
     values = {name: each.detach() for name, each in values.items() if not each.isnan().any()}
-    return plan, *_worst({name: found[name] for name in values}, values)
+    return plan, *worst({name: found[name] for name in values}, values)
 
 
 WAYS: dict[str, Callable[[Any], Outcome]] = {

@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.rtp.tried.family import HEADS, Family, causal
 from benchmarks.rtp.tried.sizes import VOCABULARY
 
-_EXPERTS: dict[str, Any] = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -13,7 +13,7 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 10,
     "n_shared_experts": 1,
 }
-_LATENT: dict[str, Any] = _EXPERTS | {
+_LATENT: dict[str, Any] = EXPERTS | {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 4,
@@ -32,14 +32,14 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 4,
     "mamba_expand": 2,
 }
-_GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GPT: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 CAUSAL = {
     "DeepSeek-V2": causal("DeepseekV2", **_LATENT),
     "DeepSeek-V3": causal("DeepseekV3", single=True, **_LATENT),
     "Qwen3-Next": causal(
         "Qwen3Next",
-        **_EXPERTS,
+        **EXPERTS,
         head_dim=8,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -48,11 +48,11 @@ CAUSAL = {
         shared_expert_intermediate_size=10,
         layer_types=["linear_attention", "full_attention"],
     ),
-    "Qwen2-MoE": causal("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=10),
+    "Qwen2-MoE": causal("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=10),
     "Llama 4": causal(
         "Llama4",
         "Llama4TextConfig",
-        **_EXPERTS,
+        **EXPERTS,
         head_dim=4,
         intermediate_size_mlp=20,
         interleave_moe_layer_step=2,
@@ -60,13 +60,13 @@ CAUSAL = {
     ),
     "GLM": causal("Glm", head_dim=4),
     "GLM-4": causal("Glm4", head_dim=4),
-    "GLM-4-MoE": causal("Glm4Moe", single=True, **_EXPERTS, head_dim=4, first_k_dense_replace=1),
+    "GLM-4-MoE": causal("Glm4Moe", single=True, **EXPERTS, head_dim=4, first_k_dense_replace=1),
     "Granite": causal("Granite"),
-    "GraniteMoe": causal("GraniteMoe", **_EXPERTS),
-    "GraniteMoeShared": causal("GraniteMoeShared", **_EXPERTS, shared_intermediate_size=10),
+    "GraniteMoe": causal("GraniteMoe", **EXPERTS),
+    "GraniteMoeShared": causal("GraniteMoeShared", **EXPERTS, shared_intermediate_size=10),
     "GraniteMoeHybrid": causal(
         "GraniteMoeHybrid",
-        **_EXPERTS,
+        **EXPERTS,
         **_MAMBA,
         shared_intermediate_size=10,
         layer_types=["mamba", "attention"],
@@ -74,8 +74,8 @@ CAUSAL = {
     "OLMo": causal("Olmo"),
     "OLMo 2": causal("Olmo2"),
     "OLMo 3": causal("Olmo3"),
-    "OLMoE": causal("Olmoe", **_EXPERTS),
-    "FlexOlmo": causal("FlexOlmo", **_EXPERTS),
+    "OLMoE": causal("Olmoe", **EXPERTS),
+    "FlexOlmo": causal("FlexOlmo", **EXPERTS),
     "Cohere": causal("Cohere"),
     "Cohere 2": causal("Cohere2", head_dim=4),
     "StableLM": causal("StableLm"),
@@ -88,19 +88,19 @@ CAUSAL = {
     "MPT": causal("Mpt", single=True, n_heads=4, n_layers=2, max_seq_len=32, expansion_ratio=2),
     "BLOOM": causal("Bloom", n_head=4, n_layer=2),
     "OPT": causal("OPT", ffn_dim=20, word_embed_proj_dim=16),
-    "GPT-J": causal("GPTJ", **_GPT, rotary_dim=4),
+    "GPT-J": causal("GPTJ", **GPT, rotary_dim=4),
     "GPT-Neo": causal(
         "GPTNeo", num_heads=4, num_layers=2, attention_types=[[["global", "local"], 1]]
     ),
-    "GPT-BigCode": causal("GPTBigCode", **_GPT, multi_query=True),
-    "GPT (OpenAI)": Family("OpenAIGPTLMHeadModel", _GPT, generates=True),
+    "GPT-BigCode": causal("GPTBigCode", **GPT, multi_query=True),
+    "GPT (OpenAI)": Family("OpenAIGPTLMHeadModel", GPT, generates=True),
     "Starcoder 2": causal("Starcoder2", use_bias=True),
     "Phi": causal("Phi"),
-    "Phi-MoE": causal("Phimoe", **_EXPERTS),
+    "Phi-MoE": causal("Phimoe", **EXPERTS),
     "Nemotron": causal("Nemotron"),
     "Jamba": causal(
         "Jamba",
-        **_EXPERTS,
+        **EXPERTS,
         mamba_dt_rank=4,
         mamba_d_state=4,
         use_mamba_kernels=False,
@@ -146,20 +146,20 @@ CAUSAL = {
     "ERNIE 4.5 MoE": causal(
         "Ernie4_5_Moe",
         single=True,
-        **_EXPERTS,
+        **EXPERTS,
         moe_num_experts=4,
         moe_k=2,
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
     "dots.llm1": causal(
-        "Dots1", single=True, **_EXPERTS, first_k_dense_replace=1, num_key_value_heads=4
+        "Dots1", single=True, **EXPERTS, first_k_dense_replace=1, num_key_value_heads=4
     ),
     "HunYuan": causal("HunYuanDenseV1", head_dim=4),
-    "HunYuan MoE": causal("HunYuanMoEV1", **_EXPERTS, head_dim=4, moe_topk=2),
+    "HunYuan MoE": causal("HunYuanMoEV1", **EXPERTS, head_dim=4, moe_topk=2),
     "MiniMax": causal(
         "MiniMax",
-        **_EXPERTS,
+        **EXPERTS,
         head_dim=4,
         block_size=4,
         layer_types=["linear_attention", "full_attention"],
@@ -173,7 +173,7 @@ CAUSAL = {
     "DiffLlama": causal("DiffLlama"),
     "Doge": causal("Doge"),
     "BitNet": causal("BitNet"),
-    "JetMoe": causal("JetMoe", **_EXPERTS, kv_channels=4, num_key_value_heads=2),
+    "JetMoe": causal("JetMoe", **EXPERTS, kv_channels=4, num_key_value_heads=2),
     "DBRX": causal(
         "Dbrx",
         n_heads=4,
@@ -198,7 +198,7 @@ CAUSAL = {
         layer_types=["sliding_attention", "full_attention"],
         altup_num_inputs=2,
     ),
-    "CTRL": Family("CTRLLMHeadModel", _GPT | {"dff": 20, "n_embd": 16}, generates=True),
+    "CTRL": Family("CTRLLMHeadModel", GPT | {"dff": 20, "n_embd": 16}, generates=True),
     "XGLM": causal("XGLM", single=True, ffn_dim=20, num_layers=2, attention_heads=4),
     "BioGPT": causal("BioGpt"),
     "Longcat": causal(

@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba": ("ForCausalLM", SIZES | {"state_size": 4}),
     "Mixtral": ("ForCausalLM", SIZES | {"num_local_experts": 4}),
     "Qwen3Moe": ("ForCausalLM", SIZES | _EXPERTS | {"head_dim": 6}),
+    "Olmoe": ("ForCausalLM", SIZES | {"num_experts": 4, "num_experts_per_tok": 1}),
     "GptOss": (
         "ForCausalLM",
         SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6},

@@ -106,22 +106,25 @@ def train_under_autocast(variant: Variant) -> Trained:
     return train(variant, autocast=True)
 
 
-def train_llama(compiled: str) -> Trained:
-    """Train a Llama of the library, compiled as a whole or block by block."""
+def train_family(compiled: str, family: str = "Llama", num_layers: int = 2) -> Trained:
+    """Train a model of the library, compiled as a whole, block by block, or slice by slice."""
     warnings.simplefilter("ignore")  # the compiler's own, of what it traces in the library
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, alone = made("Llama", num_hidden_layers=2), made("Llama", num_hidden_layers=2)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    for module in {"blocks": model.model.layers, "model": [model]}[compiled]:
-        module.compile(backend=BACKEND)
+    model, alone = (made(family, num_hidden_layers=num_layers) for _ in range(2))
+    policy = RotationPolicy(compiler=BACKEND if compiled == "slices" else None)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    for module in model.model.layers if compiled == "blocks" else [model]:
+        if compiled != "slices":
+            module.compile(backend=BACKEND)
     both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, alone)]
     num_graphs = []
     for step in range(NUM_STEPS + 1):  # the first one checks what was found, without a compiler
         data = batch(step, VOCABULARY)
         for each, optimizer in both:
             tokens, targets = mine(data) if each is model else data
-            logits = each(input_ids=tokens).logits
+            given = {"decoder_input_ids": tokens} if family == "T5" else {}
+            logits = each(input_ids=tokens, **given).logits
             backward(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
             optimizer.step()
             optimizer.zero_grad()
@@ -133,7 +136,27 @@ def train_llama(compiled: str) -> Trained:
 def test_a_llama_of_the_library_compiles_once_as_a_whole_and_by_blocks(
     ranks_both_ways: StartEither, compiled: str
 ) -> None:
-    for apart, num_graphs in ranks_both_ways(2).run(train_llama, compiled):
+    for apart, num_graphs in ranks_both_ways(2).run(train_family, compiled):
         assert apart <= 1e-6  # its norms compute in float32
+        assert num_graphs[1] > 0
+        assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("compiled", "family"),
+    [
+        ("slices", "T5"),
+        ("slices", "GPT2"),
+        ("slices", "Qwen3Moe"),
+        ("model", "T5"),
+        ("model", "GPT2"),
+        ("model", "Qwen3Moe"),
+        ("model", "Mamba"),
+    ],
+)
+def test_no_later_step_compiles_anything(ranks: StartRanks, compiled: str, family: str) -> None:
+    for apart, num_graphs in ranks(2).run(train_family, compiled, family, 1):
+        assert apart <= 1e-5  # routers, norms and scans compute in float32
         assert num_graphs[1] > 0
         assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]

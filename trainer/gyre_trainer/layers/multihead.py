@@ -9,6 +9,7 @@ Dims: B batch, T targets, S sources, E features, H heads, C channels of one head
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,36 @@ class RotatedMultiheadAttention(RotatedModule):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The module's output for this rank's part of the batch, as without rotation."""
+        return self.attend(
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+
+    def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
+        """None: what goes round the ring, the projections, drops nothing."""
+
+    def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Queries, keys and values, without a bias that is not packed."""
+        return run(self.rotation, args, kwargs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, as a compiler sees it."""
         assert isinstance(self, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
@@ -126,11 +157,21 @@ class RotatedMultiheadAttention(RotatedModule):
 def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     """Queries, keys and values."""
     assert isinstance(module, RotatedModule)
-    projected: list[Tensor] = run(module.rotation, inputs, {})
+    projected: list[Tensor] = module.ring_forward(*inputs)
     if module.in_proj_bias is None or module._qkv_same_embed_dim:
         return projected
     biases = local_of(module.in_proj_bias).chunk(3)
     return [x + bias.to(x.dtype) for x, bias in zip(projected, biases, strict=True)]
+
+
+def _projections(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
+    """What the projections that rotate give, on whole weights."""
+    if not module._qkv_same_embed_dim:
+        weights = [getattr(module, name) for name in _SEPARATE]
+        return [F.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+    packed, bias = module.in_proj_weight.chunk(3), module.in_proj_bias
+    biases = [None] * 3 if bias is None else bias.chunk(3)
+    return [F.linear(*each) for each in zip(inputs, packed, biases, strict=True)]
 
 
 def _merged_mask(
@@ -194,5 +235,6 @@ def rotate_multihead(module: nn.MultiheadAttention, target: RotationTarget) -> N
             )
     rule = InputProjectionsRule(module.embed_dim, module._qkv_same_embed_dim)
     reads = ("in_proj_weight", "in_proj_bias") if rule.packed else _SEPARATE
-    wrap(module, rule, target, PartialRotation(module.forward, reads, RotatedMultiheadAttention))
+    forward = partial(_projections, module)
+    wrap(module, rule, target, PartialRotation(forward, reads, RotatedMultiheadAttention))
     wrap(module.out_proj, LinearRule(), target)

@@ -1,6 +1,7 @@
 """Torch's transformer layers: their attentions rotate, and their feed-forward by hidden slices."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,18 +61,19 @@ def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
     else:
         layer.activation_relu_or_gelu = 0  # torch's fused inference would read the whole parameters
 
-    def feed_forward(x: Tensor) -> Tensor:
-        output: Tensor = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
-        return output
-
     reads = ("linear1", "linear2", "dropout", "activation")
     wrap(
         layer,
         FeedForwardRule(batch_dim=batch_dim),
         target,
-        PartialRotation(feed_forward, reads, RotatedFeedForward),
+        PartialRotation(partial(_feed_forward, layer), reads, RotatedFeedForward),
     )
     if target.policy.dropout == "equal":
         for name in ("dropout1", "dropout2", "dropout3"):
             if hasattr(layer, name):
                 use_equal_mask(getattr(layer, name), target.mesh, batch_dim)
+
+
+def _feed_forward(layer: Any, x: Tensor) -> Tensor:
+    output: Tensor = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
+    return output

@@ -4,6 +4,8 @@ See [Note: Ring passes in one graph] in `gyre_trainer.rotation.pass_operator`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,33 +14,44 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout
+from gyre_trainer.layers.experts.lists import EXPERT_HOOKS, CallsEveryExpert
 from gyre_trainer.layers.head.deferred_logits import DefersLogits
 from gyre_trainer.layers.linear import AddsBias
+from gyre_trainer.layers.multihead import RotatedMultiheadAttention
 from gyre_trainer.layers.norm import RecomputedNorm
+from gyre_trainer.layers.projections import SliceTransposed
 from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.split.block import SplitBlock, SplitCore, SplitLast, entry_of
-from gyre_trainer.layers.whole.read_parameters import FIRST_READ
+from gyre_trainer.layers.transformer import RotatedFeedForward
+from gyre_trainer.layers.whole.read_operator import number_in_graphs, order_reads, traced_read
+from gyre_trainer.layers.whole.read_parameters import READABLE
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.graph_sites import NOTHING, Sites
-from gyre_trainer.rotation.pass_operator import order_operators, traced_pass
+from gyre_trainer.rotation.pass_operator import traced_pass
 from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, mix_in, own_class
 from gyre_trainer.rotation.rule import parameter_at, swapped
 from gyre_trainer.shards.local_shards import local_of
 
 _IN_GRAPHS = {
     RotatedModule,
+    RotatedFeedForward,
+    RotatedMultiheadAttention,
     AddsBias,
+    CallsEveryExpert,
     DefersLogits,
     ReplicatedModule,
     RecomputedNorm,
     RecomputedPart,
     SliceDropout,
+    SliceTransposed,
     SplitBlock,
     SplitCore,
     SplitLast,
 }
+# Of these a graph has the forward of their own class.
+_WITH_OWN_FORWARD = (ReplicatedModule, RecomputedNorm, RecomputedPart, CallsEveryExpert)
 _FIRST_CALL = "_checks_a_first_call"  # marks hooks
 
 
@@ -78,14 +91,18 @@ class RotatedInGraph:
     def ring_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a ring pass as an operator."""
         module: Any = self
-        names = [*(cut.name for cut in self.rotation.layout.cuts), *self.rotation.replicated]
-        parameters = [parameter_at(module, name) for name in names]
+        # by their names there may be whole ones, which the model's forward reads
+        replicated = [parameter_at(module, name) for name in self.rotation.replicated]
+        parameters = [*self.rotation.sharded.parameters, *replicated]
         args, kwargs = tree_map(_or_nothing, (args, kwargs))
         return self.traced(self.number_in_graphs, parameters, args, kwargs)
 
 
 class SplitInGraph(RotatedInGraph):
-    """The same of a split block: its own forward is traced, and its core calls `ring_forward`."""
+    """The same of a module that rotates in part: its own forward is traced.
+
+    This calls `ring_forward`, in a split block from its core.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without a compiler."""
@@ -96,6 +113,17 @@ class SplitInGraph(RotatedInGraph):
         if not torch.compiler.is_compiling():
             return super().ring_forward(*args, **kwargs)  # type: ignore[misc]
         return self.ring_pass(args, kwargs)
+
+
+class MultiheadInGraph(SplitInGraph):
+    """The same of torch's attention, whose projections go round the ring."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without a compiler."""
+        module: Any = self
+        if torch.compiler.is_compiling():
+            return module.attend(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def _or_nothing(leaf: Any) -> Any:
@@ -128,6 +156,34 @@ class ReplicatedInGraph:
             return forward(module, *args, **kwargs)
 
 
+class _FirstCalls:
+    """What is known from the first calls of a model, in training and in evaluation.
+
+    Attributes:
+        modes: the values of `training` in which there was one.
+        reads: the names of parameters that are cut and that forwards read, with their numbers in
+            graphs.
+    """
+
+    def __init__(self) -> None:
+        self.modes: set[bool] = set()
+        self.reads: dict[str, int] = {}
+
+    def done(self, model: Any) -> None:
+        """Note that there was a first call in the present mode."""
+        self.modes.add(model.training)
+        paths = {id(module): path for path, module in model.named_modules()}
+        for place in getattr(model, READABLE).read_places():
+            name = f"{paths[id(place.owner)]}.{place.last}".removeprefix(".")
+            self.reads[name] = number_in_graphs(place.stand_in.gathered)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "_FirstCalls":
+        """Those of a copied model: none, where it reads parameters, which have other numbers."""
+        copied = _FirstCalls()
+        copied.modes = set() if self.reads else set(self.modes)
+        return copied
+
+
 class WholeGraph:
     """Mixed in before a model's class: its forward is a compiled graph.
 
@@ -137,7 +193,13 @@ class WholeGraph:
 
     training: bool
     _graph: Callable[..., Any]
-    _called: set[bool]
+    _first_calls: "_FirstCalls"
+    _traced_read: Callable[..., Any]
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether the next forward is the graph: an earlier one in this mode made the checks."""
+        return self.training in self._first_calls.modes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as without a compiler.
@@ -145,16 +207,10 @@ class WholeGraph:
         Raises:
             RotationError: the forward cannot be one graph.
         """
-        if self.training not in self._called:
+        if not self.is_graph:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-            self._called.add(self.training)
+            self._first_calls.done(self)
             return output
-        if hasattr(self, FIRST_READ):
-            raise RotationError(
-                f"{own_class(self).__name__} cannot be called as one graph: its forward reads "  # type: ignore[arg-type]
-                f"{getattr(self, FIRST_READ)}, which is cut, so it would be gathered inside of the "
-                "graph; keep its module whole by a rule of None, or take torch.compile(model)"
-            )
         try:
             return self._graph(self, args, kwargs)
         except Exception as error:
@@ -165,8 +221,7 @@ class WholeGraph:
                 raise
             raise RotationError(
                 f"{own_class(self).__name__} cannot be called as one graph: "  # type: ignore[arg-type]
-                f"{_reason(error)}; call it without what no graph can have, such as a cache "
-                "(use_cache=False), or take torch.compile(model) instead of compile_whole"
+                f"{_reason(error)}; {_advice(self, error)}"  # type: ignore[arg-type]
             ) from error
 
 
@@ -178,8 +233,28 @@ def _reason(error: BaseException) -> str:
     return str(met or error).strip()
 
 
+def _advice(model: nn.Module, error: BaseException) -> str:
+    """What to do about an error of the compiler."""
+    experts = [path for path, each in model.named_modules() if isinstance(each, CallsEveryExpert)]
+    if experts and "data-dependent" in str(error):
+        return (
+            f"where a forward chooses which experts to call, such as perhaps {experts[0]}, "
+            "torch.compile(fullgraph=True) fails without rotation, too; take torch.compile(model) "
+            "instead of compile_whole"
+        )
+    return (
+        "call it without what no graph can have, such as a cache (use_cache=False), or take "
+        "torch.compile(model) instead of compile_whole"
+    )
+
+
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return super(WholeGraph, model).forward(*args, **kwargs)
+    read = {
+        name: model._traced_read(number, parameter_at(model, name))
+        for name, number in model._first_calls.reads.items()
+    }
+    with swapped(model, read):
+        return super(WholeGraph, model).forward(*args, **kwargs)
 
 
 def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -213,23 +288,32 @@ def compile_whole(model: nn.Module, *, backend: str | Callable[..., Any] = "indu
     for module in modules.values():
         if isinstance(module, RotatedModule):
             module.leave_bundle()
-    order_operators()
+    order_reads()
     traced = torch._dynamo.nonstrict_trace(traced_pass)
     for module in modules.values():
         each: Any = module  # the checks tell types of `module` alone
         if isinstance(module, RotatedModule):
-            mix_in(each, SplitInGraph if isinstance(module, SplitBlock) else RotatedInGraph, "")
+            mix_in(each, _in_graph(module), "")
             _number(each)
             each.traced = traced
             _keep_checks_outside(entry_of(each))
-        if isinstance(module, ReplicatedModule | RecomputedNorm | RecomputedPart):
+        _keep_expert_hooks_outside(module)
+        if isinstance(module, _WITH_OWN_FORWARD):
             mix_in(each, ReplicatedInGraph, "")
     mix_in(model, WholeGraph, "")
     whole: Any = model
     whole._graph = torch.compile(  # type: ignore[call-overload]  # these do not know all options
         _forward, fullgraph=True, dynamic=False, isolate_recompiles=True, backend=backend
     )
-    whole._called = set()
+    whole._first_calls = _FirstCalls()
+    whole._traced_read = torch._dynamo.nonstrict_trace(traced_read)
+
+
+def _in_graph(module: RotatedModule) -> type[RotatedInGraph]:
+    """What is mixed in before a rotated module."""
+    if isinstance(module, RotatedMultiheadAttention):
+        return MultiheadInGraph
+    return SplitInGraph if isinstance(module, SplitBlock | RotatedFeedForward) else RotatedInGraph
 
 
 def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
@@ -250,8 +334,6 @@ def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
         )
     elif isinstance(module, RotatedModule):
         problem = _problem_of_rotation(module)
-    elif getattr(module, "read_parameters", {}):
-        problem = "reads parameters that are cut; keep it whole by a rule of None"
     if problem is not None:
         raise RotationError(f"the model cannot be compiled as one graph: {path} {problem}")
 
@@ -263,6 +345,8 @@ def _problem_of_rotation(module: RotatedModule) -> str | None:
         return "is compiled slice by slice (RotationPolicy(compiler=...))"
     if is_quantized(module):  # type: ignore[arg-type]
         return "has weights of few bits (quantize_frozen)"
+    if isinstance(module, RotatedMultiheadAttention) and module.rotation.policy.dropout == "equal":
+        return 'draws equal dropout masks (RotationPolicy(dropout="equal"))'
     return None
 
 
@@ -284,3 +368,22 @@ def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
             hook(module, args, kwargs)
 
     return outside
+
+
+@dataclass(frozen=True, eq=False)
+class _OutsideOfGraphs:
+    """A hook that does nothing in graphs."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *given: Any) -> Any:
+        """What the hook returns."""
+        return None if torch.compiler.is_compiling() else self.hook(*given)
+
+
+def _keep_expert_hooks_outside(module: nn.Module) -> None:
+    """Let the hooks that make ranks call all experts of a list do nothing in graphs."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            if isinstance(hook, partial) and hook.func in EXPERT_HOOKS:
+                hooks[key] = _OutsideOfGraphs(hook)

@@ -73,12 +73,26 @@ def _kept(leaf: Any) -> Any:
     return None if isinstance(leaf, str) and leaf == NOTHING else leaf
 
 
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+# None is a size that depends on values, such as the number of an expert's tokens.
+Shapes = list[tuple[tuple[int | None, ...], torch.dtype]]
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
-    """Shape and dtype of each tensor."""
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    """Shape and dtype of each tensor, as far as they are known when a graph is traced."""
+    return [
+        (tuple(size if type(size) is int else None for size in tensor.shape), tensor.dtype)
+        for tensor in tensors
+    ]
+
+
+def fits(found: Shapes, noted: Shapes) -> bool:
+    """Whether tensors have the shapes that were noted."""
+    return len(found) == len(noted) and all(
+        dtype == noted_dtype
+        and len(shape) == len(noted_shape)
+        and all(size in (own, None) for own, size in zip(shape, noted_shape, strict=True))
+        for (shape, dtype), (noted_shape, noted_dtype) in zip(found, noted, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -105,6 +119,24 @@ class Site:
     def recorded(self) -> bool:
         """Whether a backward may follow."""
         return any(self.takes_grad)
+
+    def unknown_sizes(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The sizes of those tensors that take gradients, where `shapes` does not have them."""
+        return [
+            size
+            for tensor, (shape, _), takes in zip(tensors, self.shapes, self.takes_grad, strict=True)
+            for size, known in zip(tensor.shape, shape, strict=True)
+            if takes and known is None
+        ]
+
+    def known_shapes(self, sizes: Iterable[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each gradient, with ``sizes`` as `unknown_sizes` gives them."""
+        rest = iter(sizes)
+        return [
+            (tuple(next(rest) if size is None else size for size in shape), dtype)
+            for (shape, dtype), takes in zip(self.shapes, self.takes_grad, strict=True)
+            if takes
+        ]
 
 
 class Sites:

@@ -34,7 +34,15 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.call import Call, cast
 from gyre_trainer.rotation.form import Missing, Passed
-from gyre_trainer.rotation.graph_sites import FlatForm, Shapes, Site, numbers, shapes_of, sites_at
+from gyre_trainer.rotation.graph_sites import (
+    FlatForm,
+    Shapes,
+    Site,
+    fits,
+    numbers,
+    shapes_of,
+    sites_at,
+)
 from gyre_trainer.rotation.ring_pass import RingPass
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import Rotation
@@ -102,6 +110,11 @@ def _require_can_be_traced(module: RotatedModule, arguments: FlatForm) -> None:
             f"a {name} is called with a {type(cache).__name__}, to which a graph cannot add keys "
             "and values; call the model with use_cache=False"
         )
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in arguments.leaves):
+        raise RotationError(
+            f"a {name} is called with a number that depends on the values of tensors, which no "
+            "call in a graph can keep"
+        )
     if any(type(mode).__module__ == _CHECKPOINT for mode in _get_current_dispatch_mode_stack()):
         raise RotationError(
             f"{path_of(module.rotation.module)} is called inside of {_CHECKPOINT}, but no graph "
@@ -168,7 +181,8 @@ def _ring_pass(tensors: list[Tensor], number: int, index: int) -> list[Tensor]:
 
 def _require_form(site: Site, rotation: Rotation, output: Any, given: Sequence[Tensor]) -> None:
     form, tensors = FlatForm.of(output, given)
-    if (form, shapes_of(tensors)) != site.output:
+    noted = site.output
+    if noted is None or form != noted[0] or not fits(shapes_of(tensors), noted[1]):
         raise RotationError(
             f"{rotation.name} returned another output than when its graph was compiled: "
             f"{_described(form, shapes_of(tensors))} instead of "
@@ -211,9 +225,12 @@ def _(tensors: list[Tensor], number: int, index: int) -> list[Tensor]:
 
 @torch.library.custom_op("gyre::ring_pass_backward", mutates_args=())
 def _ring_pass_backward(
-    grads: list[Tensor], token: Tensor, number: int, index: int
+    grads: list[Tensor], token: Tensor, sizes: list[int], number: int, index: int
 ) -> list[Tensor]:
-    """The gradients of those tensors that take one; zeros where nothing reached them."""
+    """The gradients of those tensors that take one; zeros where nothing reached them.
+
+    ``sizes`` are those that were not known when the graph was traced.
+    """
     site, rotation = sites_at(number)[index], sites_at(number).module.rotation
     ring_pass = _PASSES.pop(int(token), None)
     if ring_pass is None:
@@ -222,36 +239,35 @@ def _ring_pass_backward(
         )
     with _recording(site, rotation.sharded.flat.device.type), torch.no_grad():
         found = ring_pass.backward(grads)
+        taken = [grad for grad, takes in zip(found, site.takes_grad, strict=True) if takes]
         return _owned(
             [
                 grads[0].new_zeros(shape, dtype=dtype) if grad is None else local_of(grad)
-                for grad, (shape, dtype), takes_grad in zip(
-                    found, site.shapes, site.takes_grad, strict=True
-                )
-                if takes_grad
+                for grad, (shape, dtype) in zip(taken, site.known_shapes(sizes), strict=True)
             ]
         )
 
 
 @_ring_pass_backward.register_fake
-def _(grads: list[Tensor], token: Tensor, number: int, index: int) -> list[Tensor]:
-    site = sites_at(number)[index]
-    return [
-        grads[0].new_empty(shape, dtype=dtype)
-        for (shape, dtype), takes_grad in zip(site.shapes, site.takes_grad, strict=True)
-        if takes_grad
-    ]
+def _(
+    grads: list[Tensor], token: Tensor, sizes: list[int], number: int, index: int
+) -> list[Tensor]:
+    shapes = sites_at(number)[index].known_shapes(sizes)
+    return [grads[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
 def _keep(ctx: Any, inputs: tuple[list[Tensor], int, int], output: list[Tensor]) -> None:
-    _, ctx.number, ctx.index = inputs
+    tensors, ctx.number, ctx.index = inputs
+    ctx.sizes = sites_at(ctx.number)[ctx.index].unknown_sizes(tensors)
     ctx.save_for_backward(output[-1])
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None, None]:
     (token,) = ctx.saved_tensors
-    found = iter(torch.ops.gyre.ring_pass_backward(grads[:-1], token, ctx.number, ctx.index))
-    takes_grad = sites_at(ctx.number)[ctx.index].takes_grad
+    number, index = ctx.number, ctx.index
+    operator = torch.ops.gyre.ring_pass_backward
+    found = iter(operator(grads[:-1], token, ctx.sizes, number, index))
+    takes_grad = sites_at(number)[index].takes_grad
     return [next(found) if takes else None for takes in takes_grad], None, None
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.spans import path_of
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
@@ -25,7 +24,8 @@ from gyre_trainer.shards.local_shards import local_of, place_of
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.shards.stand_ins import StandIn
 
-FIRST_READ = "first_read"  # an attribute of models whose forward reads what is cut: its name
+READABLE = "readable_parameters"  # an attribute of models: their `ReadableParameters`
+IS_GRAPH = "is_graph"  # an attribute of models: whether the next forward is a compiled graph
 
 
 @dataclass(slots=True)
@@ -152,6 +152,8 @@ class ReadableParameters:
         self._inside: WeakKeyDictionary[nn.Module, list[CutPlace]] = WeakKeyDictionary()
         self._marks: list[int] = []
         self._followed: set[int] = set()
+        self._is_graph = False
+        vars(model)[READABLE] = self
         model.register_forward_pre_hook(self._before)
         model.register_forward_hook(self._after, always_call=True)
         model.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
@@ -161,6 +163,7 @@ class ReadableParameters:
         copied = memo[id(self)] = copy(self)
         copied._places, copied._replaced, copied._marks = None, [], []
         copied._inside, copied._followed = WeakKeyDictionary(), set()
+        copied._is_graph = False
         return copied
 
     @uncompiled
@@ -169,16 +172,23 @@ class ReadableParameters:
         self._marks.clear()
         if self._places is None:
             self._places = list(_places(model, self._dtype))
-        self._replace(self._places)
+        # a graph takes the shards as its inputs, and gathers what it reads itself
+        self._is_graph = is_graph = getattr(model, IS_GRAPH, False)
+        self._replace([p for p in self._places if not (is_graph and isinstance(p, CutPlace))])
+
+    def read_places(self) -> list[CutPlace]:
+        """The places of cut parameters that forwards have read."""
+        places = self._places or ()
+        return [each for each in places if isinstance(each, CutPlace) and each.is_read]
 
     @uncompiled
     def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
         self._put_back()
         release_after(model)
-        for place in self._places or ():
-            if isinstance(place, CutPlace) and place.is_read and id(place) not in self._followed:
+        self._is_graph = False
+        for place in self.read_places():
+            if id(place) not in self._followed:
                 self._followed.add(id(place))
-                vars(model).setdefault(FIRST_READ, f"{path_of(place.owner)}.{place.last}")
                 self._follow(model, place)
 
     def _before_state(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -207,13 +217,21 @@ class ReadableParameters:
                 module.register_forward_hook(self._after_inside, always_call=True)
             followed.append(place)
 
-    @uncompiled
     def _before_inside(self, module: nn.Module, _args: Any) -> None:
+        if not self._is_graph:
+            self._enter(module)
+
+    def _after_inside(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._is_graph:
+            self._leave(module)
+
+    @uncompiled
+    def _enter(self, module: nn.Module) -> None:
         self._marks.append(len(self._replaced))
         self._replace(self._inside.get(module, []))
 
     @uncompiled
-    def _after_inside(self, module: nn.Module, _args: Any, _output: Any) -> None:
+    def _leave(self, module: nn.Module) -> None:
         if self._marks:
             self._put_back(self._marks.pop())
         release_after(module)
