@@ -24,6 +24,7 @@ from gyre_trainer.first_calls import check_at_first_calls
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
+from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
@@ -92,6 +93,7 @@ def rotate(
     rule: Rule | None = None,
     sync_from: int | None = None,
     verify: bool | None = None,
+    independent: bool = False,
 ) -> nn.Module:
     """Shard a module's parameters over the ring of ``mesh``: each of its N ranks keeps 1/N of them.
 
@@ -119,6 +121,7 @@ def rotate(
         sync_from: the rank of the mesh whose values all ranks take; None where all have the same,
             which is checked.
         verify: as `rotate_all` has it.
+        independent: as `rotate_all` has it, of the last call, for the whole model.
 
     Raises:
         MeshError: the mesh is no ring, or replicas of rings, with this rank on it.
@@ -145,6 +148,7 @@ def rotate(
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     check_at_first_calls(module, rule, verify)
+    note_ring(module, mesh, independent=independent)
     return module
 
 
@@ -158,6 +162,7 @@ def rotate_all(
     verify: bool | None = None,
     find_blocks: bool = True,
     min_numel: int = 0,
+    independent: bool = False,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
@@ -188,6 +193,9 @@ def rotate_all(
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule, and so do smaller parameters that a module reads: their hops would take longer
             than their memory is worth.
+        independent: whether a mesh of a part of the ranks trains apart from those that train a
+            model of the same names and shapes beside it, such as another stage of a pipeline or
+            another run. Else that is an error in the optimizer's step.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -228,6 +236,7 @@ def rotate_all(
         require_equal_models(model, mesh)
     else:
         _keep_whole(model, target)
+    note_ring(model, mesh, independent=independent)
     plan = plan_of(model)
     warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)
     return plan
