@@ -302,7 +302,7 @@ def equal_values_written_later() -> None:
         with torch.enable_grad():
             model(torch.ones(2, 4)).square().sum().backward()
         for each in model.parameters():
-            each.sub_(0.1 * each.grad)
+            each.add_(each.grad, alpha=-0.1)  # type: ignore[arg-type]
             each.grad = None
 
 
