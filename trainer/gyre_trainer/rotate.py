@@ -27,6 +27,7 @@ from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.experts.lists import call_every_expert
+from gyre_trainer.layers.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.found.parts import recompute_layers, recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
@@ -36,6 +37,7 @@ from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
+from gyre_trainer.layers.whole.later_adapters import notice_later_adapters, reads_whole_weights
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.read_rule import (
     MIN_READ_NUMEL,
@@ -140,6 +142,7 @@ def rotate(
     _require_new(module)
     _sync(module, mesh, sync_from)
     support_dtensors()
+    notice_later_adapters()
     target = RotationTarget(mesh, policy)
     if isinstance(rule, ReadRule):
         shard_own(module, rule, target)
@@ -193,9 +196,8 @@ def rotate_all(
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule, and so do smaller parameters that a module reads: their hops would take longer
             than their memory is worth.
-        independent: whether a mesh of a part of the ranks trains apart from those that train a
-            model of the same names and shapes beside it, such as another stage of a pipeline or
-            another run. Else that is an error in the optimizer's step.
+        independent: whether a mesh of a part of the ranks trains apart from others that train a
+            model of the same names and shapes; else that is an error in the optimizer's step.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -218,6 +220,7 @@ def rotate_all(
     _require_new(model)
     _sync(model, mesh, sync_from)
     support_dtensors()
+    notice_later_adapters()
     target = RotationTarget(mesh, policy)
     finder = None
     if find_blocks:
@@ -295,6 +298,7 @@ class _Walk:
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)
         use_norms_of_shards(module)
+        reads_whole_weights(module)
         for name, child in module.named_children():
             inner = f"{path}.{name}".removeprefix(".")
             if child in read:
@@ -307,7 +311,8 @@ class _Walk:
         if rotate_known(module, self._target):
             check_at_first_calls(module, None, self._verify)
             return True
-        rule = None if self._finder is None else self._finder.rule_of(module)
+        finder = None if has_foreign_codes(module) else self._finder
+        rule = None if finder is None else finder.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None
