@@ -107,7 +107,7 @@ def test_their_codes_travel_and_results_are_theirs(
 def refusal(kind: str) -> str:
     model = quantized("bitsandbytes" if kind == "trains" else kind, nested=kind == "nested")
     if kind == "trains":
-        model[0].bias.requires_grad_()  # type: ignore[union-attr]
+        model[0].bias.requires_grad_()
     try:
         rotate_all(model, mesh=make_mesh("cpu"))
     except RotationError as error:

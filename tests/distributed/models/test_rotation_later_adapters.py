@@ -22,8 +22,10 @@ from tests.distributed.training import whole
 LAYERS = ["q_proj", "v_proj", "up_proj"]
 # The first begin with the layer's weights, the next read them when they are merged.
 EARLY = ("dora", "tokens", "prompt")
-DEEP = ("lora", "pissa", "olora", "adalora", "oft", "boft", "vera", "ia3", "loha", "lokr", "delora")
-DEEP += ("ptuning", "tokens alone", "embedding", "head")
+DEEP = (
+    *("lora", "pissa", "olora", "adalora", "oft", "boft", "vera", "ia3", "loha", "lokr", "delora"),
+    *("ptuning", "tokens alone", "embedding", "head"),
+)
 # Peft writes the layers of others, too, or reads them when it loads.
 SAVED = ("dora", "tokens", "prompt", "lora", "oft", "ia3", "tokens alone")
 # Peft begins these in single precision alone.
@@ -112,11 +114,12 @@ class Outcome(NamedTuple):
 
 def trained(model: Any, part: int, num_parts: int, path: Path | None = None) -> Outcome:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    gradients = {}
+    gradients: dict[str, Tensor] = {}
     for step in range(3):
         rows = tokens(step).chunk(num_parts)[part]
         logits = model(input_ids=rows).logits[:, -rows.shape[1] :]
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         gradients = gradients or {
             name: whole(p.grad).clone()
             for name, p in model.named_parameters()
@@ -205,6 +208,22 @@ def refusal(settings: Any, kind: str) -> str:
     except RotationError as error:
         return str(error)
     return "nothing was refused"
+
+
+def added_to_codes(kind: str) -> bool:
+    import peft
+
+    model, mesh = llama(), make_mesh("cpu")
+    rotate_all(model, mesh=mesh, find_blocks=False)
+    quantize_frozen(model.requires_grad_(False), "int8", mesh=mesh)
+    model = peft.get_peft_model(model, settings(kind), autocast_adapter_dtype=False)
+    model(input_ids=tokens(0)).logits.sum().backward()
+    return all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", ["ia3", "loha"])
+def test_adapters_that_read_no_weights_may_be_added_to_codes(ranks: StartRanks, kind: str) -> None:
+    assert ranks(2).run(added_to_codes, kind) == [True, True]
 
 
 def refused() -> list[tuple[Any, str, list[str]]]:

@@ -87,7 +87,7 @@ def _codes_of(weight: Any, shape: tuple[int, int]) -> Codes:
             weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size
         )
         return _nf4(weight.quantized_data, scales, weight.nf4, shape, weight.dtype)
-    state = getattr(weight, "quant_state", None)
+    state: Any = getattr(weight, "quant_state", None)
     if kind == "Params4bit" and _is_nf4_by_rows(state, shape):
         scales = state.absmax
         if state.nested:

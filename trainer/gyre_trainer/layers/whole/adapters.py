@@ -43,10 +43,11 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
                 f"reads the whole weight of {type(base).__name__}; of a layer that is "
                 "not linear use LoRA (use_dora=False)"
             )
-    names: tuple[str, ...] = module.adapter_layer_names  # type: ignore[assignment]
-    found = [each for name in names if isinstance(each := getattr(module, name, None), nn.Module)]
-    others = (getattr(module, name, None) for name in getattr(module, "other_param_names", ()))
-    return found + [each for each in others if isinstance(each, nn.ParameterDict)]
+    layer: Any = module
+    own = (getattr(layer, name, None) for name in layer.adapter_layer_names)
+    others = (getattr(layer, name, None) for name in getattr(layer, "other_param_names", ()))
+    adapters = [each for each in own if isinstance(each, nn.Module)]
+    return adapters + [each for each in others if isinstance(each, nn.ParameterDict)]
 
 
 def is_adapted_layer(module: nn.Module) -> bool:

@@ -31,8 +31,11 @@ from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
 from gyre_trainer.rotation.rotated_module import mix_in, own_class, uncompiled
 from gyre_trainer.shards.local_shards import local_of, place_of
 
-# Ways to begin LoRA that do not read the layer's weights, by the names that peft has for them.
-_READ_NOTHING = frozenset(("gaussian", "eva", "orthogonal"))
+# Ways to begin LoRA that do not read the layer's weights, and folders of other methods that do not.
+_BEGIN_WITHOUT = frozenset(("gaussian", "eva", "orthogonal"))
+_ADDED_WITHOUT = frozenset(
+    ("adalora", "boft", "c3a", "fourierft", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora")
+) | {"road", "vblora", "vera", "waveft"}
 _REFUSED = {
     "AdaptionPromptModel": (
         "it runs without a call of that, so nothing would be averaged; add the adapter before "
@@ -115,13 +118,14 @@ class ReadsWholeWeights:
 
 def _reads(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an adapter that these arguments add may read the layer's weights."""
-    if not own_class(layer).__module__.startswith("peft.tuners.lora."):
-        return True
+    method = own_class(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
+    if method != "lora":
+        return method not in _ADDED_WITHOUT
     for each in (*args, *kwargs.values()):
         begins = getattr(each, "init_lora_weights", False)
         if getattr(each, "use_dora", False):
             return True
-        if isinstance(begins, str) and begins not in _READ_NOTHING:
+        if isinstance(begins, str) and begins not in _BEGIN_WITHOUT:
             return True
     return False
 
