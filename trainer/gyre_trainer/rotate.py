@@ -26,8 +26,8 @@ from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.encoded.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.experts.lists import call_every_expert
-from gyre_trainer.layers.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.found.parts import recompute_layers, recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy

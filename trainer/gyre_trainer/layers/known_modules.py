@@ -6,8 +6,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.attention import Attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
+from gyre_trainer.layers.encoded.foreign_codes import rotate_foreign
 from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
-from gyre_trainer.layers.foreign_codes import rotate_foreign
 from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.multihead import rotate_multihead

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.encoded.quantized_linear import take_codes
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.quantized_linear import take_codes
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
 from gyre_trainer.shards.layout import slice_bounds
 from gyre_trainer.shards.quantized import BLOCK, Encoding
