@@ -55,15 +55,15 @@ FAST := tests/unit tests/property $(addprefix tests/contract/,formats/test_forma
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
 
-# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for. And the optimizers of torchao.
+# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for. And what needs torchao and bitsandbytes.
 test-models: setup $(TORCHAO_STAMP)
 	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
-	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py
+	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py tests/distributed/models/test_rotation_foreign_codes.py
 
-# In a folder of its own: wherever it is, each process that imports transformers imports it, too.
+# In a folder of its own: wherever torchao is, each process that imports transformers imports it, too.
 $(TORCHAO_STAMP): $(STAMP)
 	rm -rf $(TORCHAO)
-	$(PIP_INSTALL) --no-deps --target $(TORCHAO) torchao
+	$(PIP_INSTALL) --no-deps --target $(TORCHAO) torchao bitsandbytes
 	touch $@
 
 # An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.

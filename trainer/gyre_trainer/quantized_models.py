@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_equal_models
+from gyre_trainer.layers.encoded.quantized_linear import quantize_linear
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.quantized_linear import quantize_linear
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.quantized import Format, require_format
 

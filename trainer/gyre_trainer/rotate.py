@@ -24,7 +24,9 @@ from gyre_trainer.first_calls import check_at_first_calls
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
+from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.encoded.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.found.finder import BlockFinder
 from gyre_trainer.layers.found.parts import recompute_layers, recompute_parts
@@ -35,6 +37,7 @@ from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
+from gyre_trainer.layers.whole.later_adapters import notice_later_adapters, reads_whole_weights
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.read_rule import (
     MIN_READ_NUMEL,
@@ -92,6 +95,7 @@ def rotate(
     rule: Rule | None = None,
     sync_from: int | None = None,
     verify: bool | None = None,
+    independent: bool = False,
 ) -> nn.Module:
     """Shard a module's parameters over the ring of ``mesh``: each of its N ranks keeps 1/N of them.
 
@@ -119,6 +123,7 @@ def rotate(
         sync_from: the rank of the mesh whose values all ranks take; None where all have the same,
             which is checked.
         verify: as `rotate_all` has it.
+        independent: as `rotate_all` has it, of the last call, for the whole model.
 
     Raises:
         MeshError: the mesh is no ring, or replicas of rings, with this rank on it.
@@ -137,6 +142,7 @@ def rotate(
     _require_new(module)
     _sync(module, mesh, sync_from)
     support_dtensors()
+    notice_later_adapters()
     target = RotationTarget(mesh, policy)
     if isinstance(rule, ReadRule):
         shard_own(module, rule, target)
@@ -145,6 +151,7 @@ def rotate(
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     check_at_first_calls(module, rule, verify)
+    note_ring(module, mesh, independent=independent)
     return module
 
 
@@ -158,6 +165,7 @@ def rotate_all(
     verify: bool | None = None,
     find_blocks: bool = True,
     min_numel: int = 0,
+    independent: bool = False,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
@@ -188,6 +196,8 @@ def rotate_all(
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule, and so do smaller parameters that a module reads: their hops would take longer
             than their memory is worth.
+        independent: whether a mesh of a part of the ranks trains apart from others that train a
+            model of the same names and shapes; else that is an error in the optimizer's step.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -210,6 +220,7 @@ def rotate_all(
     _require_new(model)
     _sync(model, mesh, sync_from)
     support_dtensors()
+    notice_later_adapters()
     target = RotationTarget(mesh, policy)
     finder = None
     if find_blocks:
@@ -228,6 +239,7 @@ def rotate_all(
         require_equal_models(model, mesh)
     else:
         _keep_whole(model, target)
+    note_ring(model, mesh, independent=independent)
     plan = plan_of(model)
     warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)
     return plan
@@ -286,6 +298,7 @@ class _Walk:
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)
         use_norms_of_shards(module)
+        reads_whole_weights(module)
         for name, child in module.named_children():
             inner = f"{path}.{name}".removeprefix(".")
             if child in read:
@@ -298,7 +311,8 @@ class _Walk:
         if rotate_known(module, self._target):
             check_at_first_calls(module, None, self._verify)
             return True
-        rule = None if self._finder is None else self._finder.rule_of(module)
+        finder = None if has_foreign_codes(module) else self._finder
+        rule = None if finder is None else finder.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None

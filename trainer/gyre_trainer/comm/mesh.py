@@ -75,8 +75,8 @@ def require_ring(mesh: DeviceMesh) -> None:
         raise MeshError(
             f"{mesh} is a part of {root}: gradients would not be averaged over its other axes, so "
             "their ranks would train different weights; pass the whole mesh. Where these ranks "
-            "have other parameters on purpose, pass DeviceMesh.from_group(part.get_group(), "
-            "device_type), which is a mesh of its own"
+            "train apart on purpose, pass DeviceMesh.from_group(part.get_group(), "
+            "device_type), which is a mesh of its own, and independent=True"
         )
 
 

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout
+from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.layers.experts.lists import EXPERT_HOOKS, CallsEveryExpert
 from gyre_trainer.layers.head.deferred_logits import DefersLogits
 from gyre_trainer.layers.linear import AddsBias
 from gyre_trainer.layers.multihead import RotatedMultiheadAttention
 from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.layers.projections import SliceTransposed
-from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.split.block import SplitBlock, SplitCore, SplitLast, entry_of
 from gyre_trainer.layers.transformer import RotatedFeedForward
 from gyre_trainer.layers.whole.read_operator import number_in_graphs, order_reads, traced_read

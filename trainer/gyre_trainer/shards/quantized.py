@@ -10,7 +10,7 @@ Formats are those of torchao, in plain torch, by rows, so that each rank encodes
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from gyre_trainer.shards.sharded_parameters import ShardedParameters, find_from
 Format = Literal["int8", "nf4"]
 SCALE = "weight_scale"
 
-_BLOCK = 64
+BLOCK = 64
 # Appendix E of arXiv 2305.14314.
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -33,6 +33,18 @@ _NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+
+
+class Encoding(NamedTuple):
+    """How codes are decoded.
+
+    Attributes:
+        to: the format.
+        levels: the 16 values of "nf4"; those of torchao are rounded to four digits.
+    """
+
+    to: Format
+    levels: tuple[float, ...] = _NF4
 
 
 def require_format(name: str) -> None:
@@ -58,8 +70,8 @@ def encode(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     if to == "int8":
         scales = _not_zero(weight.abs().amax(1, keepdim=True) / 127)
         return (weight / scales).round_().to(torch.int8).view(torch.uint8), scales
-    padded = F.pad(weight, (0, -weight.shape[1] % _BLOCK))
-    blocks = padded.view(len(padded), padded.shape[1] // _BLOCK, _BLOCK)
+    padded = F.pad(weight, (0, -weight.shape[1] % BLOCK))
+    blocks = padded.view(len(padded), padded.shape[1] // BLOCK, BLOCK)
     scales = _not_zero(blocks.abs().amax(2))
     levels = torch.tensor(_NF4, device=weight.device)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -67,13 +79,19 @@ def encode(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8), scales
 
 
-def decode(codes: Tensor, scales: Tensor, num_columns: int, to: Format) -> Tensor:
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    num_columns: int,
+    to: Format,
+    levels_of_nf4: tuple[float, ...] = _NF4,
+) -> Tensor:
     """The weights, [R, num_columns] in float32."""
     if to == "int8":
         return codes.view(torch.int8) * scales
-    levels = torch.tensor(_NF4, device=codes.device)
+    levels = torch.tensor(levels_of_nf4, device=codes.device)
     pairs = torch.stack((codes >> 4, codes & 15), dim=2).int()
-    blocks: Tensor = levels[pairs].view(*scales.shape, _BLOCK) * scales.unsqueeze(2)
+    blocks: Tensor = levels[pairs].view(*scales.shape, BLOCK) * scales.unsqueeze(2)
     return blocks.flatten(1)[:, :num_columns]
 
 

@@ -88,8 +88,9 @@ class ShardedParameters:
         if not (is_own and same_storage(local, self.flat)):
             raise RotationError(
                 f"parameter {name} no longer lies in its rotated slice; "
-                "move or convert a model before it is rotated, and load states by copying "
-                "(load_state_dict without assign)"
+                "move or convert a model before it is rotated, add adapters that repeat layers "
+                "(layer_replication) before, and load states by copying (load_state_dict without "
+                "assign)"
             )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
-from gyre_trainer.layers.quantized_linear import num_weights
+from gyre_trainer.layers.encoded.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState

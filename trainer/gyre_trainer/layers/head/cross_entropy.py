@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.layers.head.gradient_ahead import (
     ClassesOfSlice,
     GradientAhead,
@@ -29,7 +30,6 @@ from gyre_trainer.layers.head.gradient_ahead import (
 )
 from gyre_trainer.layers.head.logit_functions import LogitChain, LogitFunction
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.call import cast

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.layers.head.cross_entropy import Reduction, linear_cross_entropy
 from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
 from gyre_trainer.layers.linear import LinearRule, WeightOnlyRule
-from gyre_trainer.layers.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
 
 _LABELS = "labels"

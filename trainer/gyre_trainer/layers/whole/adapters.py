@@ -27,10 +27,15 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
     Raises:
         RotationError: its adapters read the weight of something else than a linear layer (DoRA).
     """
-    names = getattr(module, "adapter_layer_names", ())
-    if not hasattr(module, BASE_LAYER) or not isinstance(names, tuple):
+    if not is_adapted_layer(module):
         return []
     base: Any = module.base_layer
+    if own_class(module).__name__ == "ParamWrapper":
+        raise RotationError(
+            f"peft adapts the parameter {module.parameter_name!r} of a {_inmost(base)} "
+            "by itself (target_parameters), and puts another one in its place while the model "
+            "runs, which rotation does not see; adapt layers (target_modules)"
+        )
     for found in _magnitudes(module):
         if own_class(found).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
             raise RotationError(
@@ -38,7 +43,25 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
                 f"reads the whole weight of {type(base).__name__}; of a layer that is "
                 "not linear use LoRA (use_dora=False)"
             )
-    return [each for name in names if isinstance(each := getattr(module, name, None), nn.Module)]
+    layer: Any = module
+    own = (getattr(layer, name, None) for name in layer.adapter_layer_names)
+    others = (getattr(layer, name, None) for name in getattr(layer, "other_param_names", ()))
+    adapters = [each for each in own if isinstance(each, nn.Module)]
+    return adapters + [each for each in others if isinstance(each, nn.ParameterDict)]
+
+
+def is_adapted_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of peft, around the layer that it adapts."""
+    return hasattr(module, BASE_LAYER) and isinstance(
+        getattr(module, "adapter_layer_names", None), tuple
+    )
+
+
+def _inmost(layer: Any) -> str:
+    """The class of the layer that all adapters are around."""
+    while hasattr(layer, BASE_LAYER):
+        layer = layer.base_layer
+    return own_class(layer).__name__
 
 
 def use_norms_of_shards(module: nn.Module) -> None:
@@ -109,7 +132,7 @@ def require_whole(model: nn.Module) -> None:
         if not isinstance(base, nn.Linear):
             continue
         for adapter in getattr(module, "lora_B", {}).values():
-            if adapter.out_features != base.out_features:
+            if isinstance(adapter, nn.Linear) and adapter.out_features != base.out_features:
                 raise RotationError(
                     f"the adapter of {path} has {adapter.out_features} output features, but the "
                     f"layer has {base.out_features}: peft took this rank's shard for the layer; "

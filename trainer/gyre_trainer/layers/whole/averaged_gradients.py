@@ -31,7 +31,12 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.rotation.sharded_module import copy_shards
 from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
-from gyre_trainer.shards.averages.replica_gradients import finish_backward
+from gyre_trainer.shards.averages.outside_writes import OutsideWrites
+from gyre_trainer.shards.averages.replica_gradients import (
+    compare_shards,
+    finish_backward,
+    shards_were_written,
+)
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 
@@ -59,6 +64,7 @@ class ReplicatedGradients:
         self.ring = ring_of(mesh)
         self._backward: int | None = None
         self._is_compared = False
+        self._writes = OutsideWrites()
         self._watched = WeakIdKeyDictionary()
         self._others = WeakIdKeyDictionary()
         self.watch()
@@ -121,6 +127,7 @@ class ReplicatedGradients:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
+        self._writes.track(self._parameters)
         if self.ring.num_parts > 1:
             for parameter in own:
                 hold_hooks(parameter, _touched)
@@ -153,14 +160,8 @@ class ReplicatedGradients:
         if any(isinstance(each, FakeTensor) for each in values):
             return
         self._is_compared = True
-        digests = [digest_of(each) for each in values]
-        extremes = torch.tensor(
-            [digests, [-each for each in digests]], device=self._mesh.device_type
-        )
-        with self.ring.hang_diagnosis.collective("comparing replicated parameters"):
-            for group in self._groups:
-                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        differs = extremes.sum(0).ne(0).tolist()
+        self._writes.settle()
+        differs = self._differ(values)
         num_parameters = len(self._parameters)
         different = set(compress(self._parameters, differs))
         if different:
@@ -176,6 +177,35 @@ class ReplicatedGradients:
                 "rank than on another, so their outputs differ; give all ranks the same ones, with "
                 "one checkpoint or sync_from=0",
                 stacklevel=2,
+            )
+
+    def _differ(self, values: Sequence[Tensor]) -> list[bool]:
+        """Which of the values are others on some rank; collective."""
+        digests = [digest_of(each) for each in values]
+        extremes = torch.tensor(
+            [digests, [-each for each in digests]], device=self._mesh.device_type
+        )
+        with self.ring.hang_diagnosis.collective("comparing replicated parameters"):
+            for group in self._groups:
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        differs: list[bool] = extremes.sum(0).ne(0).tolist()
+        return differs
+
+    def _compare_written(self) -> None:
+        """Refuse values that differ now, as some rank wrote some outside of a step; collective.
+
+        Raises:
+            RotationError: on every rank.
+        """
+        compare_shards(self.ring)
+        self._writes.settle()
+        parameters = self._parameters
+        for parameter in compress(parameters, self._differ([*map(local_of, parameters)])):
+            raise RotationError(
+                f"a parameter of shape {tuple(parameter.shape)} that every rank has whole was "
+                "written to outside of an optimizer's step, and has other values on one rank than "
+                "on another now, so they would train different models; write the same values on "
+                "all ranks"
             )
 
     def touched(self) -> None:
@@ -206,13 +236,17 @@ class ReplicatedGradients:
         ]
         used = grads[0].new_tensor(has)
         trains = grads[0].new_tensor([p.requires_grad for p in self._parameters])
-        flat = torch.cat([*(grad.flatten() for grad in grads), used, trains])
+        wrote = grads[0].new_tensor([self._writes.found or shards_were_written(self.ring)])
+        flat = torch.cat([*(grad.flatten() for grad in grads), used, trains, wrote])
         with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             for group in self._groups:
                 dist.all_reduce(flat, group=group)
-        sizes = [*(grad.numel() for grad in grads), len(used), len(trains)]
-        *sums, used, trains = torch.split(flat, sizes)
-        self._require_one_choice(trains)
+        sizes = [*(grad.numel() for grad in grads), len(used), len(trains), 1]
+        *sums, used, trains, wrote = torch.split(flat, sizes)
+        if self._can_read(flat):
+            self._require_one_choice(trains)
+            if wrote.item():
+                self._compare_written()
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
         by_any = has if all(has) or isinstance(flat, FakeTensor) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(
@@ -225,14 +259,16 @@ class ReplicatedGradients:
             if wanted:
                 call_held(parameter, is_new=not there)
 
-    def _require_one_choice(self, num_trains: Tensor) -> None:
-        """Refuse ranks that train others of the parameters, whose gradients were mixed up.
+    def _can_read(self, summed: Tensor) -> bool:
+        """Whether what the ranks have added up can be read here.
 
         On CUDA it would wait for the device. A group of the backend "fake" adds nothing up.
         """
         is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
-        if num_trains.device.type != "cpu" or isinstance(num_trains, FakeTensor) or not is_added:
-            return
+        return summed.device.type == "cpu" and not isinstance(summed, FakeTensor) and is_added
+
+    def _require_one_choice(self, num_trains: Tensor) -> None:
+        """Refuse ranks that train others of the parameters, whose gradients were mixed up."""
         for parameter, num in zip(self._parameters, num_trains.tolist(), strict=True):
             if 0 < num < self.ring.num_parts:
                 raise RotationError(

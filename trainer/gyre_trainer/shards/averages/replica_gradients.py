@@ -1,7 +1,8 @@
 """Gradients of one module's shards, averaged over the replicas of the ring.
 
 When a module's gradients are complete on its ring, an all-reduce starts for them, and backward goes
-on with the modules before it. The end of backward waits for all of these.
+on with the modules before it. The end of backward waits for all of these, and compares values that
+were written outside of a step: see [Note: Values that change later].
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
+from gyre_trainer.shards.averages.outside_writes import OutsideWrites
 from gyre_trainer.shards.local_shards import digest_of, local_of
 
 
@@ -32,6 +34,8 @@ class ReplicaGradients:
     Attributes:
         postponed: whether backward leaves each replica its own gradients for now; `no_sync` sets
             it.
+        writes: to the shards, once they were compared.
+        name: of the module, for messages.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], flat: Tensor, ring: Ring) -> None:
@@ -40,6 +44,8 @@ class ReplicaGradients:
         self._parameters = parameters
         self._flat = flat
         self._ring = ring
+        self.writes = OutsideWrites(parameters)
+        self.name = ""
         self._is_compared = False
         self._starts_last = False
         self._watched = WeakIdKeyDictionary()
@@ -66,7 +72,9 @@ class ReplicaGradients:
             hold_hooks(parameter, _touch)
         if not self._is_compared and not isinstance(self._flat, FakeTensor):
             self._is_compared = True
+            self.name = name
             _require_equal_replicas(self._flat, self._ring, name)
+            self.writes.settle()
 
     def touch(self) -> None:
         """Note a parameter's gradient; the module's last one starts the all-reduce."""
@@ -86,6 +94,11 @@ class ReplicaGradients:
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         for grad in _joined(grads):
             self._backwards.start(grad, self._number)
+
+    @property
+    def digest(self) -> int | None:
+        """Of the shards' values; None where replicas have not compared them yet."""
+        return digest_of(self._flat) if self._is_compared else None
 
     def call_held(self) -> None:
         """Call the hooks that wait for the mean."""
@@ -128,6 +141,7 @@ class _Backwards:
         self._members: WeakValueDictionary[int, ReplicaGradients] = WeakValueDictionary()
         self._num_members = 0
         self._group = ring.replicas
+        self._ring = ref(ring)
         self._diagnosis = ring.hang_diagnosis
         self._in_flight: list[tuple[dist.Work, Tensor]] = []
         self._order = b""
@@ -167,8 +181,8 @@ class _Backwards:
                 member.start()
         some = self._in_flight[0][1] if self._in_flight else None
         self.settle()
-        if some is not None:
-            self._require_one_order(some)
+        if some is not None and self._require_one_order(some):
+            self.compare()
         self._backward = None
         for _, member in sorted(self._members.items()):
             if not member.postponed:
@@ -182,18 +196,53 @@ class _Backwards:
                 grad.div_(self._group.size())
         self._in_flight.clear()
 
-    def _require_one_order(self, grad: Tensor) -> None:
-        """Refuse replicas that trained other modules. On CUDA it would wait for the device."""
+    @property
+    def wrote(self) -> bool:
+        """Whether this rank wrote to a shard outside of a step since replicas compared it."""
+        return any(member.writes.found for member in self._members.values())
+
+    def compare(self) -> None:
+        """Refuse shards that differ from the other replicas' now. Collective among these.
+
+        Raises:
+            RotationError: on every rank, at once or where it waits for another one.
+        """
+        members = dict(sorted(self._members.items()))
+        here = {n: digest for n, each in members.items() if (digest := each.digest) is not None}
+        everyone: list[dict[int, int]] = [{} for _ in range(self._group.size())]
+        with self._diagnosis.collective("comparing values among the replicas"):
+            dist.all_gather_object(everyone, here, self._group)
+        for number, digest in here.items():
+            members[number].writes.settle()
+            if any(other.get(number, digest) != digest for other in everyone):
+                error = self._diagnosis.mispaired(
+                    "comparing values among the replicas",
+                    f"{members[number].name} was written to outside of an optimizer's step, and "
+                    "has other values in one replica of the ring than in another now, so they "
+                    "would train different models; write the same values on all ranks",
+                )
+                if (ring := self._ring()) is not None:
+                    ring.give_up()
+                raise error
+
+    def _require_one_order(self, grad: Tensor) -> bool:
+        """Refuse replicas that trained other modules. On CUDA it would wait for the device.
+
+        Returns:
+            Whether one of the replicas has written to its shards outside of a step.
+        """
         if grad.device.type != "cpu" or isinstance(grad, FakeTensor):
-            return
+            return False
         number = int.from_bytes(self._order, "little")
+        extremes = torch.tensor([number, -number, int(self.wrote)])
         with self._diagnosis.collective("comparing what the replicas trained"):
-            differs = _differs(number, [self._group], grad.device)
-        if differs:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if extremes[:2].sum():
             raise RotationError(
                 "the replicas of the ring trained other modules, or in another order, so their "
                 "gradients were mixed up; all ranks must call the same modules in the same order"
             )
+        return bool(extremes[2])
 
 
 _BACKWARDS: WeakKeyDictionary[Ring, _Backwards] = WeakKeyDictionary()
@@ -213,6 +262,21 @@ def finish_backward(ring: Ring, backward: int | None) -> None:
     """
     if ring in _BACKWARDS:
         _BACKWARDS[ring].finish(backward)
+
+
+def shards_were_written(ring: Ring) -> bool:
+    """Whether this rank wrote to shards outside of a step since its replicas compared them."""
+    return ring in _BACKWARDS and _BACKWARDS[ring].wrote
+
+
+def compare_shards(ring: Ring) -> None:
+    """Refuse shards that differ among the replicas of the ring now; collective among these.
+
+    Raises:
+        RotationError: on every rank, at once or where it waits for another one.
+    """
+    if ring in _BACKWARDS:
+        _BACKWARDS[ring].compare()
 
 
 def _require_equal_replicas(flat: Tensor, ring: Ring, name: str) -> None:

@@ -14,7 +14,15 @@ from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import parameter_at
 from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.shards.quantized import SCALE, Format, QuantizedShards, decode, encode, typed
+from gyre_trainer.shards.quantized import (
+    SCALE,
+    Encoding,
+    Format,
+    QuantizedShards,
+    decode,
+    encode,
+    typed,
+)
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -50,16 +58,31 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     weight = local_of(layer.weight)
     if not weight.isfinite().all():
         raise RotationError(f"{path}.weight is not finite; load or make weights before quantizing")
-    codes, scales = encode(weight, to)
+    take_codes(module, *encode(weight, to), Encoding(to))
+
+
+def take_codes(module: RotatedModule, codes: Tensor, scales: Tensor, encoding: Encoding) -> None:
+    """Let these codes of the own rows, and their scales, be the weight of a rotated linear layer.
+
+    Args:
+        module: rotates by itself, and is frozen.
+        codes: [rows of this rank, bytes of a row] in uint8.
+        scales: [rows of this rank, scales of a row] in float32.
+        encoding: how they are decoded.
+    """
+    layer: Any = module
     bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
     module.leave_bundle()
+    module.needs_slices = True  # no bundle takes it later
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
     for cut, parameter in zip(sharded.layout.cuts, sharded.parameters, strict=True):
         layer._parameters[cut.name] = parameter
     module.rotation = replace(
         plain,
-        forward=partial(_forward, layer, to, None if layer.bias is None else layer.bias.dtype),
+        forward=partial(
+            _forward, layer, encoding, None if layer.bias is None else layer.bias.dtype
+        ),
         rule=QuantizedLinearRule(),
         layout=sharded.layout,
         sharded=sharded,
@@ -73,13 +96,15 @@ class QuantizedLinearRule(LinearRule):
     divisible = False
 
 
-def _forward(layer: nn.Module, to: Format, bias_dtype: torch.dtype | None, x: Tensor) -> Tensor:
+def _forward(
+    layer: nn.Module, encoding: Encoding, bias_dtype: torch.dtype | None, x: Tensor
+) -> Tensor:
     """The features of the rows that stand in the layer now."""
     codes, scales = parameter_at(layer, "weight"), parameter_at(layer, SCALE)
     bias = None
     if bias_dtype is not None:
         bias = typed(parameter_at(layer, "bias"), bias_dtype).flatten().to(x.dtype)
-    output: Tensor = _DecodedLinear.apply(x, codes, scales, bias, to)  # type: ignore[no-untyped-call]
+    output: Tensor = _DecodedLinear.apply(x, codes, scales, bias, encoding)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -88,10 +113,10 @@ class _DecodedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, to: Format
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, encoding: Encoding
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.to, ctx.num_columns = to, x.shape[-1]
+        ctx.encoding, ctx.num_columns = encoding, x.shape[-1]
         return F.linear(x, _decoded(ctx, codes, scales, x.dtype), bias)
 
     @staticmethod
@@ -103,4 +128,5 @@ class _DecodedLinear(torch.autograd.Function):
 
 
 def _decoded(ctx: Any, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return decode(codes, typed(scales, torch.float32), ctx.num_columns, ctx.to).to(dtype)
+    scales = typed(scales, torch.float32)
+    return decode(codes, scales, ctx.num_columns, *ctx.encoding).to(dtype)

@@ -1,0 +1,254 @@
+"""What peft adds to a rotated model is as in one process: trained, merged, saved; or refused."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import quantize_frozen, rotate_all
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.models.test_rotation_adapters import llama, tokens
+from tests.distributed.training import whole
+
+LAYERS = ["q_proj", "v_proj", "up_proj"]
+# The first begin with the layer's weights, the next read them when they are merged.
+EARLY = ("dora", "tokens", "prompt")
+DEEP = (
+    *("lora", "pissa", "olora", "adalora", "oft", "boft", "vera", "ia3", "loha", "lokr", "delora"),
+    *("ptuning", "tokens alone", "embedding", "head"),
+)
+# Peft writes the layers of others, too, or reads them when it loads.
+SAVED = ("dora", "tokens", "prompt", "lora", "oft", "ia3", "tokens alone")
+# Peft begins these in single precision alone.
+SINGLE = ("pissa", "olora")
+
+
+def settings(kind: str) -> Any:
+    """Settings of peft whose adapters matter from the first step on."""
+    import peft
+
+    library: Any = peft
+    drawn: dict[str, Any] = {"r": 3, "target_modules": LAYERS, "init_lora_weights": False}
+    made: dict[str, Callable[[], Any]] = {
+        "lora": lambda: library.LoraConfig(**drawn),
+        "dora": lambda: library.LoraConfig(**drawn, use_dora=True),
+        "pissa": lambda: library.LoraConfig(**{**drawn, "init_lora_weights": "pissa"}),
+        "olora": lambda: library.LoraConfig(**{**drawn, "init_lora_weights": "olora"}),
+        "embedding": lambda: library.LoraConfig(**{**drawn, "target_modules": ["embed_tokens"]}),
+        "head": lambda: library.LoraConfig(**{**drawn, "target_modules": ["lm_head"]}),
+        "tokens": lambda: library.LoraConfig(
+            **drawn, trainable_token_indices={"embed_tokens": [0, 3, 59]}
+        ),
+        "tokens alone": lambda: library.TrainableTokensConfig(
+            target_modules=["embed_tokens"], token_indices=[0, 3, 59]
+        ),
+        "adalora": lambda: library.AdaLoraConfig(
+            init_r=4, total_step=9, target_modules=LAYERS, init_lora_weights=False
+        ),
+        "oft": lambda: library.OFTConfig(
+            r=0, oft_block_size=4, target_modules=LAYERS, init_weights=False
+        ),
+        "boft": lambda: library.BOFTConfig(
+            boft_block_size=4, target_modules=LAYERS, init_weights=False
+        ),
+        "vera": lambda: library.VeraConfig(
+            r=3, target_modules=["q_proj", "up_proj"], init_weights=False
+        ),
+        "ia3": lambda: library.IA3Config(
+            target_modules=["v_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+            init_ia3_weights=False,
+        ),
+        "loha": lambda: library.LoHaConfig(r=3, target_modules=LAYERS, init_weights=False),
+        "lokr": lambda: library.LoKrConfig(r=3, target_modules=LAYERS, init_weights=False),
+        "delora": lambda: library.DeloraConfig(r=3, target_modules=LAYERS),
+        "prompt": lambda: library.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "ptuning": lambda: library.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
+        ),
+    }
+    return made[kind]()
+
+
+def base(kind: str) -> Any:
+    """A model; its norms compute in its dtype, which those of the library do not."""
+    model = llama()
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":
+            model.set_submodule(path, nn.RMSNorm(24, module.variance_epsilon).double())
+    return model.float() if kind in SINGLE else model
+
+
+def adapted(model: nn.Module, kind: str) -> Any:
+    import peft
+
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels for CUDA
+        made: Any = peft.get_peft_model(model, settings(kind), autocast_adapter_dtype=False)
+    return made if kind in SINGLE else made.double()
+
+
+class Outcome(NamedTuple):
+    """What a model is after training.
+
+    Attributes:
+        gradients: of the first step.
+        parameters: those that train, after the last step.
+        logits: after it, and again with merged adapters, and when they are taken out.
+    """
+
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    logits: list[Tensor]
+
+
+def trained(model: Any, part: int, num_parts: int, path: Path | None = None) -> Outcome:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    gradients: dict[str, Tensor] = {}
+    for step in range(3):
+        rows = tokens(step).chunk(num_parts)[part]
+        logits = model(input_ids=rows).logits[:, -rows.shape[1] :]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = gradients or {
+            name: whole(p.grad).clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {n: whole(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    if path is not None:
+        model.save_pretrained(path)
+    return Outcome(gradients, parameters, merged(model.eval()))
+
+
+@torch.no_grad()
+def merged(model: Any) -> list[Tensor]:
+    found = [model(input_ids=tokens(5)).logits]
+    if hasattr(model.base_model, "merge_adapter"):
+        for change in (model.base_model.merge_adapter, model.base_model.unmerge_adapter):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of rounding
+                change()
+            found.append(model(input_ids=tokens(5)).logits)
+        found.append(model.merge_and_unload()(input_ids=tokens(5)).logits)
+    return found
+
+
+def on_the_ring(kind: str, order: str, path: Path) -> Outcome:
+    mesh, model = make_mesh("cpu"), base(kind)
+    if order == "before":
+        model = adapted(model, kind)
+    rotate_all(model, mesh=mesh, find_blocks=False)
+    if order == "after":
+        model = adapted(model, kind)
+        assert not any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
+    before_merging = path / str(dist.get_rank()) if kind in SAVED and order == "after" else None
+    return trained(model, dist.get_rank(), mesh.size(), before_merging)
+
+
+ORDERS = [
+    *((kind, "after", 2) for kind in EARLY),
+    ("lora", "before", 2),
+    *(
+        pytest.param(kind, order, num, marks=pytest.mark.models)
+        for kind in (*EARLY, *DEEP)
+        for order in ("before", "after")
+        for num in (2, 3)
+        if (kind, order, num) not in [(each, "after", 2) for each in EARLY]
+        and (kind, order, num) != ("lora", "before", 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "order", "num_ranks"), ORDERS)
+def test_adapters_are_trained_and_merged_as_in_one_process(
+    ranks_both_ways: StartEither, tmp_path: Path, kind: str, order: str, num_ranks: int
+) -> None:
+    import peft
+
+    alone = trained(adapted(base(kind), kind), 0, 1)
+    tolerance = 1e-4 if kind in SINGLE else 1e-9
+    for found in ranks_both_ways(num_ranks).run(on_the_ring, kind, order, tmp_path):
+        for one, other in zip(found[:2], alone[:2], strict=True):
+            assert one.keys() == other.keys()
+            for name, expected in other.items():
+                torch.testing.assert_close(one[name], expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found.logits, alone.logits, rtol=tolerance, atol=tolerance)
+    for folder in tmp_path.iterdir():
+        library: Any = peft
+        loaded = library.PeftModel.from_pretrained(base(kind), str(folder)).double().eval()
+        with torch.no_grad():
+            logits = loaded(input_ids=tokens(5)).logits
+        # peft reads some in single precision
+        torch.testing.assert_close(logits, alone.logits[0], rtol=1e-4, atol=1e-6)
+
+
+def refusal(settings: Any, kind: str) -> str:
+    import peft
+
+    model = llama()
+    mesh = make_mesh("cpu")
+    rotate_all(model, mesh=mesh, find_blocks=False)
+    if kind == "quantized":
+        quantize_frozen(model.requires_grad_(False), "int8", mesh=mesh)
+    try:
+        peft.get_peft_model(model, settings)
+    except RotationError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def added_to_codes(kind: str) -> bool:
+    import peft
+
+    model, mesh = llama(), make_mesh("cpu")
+    rotate_all(model, mesh=mesh, find_blocks=False)
+    quantize_frozen(model.requires_grad_(False), "int8", mesh=mesh)
+    model = peft.get_peft_model(model, settings(kind), autocast_adapter_dtype=False)
+    model(input_ids=tokens(0)).logits.sum().backward()
+    return all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", ["ia3", "loha"])
+def test_adapters_that_read_no_weights_may_be_added_to_codes(ranks: StartRanks, kind: str) -> None:
+    assert ranks(2).run(added_to_codes, kind) == [True, True]
+
+
+def refused() -> list[tuple[Any, str, list[str]]]:
+    import peft
+
+    library: Any = peft
+    dora = library.LoraConfig(target_modules=LAYERS, use_dora=True)
+    of_words = library.LoraConfig(target_modules=["embed_tokens"], use_dora=True)
+    saved_too = library.LoraConfig(target_modules=LAYERS, modules_to_save=["lm_head"])
+    norms = library.LNTuningConfig(target_modules=["input_layernorm"])
+    prompts = library.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    rows = library.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"])
+    return [
+        (dora, "quantized", ["reads the weights of Linear", "quantized", "`keep`"]),
+        (of_words, "", ["DoRA", "Embedding", "use_dora=False"]),
+        (saved_too, "", ["ModulesToSaveWrapper", "Linear", "add the adapter before rotating"]),
+        (norms, "", ["LNTuningLayer", "Norm", "add the adapter before rotating"]),
+        (prompts, "", ["AdaptionPromptModel", "add the adapter before rotating"]),
+        (rows, "", ["ParamWrapper", "target_parameters", "target_modules"]),
+    ]
+
+
+def test_adapters_that_cannot_come_later_are_refused_when_they_are_added(
+    ranks: StartRanks,
+) -> None:
+    for each, kind, words in refused():
+        for found in ranks(2).run(refusal, each, kind):
+            assert all(word in found for word in words), found
