@@ -99,6 +99,16 @@ def without_hooks(twin: _Module) -> _Module:
     return twin
 
 
+def with_values(tensor: Tensor) -> Tensor:
+    """Values for a buffer on `meta`: random numbers; zeros and ones, which are places of any table.
+
+    Which they are in truth only the model knows that is made from its configuration.
+    """
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype)
+    return torch.randint(2, tensor.shape).to(tensor.dtype)
+
+
 def required_sources(module: nn.Module) -> dict[str, Tensor]:
     """Activations to attend to, by the names of parameters for them that have no default."""
     required = {each.name for each in parameters_of(module) if each.default is each.empty}

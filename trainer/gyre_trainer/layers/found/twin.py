@@ -24,6 +24,7 @@ from gyre_trainer.layers.found.calls import (
     plain_arguments,
     required_sources,
     returned,
+    with_values,
     without_hooks,
 )
 from gyre_trainer.layers.found.linears import is_projection
@@ -108,6 +109,7 @@ class Twin:
             instead[id(layer.weight)] = nn.Parameter(weight)
             if layer.bias is not None:
                 instead[id(layer.bias)] = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
+        instead |= {id(each): with_values(each) for each in module.buffers() if each.is_meta}
         if hasattr(module, "config"):
             instead[id(module.config)] = module.config
         twin = without_hooks(deepcopy(module, instead))

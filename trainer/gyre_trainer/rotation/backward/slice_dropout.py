@@ -12,7 +12,8 @@ on one of three kinds of tensors:
 * What goes into the first layers. It is whole in every slice: one mask, too.
 
 Which one it is shows the order of the forward: a dropout is called before the first use of the
-first layers' weights, after that, or after the first use of the last layer's. The trial of a rule
+first layers' weights, after that, or after the first use of the last layer's. A use makes a tensor of
+the weight, as `F.linear` does, or `x @ weight.T`. The trial of a rule
 (`gyre_trainer.layers.found`) compares the shapes that a whole module and its slices drop out, and
 the first call in training compares the order with what was computed from what.
 
@@ -37,7 +38,6 @@ from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks
 from gyre_trainer.rotation.backward.randomness import generators_of, set_states, states_of
 
 _ATTENTION = F.scaled_dot_product_attention
-_LAYERS = (F.linear, torch.addmm, torch.t, Tensor.t)  # how a linear layer uses its weight
 
 
 class Place(Enum):
@@ -124,9 +124,10 @@ class _DropoutInside(TorchFunctionMode):
             return self._drop(func, *args, **kwargs)
         if func is _ATTENTION:
             return self._attend(*args, **kwargs)
-        if func in _LAYERS:
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):  # not a weight's dtype or shape
             self._note(id(each) for each in (*args, *kwargs.values()))
-        return func(*args, **kwargs)
+        return result
 
     def _note(self, ids: Iterator[int]) -> None:
         for each in ids:
