@@ -351,7 +351,7 @@ class AttentionRule(Rule):
         reader = current.module.get_submodule(self.core)
         with (
             changed_counts(reader, self._counts_of_slice(current, reader)),
-            self.dropping(current, masks and masks.for_slice(first, 0)),
+            self.dropping(current, masks and masks.for_slice(first, 0), (args, kwargs)),
         ):
             return current.forward(*args, **kwargs)
 

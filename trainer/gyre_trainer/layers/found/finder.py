@@ -139,15 +139,18 @@ def _has_cache_of_its_own(module: Any) -> bool:
 def _likeness(module: nn.Module) -> Iterator[Hashable]:
     """What is equal for modules that compute alike: classes, shapes, attributes.
 
-    Attributes that are objects must be the same one, such as a configuration.
+    Attributes that are objects must be the same one, such as a configuration; tuples of plain
+    values must be equal.
     """
     for path, part in module.named_modules():
         yield path, type(part), bool(part._forward_hooks or part._forward_pre_hooks)
         yield bool(part._backward_hooks or part._backward_pre_hooks)
-        for name, parameter in part.named_parameters(recurse=False):
-            yield name, parameter.shape, parameter.dtype
-        for name, buffer in part.named_buffers(recurse=False):
-            yield name, buffer.shape, buffer.dtype
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            yield name, tensor if tensor is None else (tensor.shape, tensor.dtype)
         for name, value in vars(part).items():
             if name not in _OF_EVERY_MODULE or name == "training":
-                yield name, value if isinstance(value, _PLAIN) else id(value)
+                yield name, value if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))

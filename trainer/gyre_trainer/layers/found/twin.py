@@ -218,7 +218,7 @@ class Twin:
         if not (self.rule.drops_out and call.training):
             return nullcontext()
         weights = {cut.name: self.module.get_parameter(cut.name) for cut in self.layout.cuts}
-        return dropout_inside(weights, self.rule.linear_in, undropped)
+        return dropout_inside(weights, self.rule.linear_in, undropped, self._arguments(call))
 
     def _fits(self, call: _Call) -> bool:
         """Whether they do in one call, and without random numbers but those of dropout."""
