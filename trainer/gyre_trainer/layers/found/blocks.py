@@ -109,11 +109,13 @@ def _twin(module: nn.Module, rule: BlockRule, num_slices: int) -> Twin | None:
 
 
 def has_plain_layers(module: nn.Module) -> bool:
-    """Whether all matrices are those of linear layers and embeddings directly inside.
+    """Whether there are linear layers directly inside, and all matrices are theirs or embeddings'.
 
     Parameters of its own may be tables with a column for each head. A hook on one of these layers
     would get what slices compute, so there must be none.
     """
+    if not any(map(is_projection, module.children())):
+        return False
     others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]
     if len(_own_tables(module)) < len(module._parameters) or num_hooks_inside(module):

@@ -87,7 +87,7 @@ def _cores(module: nn.Module) -> Iterator[str]:
     A hook would not get what such a module returns.
     """
     for name, child in module.named_children():
-        is_core = has_plain_layers(child) and any(map(is_projection, child.children()))
+        is_core = has_plain_layers(child)
         hooks = child._forward_hooks, child._backward_hooks, child._backward_pre_hooks
         is_free = "forward" not in vars(child) and not any(hooks)
         if is_core and is_free and not is_projection(child):
