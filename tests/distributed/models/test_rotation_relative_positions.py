@@ -197,3 +197,16 @@ def test_tables_among_parameters_are_cut_by_heads_where_heads_use_their_columns(
         assert rule.counts == ("num_heads",)  # read where there is a mask alone
         assert {cut.name: cut.dim for cut in rule.cuts(module, 2)}["table"] == 1
         assert find_rule(mixing, 2) is None
+
+
+class Flagged(Windows):
+    """Requires a bias, as Falcon does, and only looks whether there is one."""
+
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if bias is None:
+            raise TypeError("needs rotary positions")
+        return super().forward(x, mask)
+
+
+def test_attention_that_requires_what_is_not_known_is_no_block() -> None:
+    assert find_rule(Flagged(), 2) is None

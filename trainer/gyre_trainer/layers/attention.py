@@ -291,14 +291,14 @@ class AttentionRule(Rule):
         own = dict(module.named_parameters()).get(name)
         if own is not None and own.ndim == 2 and own.shape[1] == num_heads:
             return Cut(name, tuple(own.shape), 1)
-        table = dict(module.named_modules()).get(name, own)
-        is_known = isinstance(table, nn.Module) and is_table(table)
-        if not is_known or table.embedding_dim != num_heads:
-            raise RotationError(
-                f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding of "
-                f"{num_heads} columns there, one for each query head, without other arguments"
-            )
-        return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
+        table = module.get_submodule(name) if own is None else own
+        if isinstance(table, nn.Module) and is_table(table) and table.embedding_dim == num_heads:
+            return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
+        raise RotationError(
+            f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding, or a "
+            f"parameter with two dims, of {num_heads} columns there, one for each query head, "
+            "without other arguments"
+        )
 
     def num_heads(self, cuts: Sequence[Cut]) -> int:
         """The query heads of the whole module; 0 where the widths of the layers do not say it."""

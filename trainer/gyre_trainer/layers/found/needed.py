@@ -91,11 +91,12 @@ def _values(
     """What a parameter may take: activations, a table of positions, an image's height and width."""
     _, time, width = shape_of(arguments)
     given = {name for name, value in arguments.items() if value is not None} | known
+    may_be_none = {name for name, value in arguments.items() if value is None}
     yield from optional_arguments(module, arguments, given).items()
     unknown = [
         each.name
         for each in parameters_of(module)[1:]
-        if each.name not in given and each.default in (None, each.empty)
+        if each.name not in given and (each.default is None or each.name in may_be_none)
     ]
     for name in unknown:
         yield name, torch.randn(_NUM_POSITIONS, width, dtype=torch.float64)
