@@ -156,6 +156,8 @@ def test_families_train_exactly_in_more_ways(
 class Windows(nn.Module):
     """Attention of a window of nine tokens, with a column of its table for each head."""
 
+    distance: Tensor
+
     def __init__(self, num_heads: int = 4) -> None:
         super().__init__()
         self.num_heads = num_heads
