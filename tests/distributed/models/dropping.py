@@ -39,12 +39,19 @@ class Attention(nn.Module):
         return self.drop(self.o((weights @ v).transpose(1, 2).flatten(2))), weights
 
 
+class Written(nn.Linear):
+    """Uses its weight in its own way, as the layers of Falcon do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
 class Perceptron(nn.Module):
     """Drops out its hidden width, in place, and its output."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.up, self.down = Written(WIDTH, hidden), Written(hidden, WIDTH)
         self.drop = nn.Dropout(0.5, inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.embedding import OwnEmbeddingRule
 from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
 from gyre_trainer.layers.found.blocks import find_rule
-from gyre_trainer.layers.found.finder import block_rules
+from gyre_trainer.layers.found.finder import BlockFinder, block_rules
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLPRule
 from torch import Tensor, nn
@@ -198,3 +198,37 @@ def test_a_block_of_which_one_parameter_is_tied_is_not_found() -> None:
     model = nn.ModuleDict({"one": Perceptron(), "other": Perceptron(), "third": Perceptron()})
     model["other"].up.weight = model["one"].up.weight  # type: ignore[union-attr]
     assert block_rules(model, 2) == {"third": _FOUND}
+
+
+_calls: list[None] = []  # of all `Numbered`
+
+
+class Numbered(Perceptron):
+    """Knows its place in a list; the one at place 5 is no block if it reads that."""
+
+    def __init__(self, place: int, *, reads: bool = False) -> None:
+        super().__init__()
+        self.place, self.reads = place, reads
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        _calls.append(None)
+        return x if self.reads and self.place == 5 else super().forward(x)
+
+
+def _found_in(modules: list[nn.Module]) -> list[bool]:
+    finder = BlockFinder(nn.ModuleList(modules), 2)
+    return [finder.rule_of(each) is not None for each in modules]
+
+
+def test_layers_that_differ_in_a_number_that_is_not_read_are_tried_twice() -> None:
+    calls: dict[int, int] = {}
+    for number in (2, 8):
+        _calls.clear()
+        assert all(_found_in([Numbered(place) for place in range(number)]))
+        calls[number] = len(_calls)
+    assert calls[8] == calls[2]
+
+
+def test_layers_that_read_their_number_are_tried_each() -> None:
+    found = _found_in([Numbered(place, reads=True) for place in range(8)])
+    assert found == [place != 5 for place in range(8)]

@@ -91,6 +91,14 @@ class MLP(nn.Module):
         return output
 
 
+class Dropping(MLP):
+    """Drops out its hidden width and its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.up(x)), 0.5, self.training)
+        return F.dropout(self.down(hidden), 0.25, self.training)
+
+
 @pytest.mark.parametrize("layer", [Written, Scaled, PerRow])
 def test_layers_whose_slices_make_their_output_are_found(layer: type[nn.Linear]) -> None:
     module = layer(8, 32)
@@ -112,3 +120,10 @@ def test_layers_that_compute_as_linear_ones_are_in_blocks() -> None:
     assert isinstance(find_rule(MLP(Written), 2), MLPRule)
     assert find_rule(MLP(Scaled), 2) is None
     assert find_rule(MLP(OtherGradient), 2) is None
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Written])
+def test_a_block_drops_out_behind_layers_however_they_are_written(layer: type[nn.Linear]) -> None:
+    rule = find_rule(Dropping(layer), 2)
+    assert isinstance(rule, MLPRule)
+    assert rule.drops_out

@@ -37,6 +37,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Pix2StructVision": {"d_kv": 8, "d_ff": 48, "patch_embed_hidden_size": 32},
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 48, "max_position_embeddings": 16},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "Esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": False},
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8},
     "Gemma3": {"head_dim": 8},
@@ -49,6 +51,7 @@ CLASSES = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
     "Bert": ("BertConfig", "BertForMaskedLM"),
+    "Esm": ("EsmConfig", "EsmForMaskedLM"),
     "T5": ("T5Config", "T5ForConditionalGeneration"),
     "UMT5": ("UMT5Config", "UMT5ForConditionalGeneration"),
     "SwitchTransformers": (
@@ -91,6 +94,8 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "Pix2StructVision": ({"attention": A, "mlp": M},) * 2,
     "Mpt": ({}, {"attn": A}),
     "Bert": ({"attention": A, "0": M, "1": M},) * 2,  # the layer has the last layer of its MLP
+    "Esm": ({"attention": A, "0": M, "1": M},) * 2,  # its positions are a buffer, as GPT-Neo's mask
+    "GPTNeo": ({"attention": A, "mlp": M},) * 2,
     "Falcon": ({"query_key_value": L, "dense": L, "mlp": M},) * 2,
 }
 # Its embeddings of positions, of a class of their own, are a twentieth of a model as small as this.

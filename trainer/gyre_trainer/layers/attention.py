@@ -172,6 +172,7 @@ class AttentionRule(Rule):
         num_kv_heads: key/value heads of the whole module.
         inputs: names of the linear layers from the input to the heads; one layer may make queries,
             keys and values, if the rows of each key/value head are together, or if it is packed.
+            More than three are as wide as the queries, such as those for keys of positions.
         output: name of the linear layer from the heads to the output.
         packed: whether one layer makes all queries, then all keys, then all values.
         counts: numbers that the forward reads and of which a slice has as much as of query heads.
@@ -181,8 +182,8 @@ class AttentionRule(Rule):
             -3, such as a bias of positions: a slice is given that of its own heads.
         batched: those of them of which a tensor with three dims has the batch in dim -3, and is the
             same for all heads.
-        tables: names of embeddings inside that have a column for each query head, from which the
-            forward makes such a bias.
+        tables: names of embeddings inside, or of parameters with two dims, that have a column for
+            each query head, from which the forward makes such a bias.
         drops_out: whether the forward may drop out, by modules or functions: its input before all
             layers, what belongs to query heads, and the output. Slices of one call drop the same
             entries of input and output.
@@ -286,14 +287,18 @@ class AttentionRule(Rule):
         return queries, keys, keys
 
     def _cut_of_table(self, module: nn.Module, name: str, num_heads: int) -> Cut:
-        """Columns of an embedding that has one for each query head."""
-        table = module.get_submodule(name)
-        if not is_table(table) or table.embedding_dim != num_heads:
-            raise RotationError(
-                f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding of "
-                f"{num_heads} columns there, one for each query head, without other arguments"
-            )
-        return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
+        """Columns of an embedding, or of a parameter, that has one for each query head."""
+        own = dict(module.named_parameters()).get(name)
+        if own is not None and own.ndim == 2 and own.shape[1] == num_heads:
+            return Cut(name, tuple(own.shape), 1)
+        table = module.get_submodule(name) if own is None else own
+        if isinstance(table, nn.Module) and is_table(table) and table.embedding_dim == num_heads:
+            return Cut(f"{name}.weight", tuple(table.weight.shape), 1)
+        raise RotationError(
+            f"{type(module).__name__}.{name} is {table}, but the rule needs an Embedding, or a "
+            f"parameter with two dims, of {num_heads} columns there, one for each query head, "
+            "without other arguments"
+        )
 
     def num_heads(self, cuts: Sequence[Cut]) -> int:
         """The query heads of the whole module; 0 where the widths of the layers do not say it."""
@@ -320,6 +325,8 @@ class AttentionRule(Rule):
         inputs = sorted(widths[f"{name}.weight"] for name in self.inputs)
         keys = (inputs[0] - queries) // 2 if self.packed else inputs[0]
         expected = [queries + 2 * keys] if self.packed else [keys, keys, queries]
+        if len(inputs) > 3:
+            expected = [queries] * len(inputs)
         if inputs != expected or keys % self.num_kv_heads or queries % keys:
             return None
         return SharedHeads(self.num_kv_heads, queries // keys, num_slices, keys)
@@ -327,7 +334,7 @@ class AttentionRule(Rule):
     def _by_heads(self, cut: Cut, heads: SharedHeads) -> Cut:
         """A cut where slices have no equal parts of all heads."""
         layer, width = cut.name.rpartition(".")[0], cut.shape[cut.dim]
-        if layer in self.tables:
+        if {layer, cut.name} & {*self.tables}:
             columns = tuple((heads.heads(index),) for index in range(heads.num_slices))
             return cut if heads.is_even else replace(cut, of_slices=columns)
         if layer == self.output or width == heads.kv_width * heads.group:  # that of the queries
@@ -344,7 +351,7 @@ class AttentionRule(Rule):
         reader = current.module.get_submodule(self.core)
         with (
             changed_counts(reader, self._counts_of_slice(current, reader)),
-            self.dropping(current, masks and masks.for_slice(first, 0)),
+            self.dropping(current, masks and masks.for_slice(first, 0), (args, kwargs)),
         ):
             return current.forward(*args, **kwargs)
 

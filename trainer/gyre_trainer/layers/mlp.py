@@ -114,7 +114,7 @@ class MLPRule(Rule):
         masks = kwargs.pop(MASKS_ARGUMENT, None)
         first, _ = current.bounds[f"{self.ups[0]}.weight"]
         masks = masks and masks.for_slice(first, self.batch_dim)
-        with slice_masks(masks), self.dropping(current, masks):
+        with slice_masks(masks), self.dropping(current, masks, (args, kwargs)):
             return current.forward(*args, **kwargs)
 
 

@@ -92,14 +92,17 @@ class Rule(ABC):
         """Whether slices drop out in training; the argument `MASKS_ARGUMENT` has the masks."""
         return self.drops_out
 
-    def dropping(self, current: ModuleSlice, masks: Masks | None) -> AbstractContextManager[object]:
+    def dropping(
+        self, current: ModuleSlice, masks: Masks | None, arguments: Any
+    ) -> AbstractContextManager[object]:
         """A context in which the slice's forward drops out as the rule says.
 
-        Without masks nothing is dropped.
+        Without masks nothing is dropped. ``arguments`` are those of the call.
         """
         if not self.drops_out or not may_drop_out(current.module):
             return nullcontext()
-        return dropout_inside(current.weights, self.linear_in, masks or Undropped())
+        masks = masks or Undropped()
+        return dropout_inside(current.weights, self.linear_in, masks, arguments)
 
     def require_known_dropout(self, module: nn.Module) -> None:
         """Refuse a module that drops out otherwise than the rule knows, before each call.

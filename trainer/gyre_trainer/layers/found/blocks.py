@@ -109,13 +109,16 @@ def _twin(module: nn.Module, rule: BlockRule, num_slices: int) -> Twin | None:
 
 
 def has_plain_layers(module: nn.Module) -> bool:
-    """Whether all matrices are those of linear layers and embeddings directly inside.
+    """Whether there are linear layers directly inside, and all matrices are theirs or embeddings'.
 
-    A hook on one of these would get what slices compute, so there must be none.
+    Parameters of its own may be tables with a column for each head. A hook on one of these layers
+    would get what slices compute, so there must be none.
     """
+    if not any(map(is_projection, module.children())):
+        return False
     others = [child for child in module.children() if not (is_projection(child) or is_table(child))]
     inside = [parameter for child in others for parameter in child.parameters()]
-    if module._parameters or num_hooks_inside(module):
+    if len(_own_tables(module)) < len(module._parameters) or num_hooks_inside(module):
         return False
     return all(parameter.ndim <= 1 for parameter in inside)
 
@@ -127,9 +130,20 @@ def _features(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _tables(module: nn.Module) -> dict[str, int]:
-    """The columns of the embeddings directly inside."""
+    """The columns of the embeddings directly inside, and of tables among its own parameters."""
     children = module.named_children()
-    return {name: child.embedding_dim for name, child in children if is_table(child)}
+    found = {name: child.embedding_dim for name, child in children if is_table(child)}
+    return found | _own_tables(module)
+
+
+def _own_tables(module: nn.Module) -> dict[str, int]:
+    """The columns of its own parameters that have as many as it has heads."""
+    counts = _head_counts(module) if module._parameters else []
+    return {
+        name: each.shape[1]
+        for name, each in module._parameters.items()
+        if each is not None and each.ndim == 2 and each.shape[1] in counts
+    }
 
 
 def _mlp_rules(module: nn.Module, packed: bool) -> Iterator[MLPRule]:
@@ -175,6 +189,8 @@ def _are_heads(widths: list[int], num_channels: int) -> bool:
             return packed > num_channels
         case [keys, values, queries]:
             return keys == values and queries == num_channels
+        case [_, _, _, *_]:  # others make keys and queries of positions
+            return set(widths) == {num_channels}
     return False
 
 

@@ -21,7 +21,7 @@ from gyre_trainer.rotation.call import may_be_returned
 WIDTH = 8
 # As many rows as few modules have heads: where they are equal, a tensor of the batch passes for one
 # of all heads.
-_BATCH, _TIME, _SOURCE_TIME = 7, 3, 4
+_BATCH, TIME, _SOURCE_TIME = 7, 3, 4
 # Names that `transformers` has for arguments of attention.
 MASK, _ROTARY, _PLACES = "attention_mask", "position_embeddings", "cache_position"
 _SOURCES = "key_value_states", "encoder_hidden_states"
@@ -29,27 +29,36 @@ _SOURCES = "key_value_states", "encoder_hidden_states"
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def plain_arguments(module: nn.Module, *, attends: bool, width: int = WIDTH) -> dict[str, Any]:
+def plain_arguments(
+    module: nn.Module,
+    *,
+    attends: bool,
+    width: int = WIDTH,
+    time: int = TIME,
+    others_are_none: bool = False,
+) -> dict[str, Any]:
     """Arguments that a forward requires: activations first; others, and no mask, by their names.
 
-    Of an attention (``attends``), one that has another name is left out. Activations have
-    ``width`` features.
+    Of an attention (``attends``), one that has another name is left out. Activations are of
+    ``time`` tokens and have ``width`` features.
 
     Raises:
-        TypeError: the forward requires something else.
+        TypeError: the forward requires something else, which ``others_are_none`` lets be None.
     """
     first, *others = parameters_of(module)
-    arguments: dict[str, Any] = {first.name: _random(_BATCH, _TIME, width)}
+    arguments: dict[str, Any] = {first.name: _random(_BATCH, time, width)}
     for parameter in others:
         if parameter.name == _ROTARY and attends:
-            angles = _random(_BATCH, _TIME, _head_dim(module))
+            angles = _random(_BATCH, time, _head_dim(module))
             arguments[parameter.name] = angles.cos(), angles.sin()
         elif parameter.name == _PLACES and attends:
-            arguments[parameter.name] = torch.arange(_TIME)
+            arguments[parameter.name] = torch.arange(time)
         elif parameter.name == MASK:
             arguments[parameter.name] = None
         elif parameter.default is parameter.empty and not attends:
-            raise TypeError(parameter.name)
+            if not others_are_none:
+                raise TypeError(parameter.name)
+            arguments[parameter.name] = None
     return arguments
 
 
@@ -66,25 +75,29 @@ def other_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, T
         module: what is called.
         arguments: of all its calls. A mask fits a source among them.
     """
-    width = _SOURCE_TIME if any(name in arguments for name in _SOURCES) else _TIME
-    mask = torch.linspace(-1, 1, _TIME * width, dtype=torch.float64).view(1, 1, _TIME, width)
+    _, time, _ = shape_of(arguments)
+    width = _SOURCE_TIME if any(name in arguments for name in _SOURCES) else time
+    mask = torch.linspace(-1, 1, time * width, dtype=torch.float64).view(1, 1, time, width)
     known = {MASK: mask.expand(_BATCH, -1, -1, -1)} | _sources()
     names = {parameter.name for parameter in parameters_of(module)}
     names -= arguments.keys() & {*_SOURCES}
     return {name: tensor for name, tensor in known.items() if name in names}
 
 
-def optional_arguments(module: nn.Module, known: Collection[str]) -> dict[str, Tensor]:
+def optional_arguments(
+    module: nn.Module, arguments: dict[str, Any], known: Collection[str]
+) -> dict[str, Tensor]:
     """Tensors like the activations, by the names of parameters that are None by default.
 
     Such a one may be a residual, which is not what slices may add up.
 
     Args:
         module: the module.
+        arguments: of all its calls.
         known: names of parameters of which arguments are known.
     """
     return {
-        parameter.name: _random(_BATCH, _TIME, WIDTH)
+        parameter.name: _random(*shape_of(arguments))
         for parameter in parameters_of(module)[1:]
         if parameter.default is None and parameter.name not in known
     }
@@ -99,27 +112,26 @@ def without_hooks(twin: _Module) -> _Module:
     return twin
 
 
+def with_values(tensor: Tensor) -> Tensor:
+    """Values for a buffer on `meta`: random numbers; zeros and ones, which are places of any table.
+
+    Which they are in truth only the model knows that is made from its configuration.
+    """
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype)
+    return torch.randint(2, tensor.shape).to(tensor.dtype)
+
+
 def required_sources(module: nn.Module) -> dict[str, Tensor]:
     """Activations to attend to, by the names of parameters for them that have no default."""
     required = {each.name for each in parameters_of(module) if each.default is each.empty}
     return {name: tensor for name, tensor in _sources().items() if name in required}
 
 
-def needed_argument(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """An argument that is None by default, where the module cannot be called without it.
-
-    Args:
-        module: in evaluation.
-        arguments: others, to call it with.
-    """
-    if outputs_of(module, arguments) is not None:
-        return {}
-    sources = other_arguments(module, arguments)
-    sources.pop(MASK, None)
-    known = {MASK, *arguments, *sources}
-    tried = sources | optional_arguments(module, known)
-    given = ({name: each} for name, each in tried.items())
-    return next((each for each in given if outputs_of(module, arguments | each)), {})
+def shape_of(arguments: dict[str, Any]) -> tuple[int, int, int]:
+    """Rows, tokens and features of the activations, the first argument."""
+    rows, time, width = next(iter(arguments.values())).shape
+    return rows, time, width
 
 
 def _sources() -> dict[str, Tensor]:
@@ -137,7 +149,8 @@ def arguments_by_heads(
         num_heads: query heads.
     """
     # a bias of scores, and a factor of what each head gives
-    scores = num_heads, _TIME, _TIME
+    _, time, _ = shape_of(arguments)
+    scores = num_heads, time, time
     shapes = (1, *scores), scores, (1, num_heads, 1, 1)
     found: dict[str, Tensor] = {}
     with _quiet():
@@ -167,9 +180,8 @@ def batched_arguments(
     """
     with _quiet():
         for name, tensor in by_heads.items():
-            of_heads, of_batch = (
-                _random(size, _TIME, _TIME) for size in (tensor.shape[-3], _BATCH)
-            )
+            time = shape_of(arguments)[1]
+            of_heads, of_batch = (_random(size, time, time) for size in (tensor.shape[-3], _BATCH))
             if outputs_of(module, arguments | {name: of_heads}) is None and (
                 outputs_of(module, arguments | {name: of_batch}) is not None
             ):

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,11 +13,35 @@ from torch import nn
 from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.split import find_split_rule
+from gyre_trainer.layers.found.twin import reads_recorded
 from gyre_trainer.rotation.rule import Rule
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS_OF_CALLS = "_forward_hooks", "_forward_pre_hooks"
+_BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+
+
+@dataclass
+class _Trial:
+    """A trial of a module, which others with other numbers may share.
+
+    Attributes:
+        rule: what was found.
+        numbers: attributes of the module that are whole numbers.
+        read: names of attributes that the trial has read; None where this was not recorded.
+    """
+
+    rule: Rule | None
+    numbers: dict[str, int]
+    read: list[str] | None = None
+
+    def holds_for(self, numbers: dict[str, int]) -> bool:
+        """Whether a module that is alike but for ``numbers`` would be tried in the same way."""
+        return self.read is not None and all(
+            value == self.numbers[name] for name, value in numbers.items() if name in self.read
+        )
 
 
 class BlockFinder:
@@ -43,6 +69,7 @@ class BlockFinder:
         self._repeated = {id(each) for one in lists for each in one.modules() if each is not one}
         self._num_places = _num_places(model)
         self._tried: dict[Hashable, Rule | None] = {}
+        self._trials: dict[Hashable, _Trial] = {}
 
     def rule_of(self, module: nn.Module) -> Rule | None:
         """The rule that was found for a module; None where none was.
@@ -52,15 +79,40 @@ class BlockFinder:
         repeats = id(module) in self._repeated and not self._shares_parts(module)
         key = (repeats, *_likeness(module))
         if key not in self._tried:
-            rule = find_rule(module, self._num_slices, **self._options)
-            if rule is None and repeats:
-                rule = find_split_rule(module, self._num_slices, **self._options)
-            self._tried[key] = rule
+            self._tried[key] = self._found(module, repeats=repeats)
         rule = self._tried[key]
         if rule is None or (rule.caches_heads and not self._shares_caches):
             return None
         if rule.linear_in and self._is_tied_in_part(module):
             return None
+        return rule
+
+    def _found(self, module: nn.Module, *, repeats: bool) -> Rule | None:
+        """The rule of a module that is like no other, but perhaps for numbers that no call reads.
+
+        The layers of a model differ in such a number, their place in the list. The second one of
+        them is tried with its reads recorded; further ones compute as it did.
+        """
+        numbers = _numbers_of(module)
+        if not numbers:
+            return self._search(module, repeats=repeats)
+        key = (repeats, *_likeness(module, numbers))
+        trial = self._trials.get(key)
+        if trial is not None and trial.holds_for(numbers):
+            return trial.rule
+        if trial is not None and trial.read is None:
+            with suppress(TypeError), reads_recorded(module) as names:  # its class may be fixed
+                if self._search(module, repeats=repeats) == trial.rule:
+                    trial.numbers, trial.read = numbers, names
+                    return trial.rule
+        rule = self._search(module, repeats=repeats)
+        self._trials.setdefault(key, _Trial(rule, numbers))
+        return rule
+
+    def _search(self, module: nn.Module, *, repeats: bool) -> Rule | None:
+        rule = find_rule(module, self._num_slices, **self._options)
+        if rule is None and repeats:
+            rule = find_split_rule(module, self._num_slices, **self._options)
         return rule
 
     def _is_tied_in_part(self, module: nn.Module) -> bool:
@@ -136,18 +188,32 @@ def _has_cache_of_its_own(module: Any) -> bool:
     return supports is not None and not supports()
 
 
-def _likeness(module: nn.Module) -> Iterator[Hashable]:
+def _numbers_of(module: nn.Module) -> dict[str, int]:
+    """Its own attributes that are whole numbers."""
+    attributes = vars(module).items()
+    return {name: value for name, value in attributes if type(value) is int}
+
+
+def _likeness(module: nn.Module, but: Collection[str] = ()) -> Iterator[Hashable]:
     """What is equal for modules that compute alike: classes, shapes, attributes.
 
-    Attributes that are objects must be the same one, such as a configuration.
+    Attributes that are objects must be the same one, such as a configuration; tuples of plain
+    values must be equal. Of the module's own attributes those named ``but`` may have any value.
     """
     for path, part in module.named_modules():
-        yield path, type(part), bool(part._forward_hooks or part._forward_pre_hooks)
-        yield bool(part._backward_hooks or part._backward_pre_hooks)
-        for name, parameter in part.named_parameters(recurse=False):
-            yield name, parameter.shape, parameter.dtype
-        for name, buffer in part.named_buffers(recurse=False):
-            yield name, buffer.shape, buffer.dtype
-        for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE or name == "training":
-                yield name, value if isinstance(value, _PLAIN) else id(value)
+        attributes = vars(part)
+        hooks = any(map(attributes.get, _HOOKS_OF_CALLS)), any(map(attributes.get, _BACKWARD_HOOKS))
+        yield path, type(part), part.training, hooks
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            yield name, tensor if tensor is None else (tensor.shape, tensor.dtype)
+        for name, value in attributes.items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            if part is module and name in but:
+                yield name
+            else:
+                yield name, value if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))

@@ -22,8 +22,13 @@ from gyre_trainer.layers.found.blocks import (
     rules_by_shape,
     trying,
 )
-from gyre_trainer.layers.found.calls import MASK, other_arguments, plain_arguments
+from gyre_trainer.layers.found.calls import (
+    MASK,
+    other_arguments,
+    plain_arguments,
+)
 from gyre_trainer.layers.found.linears import is_projection
+from gyre_trainer.layers.found.needed import needed_arguments, times_of
 from gyre_trainer.layers.found.twin import BlockRule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import features_of
@@ -82,7 +87,7 @@ def _cores(module: nn.Module) -> Iterator[str]:
     A hook would not get what such a module returns.
     """
     for name, child in module.named_children():
-        is_core = has_plain_layers(child) and any(map(is_projection, child.children()))
+        is_core = has_plain_layers(child)
         hooks = child._forward_hooks, child._backward_hooks, child._backward_pre_hooks
         is_free = "forward" not in vars(child) and not any(hooks)
         if is_core and is_free and not is_projection(child):
@@ -143,21 +148,22 @@ def _taker(module: nn.Module, core: str, lasts: list[str]) -> str | None:
     for training in (True, False):
         try:
             copied = _on_meta(module).train(training)
-        except Exception:  # foreign code: it has something that cannot be copied
+            arguments = _arguments(copied, core)
+        except Exception:  # foreign code: it has something that cannot be copied, or called
             return None
         taken = _watched(copied, core, lasts)
-        if not (_finishes(copied, core) and taken):
+        if not (_finishes(copied, arguments) and taken):
             return None
         found |= set(taken)
     return found.pop() if len(found) == 1 else None
 
 
-def _finishes(module: nn.Module, core: str) -> bool:
-    """Whether a call succeeds, without a mask or with one, and returns no `Unfinished`."""
-    for with_mask in (False, True):
+def _finishes(module: nn.Module, calls: list[dict[str, Any]]) -> bool:
+    """Whether the first call that succeeds returns no `Unfinished`."""
+    for arguments in calls:
         # foreign code, called with arguments that it may not take
         with suppress(Exception), torch.enable_grad():
-            output = module(**_arguments(module, core, with_mask))
+            output = module(**arguments)
             return not any(isinstance(leaf, Unfinished) for leaf in tree_leaves(output))
     return False
 
@@ -204,11 +210,24 @@ def _taking(layer: nn.Module, path: str, taken: list[str]) -> Any:
     return take
 
 
-def _arguments(module: nn.Module, core: str, with_mask: bool) -> dict[str, Any]:
+def _arguments(module: nn.Module, core: str) -> list[dict[str, Any]]:
+    """Arguments of calls that may succeed: without a mask, and with one.
+
+    ``module`` is on `meta`.
+    """
     layers = filter(is_projection, module.get_submodule(core).children())
     width, _ = features_of(next(layers))
-    arguments = plain_arguments(module, attends=False, width=width)
-    if with_mask:
-        arguments[MASK] = other_arguments(module, arguments)[MASK]
-    on_meta: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to("meta"), arguments)
-    return on_meta
+    for time in times_of(module):
+        arguments = plain_arguments(
+            module, attends=False, width=width, time=time, others_are_none=True
+        )
+        needed = needed_arguments(module, arguments)
+        if needed is not None:
+            arguments |= needed
+            masks = other_arguments(module, arguments)
+            calls = [arguments]
+            if MASK in masks and arguments.get(MASK) is None:
+                calls.append(arguments | {MASK: masks[MASK]})
+            on_meta: list[dict[str, Any]] = tree_map_only(Tensor, lambda x: x.to("meta"), calls)
+            return on_meta
+    return []

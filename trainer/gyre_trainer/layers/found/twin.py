@@ -16,7 +16,6 @@ from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
     batched_arguments,
-    needed_argument,
     optional_arguments,
     other_arguments,
     outputs_of,
@@ -24,9 +23,11 @@ from gyre_trainer.layers.found.calls import (
     plain_arguments,
     required_sources,
     returned,
+    with_values,
     without_hooks,
 )
 from gyre_trainer.layers.found.linears import is_projection
+from gyre_trainer.layers.found.needed import mask_of_windows, needed_arguments, times_of
 from gyre_trainer.layers.found.side_effects import SideEffects
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import (
@@ -90,11 +91,12 @@ class Twin:
     @classmethod
     def of(cls, module: nn.Module, rule: BlockRule, num_slices: int) -> "Twin":
         """A twin of ``module``, whose own parameters may be on `meta`."""
+        tables = [each for each in module._parameters.values() if each is not None]
         # What `deepcopy` finds here it takes instead of a copy.
         instead: dict[int, Any] = {
             id(parameter): nn.Parameter(torch.randn(parameter.shape, dtype=torch.float64))
             for parameter in module.parameters()
-            if parameter.ndim == 1
+            if parameter.ndim == 1 or any(each is parameter for each in tables)
         }
         for name, layer in module.named_children():
             if is_table(layer):
@@ -108,16 +110,18 @@ class Twin:
             instead[id(layer.weight)] = nn.Parameter(weight)
             if layer.bias is not None:
                 instead[id(layer.bias)] = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
+        instead |= {id(each): with_values(each) for each in module.buffers() if each.is_meta}
         if hasattr(module, "config"):
             instead[id(module.config)] = module.config
         twin = without_hooks(deepcopy(module, instead))
         layout = Layout(tuple(rule.cuts(twin, num_slices)), num_slices)
-        arguments = plain_arguments(twin, attends=isinstance(rule, AttentionRule))
-        if isinstance(rule, AttentionRule):
-            arguments |= required_sources(twin)
-            arguments |= needed_argument(twin.eval(), arguments)
+        attends = isinstance(rule, AttentionRule)
+        arguments = _of_attention(twin.eval()) if attends else plain_arguments(twin, attends=False)
         others = other_arguments(twin, arguments)
-        others = optional_arguments(twin, {*arguments, *others}) | others
+        others = {name: each for name, each in others.items() if arguments.get(name) is None}
+        others = optional_arguments(twin, arguments, {*arguments, *others}) | others
+        if attends:
+            others |= mask_of_windows(twin, arguments, others)
         if isinstance(rule, AttentionRule) and rule.num_heads(layout.cuts):
             found = arguments_by_heads(twin.eval(), arguments, rule.num_heads(layout.cuts))
             batched = tuple(batched_arguments(twin, arguments, found))
@@ -214,7 +218,7 @@ class Twin:
         if not (self.rule.drops_out and call.training):
             return nullcontext()
         weights = {cut.name: self.module.get_parameter(cut.name) for cut in self.layout.cuts}
-        return dropout_inside(weights, self.rule.linear_in, undropped)
+        return dropout_inside(weights, self.rule.linear_in, undropped, self._arguments(call))
 
     def _fits(self, call: _Call) -> bool:
         """Whether they do in one call, and without random numbers but those of dropout."""
@@ -276,6 +280,18 @@ class Twin:
         )
         with swapped(module, weights):
             return self.rule.run(current, **arguments, **{MASKS_ARGUMENT: masks})
+
+
+def _of_attention(twin: nn.Module) -> dict[str, Any]:
+    """The arguments of all calls of an attention, with as many tokens as it takes."""
+    plain: dict[str, Any] = {}
+    for time in times_of(twin):
+        arguments = plain_arguments(twin, attends=True, time=time) | required_sources(twin)
+        plain = plain or arguments
+        needed = needed_arguments(twin, arguments)
+        if needed is not None:
+            return arguments | needed
+    return plain
 
 
 def _taking_grad(tensor: Tensor) -> Tensor:

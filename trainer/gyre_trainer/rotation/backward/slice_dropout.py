@@ -12,9 +12,11 @@ on one of three kinds of tensors:
 * What goes into the first layers. It is whole in every slice: one mask, too.
 
 Which one it is shows the order of the forward: a dropout is called before the first use of the
-first layers' weights, after that, or after the first use of the last layer's. The trial of a rule
-(`gyre_trainer.layers.found`) compares the shapes that a whole module and its slices drop out, and
-the first call in training compares the order with what was computed from what.
+first layers' weights, after that, or after the first use of the last layer's. A use makes a tensor
+of the weight, as `F.linear` does, or `x @ weight.T`. An argument of the call is dropped out as what
+goes into the first layers, whenever that is. The trial of a rule (`gyre_trainer.layers.found`)
+compares the shapes that a whole module and its slices drop out, and the first call in training
+compares the order with what was computed from what.
 
 A mask is that of the call's key (`dropout_masks`), of the dropout's number in the forward, of the
 rank, and of the slice where each has its own. So backward finds it again in whichever order slices
@@ -31,13 +33,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks
 from gyre_trainer.rotation.backward.randomness import generators_of, set_states, states_of
 
 _ATTENTION = F.scaled_dot_product_attention
-_LAYERS = (F.linear, torch.addmm, torch.t, Tensor.t)  # how a linear layer uses its weight
 
 
 class Place(Enum):
@@ -89,7 +91,7 @@ def may_drop_out(module: nn.Module) -> bool:
 
 
 def dropout_inside(
-    weights: Mapping[str, Tensor], last: Sequence[str], masks: Masks
+    weights: Mapping[str, Tensor], last: Sequence[str], masks: Masks, arguments: Any = ()
 ) -> AbstractContextManager[object]:
     """A context in which a module's forward drops out by ``masks``.
 
@@ -97,6 +99,7 @@ def dropout_inside(
         weights: the tensors in the place of the parameters that are cut, by name.
         last: names of those of the last layer.
         masks: of the slice.
+        arguments: of the call, in any form: what of them is dropped out is whole in every slice.
 
     Raises:
         RotationError: the masks are to be equal at every number of ranks.
@@ -107,13 +110,15 @@ def dropout_inside(
             "rotates as a whole; name dropout of an MLP's hidden width, MLPRule(dropouts=...)"
         )
     closing = {id(tensor) for name, tensor in weights.items() if name in last}
-    return _DropoutInside({id(tensor) for tensor in weights.values()} - closing, closing, masks)
+    opening = {id(tensor) for tensor in weights.values()} - closing
+    given = {id(each) for each in tree_leaves(arguments) if isinstance(each, Tensor)}
+    return _DropoutInside(opening, closing, masks, given)
 
 
 class _DropoutInside(TorchFunctionMode):
-    def __init__(self, first: set[int], last: set[int], masks: Masks) -> None:
+    def __init__(self, first: set[int], last: set[int], masks: Masks, given: set[int]) -> None:
         super().__init__()
-        self._first, self._last, self._masks = first, last, masks
+        self._first, self._last, self._masks, self._given = first, last, masks, given
         self._place = Place.BEFORE
 
     def __torch_function__(
@@ -124,9 +129,10 @@ class _DropoutInside(TorchFunctionMode):
             return self._drop(func, *args, **kwargs)
         if func is _ATTENTION:
             return self._attend(*args, **kwargs)
-        if func in _LAYERS:
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):  # not a weight's dtype or shape
             self._note(id(each) for each in (*args, *kwargs.values()))
-        return func(*args, **kwargs)
+        return result
 
     def _note(self, ids: Iterator[int]) -> None:
         for each in ids:
@@ -147,10 +153,11 @@ class _DropoutInside(TorchFunctionMode):
         rate = p if (training if train is None else train) else 0.0
         if not 0.0 < rate <= 1.0:
             return func(input, p, False)  # torch refuses what is no probability
+        place = Place.BEFORE if id(input) in self._given else self._place
         if isinstance(self._masks, Undropped):
-            self._see(tuple(input.shape), rate, input.requires_grad)
+            self._see(place, tuple(input.shape), rate, input.requires_grad)
             return input.mul_(1) if inplace else input  # a trial sees that it is written to
-        dropped = self._masks_here(self._masks).apply(input, rate)
+        dropped = self._masks_at(place, self._masks).apply(input, rate)
         return input.copy_(dropped) if inplace else dropped
 
     def _attend(
@@ -168,18 +175,19 @@ class _DropoutInside(TorchFunctionMode):
             return _ATTENTION(query, key, value, attn_mask, dropout_p, **others)
         if isinstance(self._masks, Undropped):
             takes_grad = any(each.requires_grad for each in (query, key, value))
-            self._see((*query.shape[:-1], key.shape[-2]), dropout_p, takes_grad)
+            shape = *query.shape[:-1], key.shape[-2]
+            self._see(self._place, shape, dropout_p, takes_grad)
             return _ATTENTION(query, key, value, attn_mask, 0.0, **others)
-        with _seeded(self._masks_here(self._masks).next_seed(), query.device):
+        with _seeded(self._masks_at(self._place, self._masks).next_seed(), query.device):
             return _ATTENTION(query, key, value, attn_mask, dropout_p, **others)
 
-    def _masks_here(self, masks: DropoutMasks) -> DropoutMasks:
+    def _masks_at(self, place: Place, masks: DropoutMasks) -> DropoutMasks:
         """Those of the slice inside, and those of all slices elsewhere; they share a count."""
-        return masks if self._place is Place.INSIDE else replace(masks, first=0)
+        return masks if place is Place.INSIDE else replace(masks, first=0)
 
-    def _see(self, shape: tuple[int, ...], rate: float, takes_grad: bool) -> None:
+    def _see(self, place: Place, shape: tuple[int, ...], rate: float, takes_grad: bool) -> None:
         assert isinstance(self._masks, Undropped)
-        self._masks.seen.append(Dropout(self._place, shape, rate, takes_grad))
+        self._masks.seen.append(Dropout(place, shape, rate, takes_grad))
 
 
 @contextmanager

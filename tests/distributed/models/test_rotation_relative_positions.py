@@ -1,0 +1,214 @@
+"""Attention with positions of each head, as DeBERTa-v2's and Swin's, is a block, and exact."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from torch import Tensor, nn
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.training import whole
+
+KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
+LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+OF_TEXT: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 20,
+    "relative_attention": True,
+    "position_buckets": 4,
+    "pos_att_type": ["c2p", "p2c"],
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# Every second layer has its windows shifted, and gets a mask for each window.
+OF_IMAGES: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 24,
+    "depths": [2, 2],
+    "num_heads": [6, 6],
+    "window_size": 4,
+    "drop_path_rate": 0.0,
+    "num_labels": 5,
+}
+# The class, what its configuration has, and how many blocks each of its rules has.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "DeBERTa-v2": ("DebertaV2ForMaskedLM", OF_TEXT | {"share_att_key": True}, 2),
+    "DeBERTa-v2, own keys": ("DebertaV2ForMaskedLM", OF_TEXT | {"share_att_key": False}, 2),
+    "Swin": ("SwinForImageClassification", OF_IMAGES, 4),
+}
+
+
+def made(family: str, **sizes: Any) -> Any:
+    """A tiny model in float64, whose biases are not zero."""
+    import transformers  # seconds, for these tests alone
+
+    kind, keys, _ = FAMILIES[family]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # DeBERTa's module has scripts
+        build: Any = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = build(build.config_class(**keys | sizes)).double()
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    """Twelve samples, with padding where the model takes it."""
+    generator = torch.Generator().manual_seed(1)
+    if hasattr(model.config, "image_size"):
+        pixels = torch.randn(12, 3, 16, 16, dtype=torch.float64, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(5, (12,), generator=generator)}
+    rows = torch.randint(1, 31, (12, 6), generator=generator)
+    mask = torch.ones_like(rows)
+    mask[::2, 4:] = 0
+    return {"input_ids": rows, "attention_mask": mask, "labels": rows}
+
+
+def outcome(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Losses and gradients of two steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    found = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        found |= {
+            f"{step} {name}": whole(each.grad)
+            for name, each in model.named_parameters()
+            if each.grad is not None
+        }
+        optimizer.step()
+    return found
+
+
+def off(family: str, policy: RotationPolicy, num_heads: int) -> tuple[dict[str, int], float]:
+    """How many blocks there are of each rule, and how far from one process's all is."""
+    is_image = family == "Swin"
+    heads = {"num_heads": [num_heads] * 2} if is_image else {"num_attention_heads": num_heads}
+    expected = outcome(made(family, **heads), inputs_of(made(family, **heads)))
+    model = made(family, **heads)
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    blocks = [each.rule for each in plan.entries if each.rule in ("AttentionRule", "MLPRule")]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = outcome(model, {k: v.chunk(size)[rank] for k, v in inputs_of(model).items()})
+    for name in ("loss 0", "loss 1"):
+        dist.all_reduce(parts[name])
+        parts[name] /= size
+    # labels of padding count as much, so each rank's mean has the same weight
+    assert parts.keys() == expected.keys()
+    numbers = {rule: blocks.count(rule) for rule in set(blocks)}
+    return numbers, max(apart(parts[name], expected[name]) for name in expected)
+
+
+def require_exact(ranks: Any, family: str, policy: RotationPolicy, num_heads: int = 6) -> None:
+    number = FAMILIES[family][2]
+    for blocks, distance in ranks.run(off, family, policy, num_heads):
+        assert blocks == {"AttentionRule": number, "MLPRule": number}
+        assert distance <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "family"),
+    [
+        (2, KEPT, "DeBERTa-v2"),
+        (2, KEPT, "Swin"),
+        (3, RECOMPUTED, "DeBERTa-v2, own keys"),
+        pytest.param(3, RECOMPUTED, "Swin", marks=pytest.mark.models),
+    ],
+)
+def test_families_train_exactly(
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy, family: str
+) -> None:
+    require_exact(ranks(num_ranks), family, policy)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "num_heads"),
+    [(3, KEPT, 6), (2, RECOMPUTED, 3), (4, RECOMPUTED, 6), (3, LAYERS, 6)],
+)
+def test_families_train_exactly_in_more_ways(
+    ranks_both_ways: StartEither,
+    family: str,
+    num_ranks: int,
+    policy: RotationPolicy,
+    num_heads: int,
+) -> None:
+    require_exact(ranks_both_ways(num_ranks), family, policy, num_heads)
+
+
+class Windows(nn.Module):
+    """Attention of a window of nine tokens, with a column of its table for each head."""
+
+    distance: Tensor
+
+    def __init__(self, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(num_heads * 4, num_heads * 4) for _ in range(4))
+        self.table = nn.Parameter(torch.randn(17, num_heads))
+        places = torch.arange(9)
+        self.register_buffer("distance", places - places[:, None] + 8)
+
+    def bias(self) -> Tensor:
+        found: Tensor = self.table[self.distance].permute(2, 0, 1)
+        return found
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        scores = q @ k.mT + self.bias()
+        if attention_mask is not None:  # one for each window
+            mask = attention_mask.view(-1, 1, 9, 9)
+            scores = (scores.view(-1, len(mask), self.num_heads, 9, 9) + mask).flatten(0, 1)
+        output: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+class Mixing(Windows):
+    """Its bias of a head is that of all heads together."""
+
+    def bias(self) -> Tensor:
+        return super().bias().sum(0)
+
+
+def test_tables_among_parameters_are_cut_by_heads_where_heads_use_their_columns() -> None:
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            module, mixing = Windows(), Mixing()
+        rule = find_rule(module, 2)
+        assert isinstance(rule, AttentionRule)
+        assert rule.tables == ("table",)
+        assert rule.counts == ("num_heads",)  # read where there is a mask alone
+        assert {cut.name: cut.dim for cut in rule.cuts(module, 2)}["table"] == 1
+        assert find_rule(mixing, 2) is None
+
+
+class Flagged(Windows):
+    """Requires a bias, as Falcon does, and only looks whether there is one."""
+
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if bias is None:
+            raise TypeError("needs rotary positions")
+        return super().forward(x, mask)
+
+
+def test_attention_that_requires_what_is_not_known_is_no_block() -> None:
+    assert find_rule(Flagged(), 2) is None
