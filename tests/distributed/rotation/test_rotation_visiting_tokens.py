@@ -304,13 +304,14 @@ def test_ranks_that_call_different_heads_are_told_which(
         assert "calls one (" in message
 
 
-def refused_target() -> str:
+def refused_target(target: int) -> str:
     model = made({})
     rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
     with pytest.raises(RuntimeError) as refused:
-        linear_cross_entropy(model.head, torch.ones(2, WIDTH).double(), torch.tensor([1, 301]))
+        linear_cross_entropy(model.head, torch.ones(2, WIDTH).double(), torch.tensor([1, target]))
     return str(refused.value)
 
 
-def test_a_target_that_is_no_class_is_refused(ranks: StartRanks) -> None:
-    assert all("out of bounds" in told for told in ranks(2).run(refused_target))
+@pytest.mark.parametrize("target", [-1, NUM_CLASSES])
+def test_a_target_that_is_no_class_is_refused(ranks: StartRanks, target: int) -> None:
+    assert all("out of bounds" in told for told in ranks(2).run(refused_target, target))
