@@ -114,12 +114,13 @@ def counts_of_all(
         buffer = ring.pool.take(numel, like.dtype, like.device)
         hop = HopIdentity(number, True, False, _ROUND_OF_COUNTS, step).pack()
         incoming = buffer[:numel]
-        ring.shift(outgoing, incoming, Direction.COUNTER_CLOCKWISE, Stream.WEIGHTS, hop).wait()
+        # as slices go in forward: a rank that sends some is told which module this one calls
+        ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS, hop).wait()
         if before is not None:
             ring.pool.put(before)
         outgoing, before = incoming, buffer
         arrived = [num_tokens, form] if is_fake else incoming.view(torch.int64).tolist()
-        found[(ring.rank + step) % ring.size] = arrived
+        found[(ring.rank - step) % ring.size] = arrived
     if before is not None:
         ring.pool.put(before)
     if any(theirs != form for _, theirs in found.values()):
