@@ -22,6 +22,7 @@ from gyre_trainer.layers.head.logit_functions import Divided, Multiplied, Tanh
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
@@ -253,6 +254,30 @@ def test_slices_travel_where_that_is_less(
         own, other = rows[rank], rows[1 - rank]
         classes = own if frozen else 2 * own + other
         assert sent == 8 * WIDTH * classes + (0 if frozen else 16)
+
+
+def grads_in_two_rings(sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Of two calls, the second in a checkpoint, each with its own backward."""
+    model, mesh = made({"bias": True}), make_mesh("cpu", replicate=2)
+    rotate_all(model, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+    tokens, targets = batch_of(dist.get_rank(), sizes, {"reduction": "sum"})
+
+    def loss(x: Tensor) -> Tensor:
+        return linear_cross_entropy(model.head, x, targets, reduction="sum")
+
+    loss(model.features(tokens)).backward()  # type: ignore[no-untyped-call]
+    again: Tensor = checkpoint(loss, model.features(tokens), use_reentrant=False)
+    again.backward()  # type: ignore[no-untyped-call]
+    return grads_of(model)
+
+
+def test_rings_of_replicas_may_choose_differently(ranks: StartRanks) -> None:
+    """Tokens travel in the first ring and slices in the second, where one rank has many tokens."""
+    sizes = 3, 8, 2, 300
+    _, grads = alone({"bias": True}, {"reduction": "sum"}, sizes)
+    for found in ranks(4).run(grads_in_two_rings, sizes):
+        for key, grad in found.items():
+            assert torch.allclose(grad, 2 * grads[key], rtol=1e-12, atol=1e-12), key
 
 
 def told_when_ranks_differ(reach: str, when: str) -> str:

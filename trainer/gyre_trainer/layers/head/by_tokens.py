@@ -113,6 +113,7 @@ class _Visited(torch.autograd.Function):
             call.num_statistics, len(x_TD), dtype=wide(call.dtype), device=call.device
         )
         own = [cast(x_TD.detach(), call.dtype), targets_T[None]]
+        prefetch_of(call.ring).cancel()  # a forward that a checkpoint runs once more, in backward
         trip = call.trip(call.parcel, call.statistics, forward=True)
         with span(f"{path_of(call.rotation.module)} forward: of visiting tokens"):
             trip.run(own, [statistics_ST], partial(_add_statistics, call))
