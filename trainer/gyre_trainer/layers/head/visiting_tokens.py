@@ -74,6 +74,12 @@ class Parcel:
         """How many of the buffer's elements these are."""
         return self.num_bytes(num_tokens) // self.dtype.itemsize
 
+    def num_tokens(self, numel: int) -> int:
+        """How many tokens have room in a buffer of ``numel`` elements; at least one."""
+        free = numel * self.dtype.itemsize - _ALIGNMENT * len(self.fields)
+        per_token = sum(field.width * field.dtype.itemsize for field in self.fields)
+        return max(1, free // max(1, per_token))
+
     def views(self, flat: Tensor, num_tokens: int) -> list[Tensor]:
         """The fields of so many tokens in a buffer."""
         found, start = [], 0
@@ -209,8 +215,9 @@ class Trip:
         largest, most = self.ring.pool.largest_whole_numel, max(1, *self.counts)
         if not largest:
             return most
-        rounds = max(-(-each.numel(most) // largest) for each in (self.parcel, self.result))
-        return -(-most // min(_MAX_ROUNDS, rounds))
+        fitting = min(each.num_tokens(largest) for each in (self.parcel, self.result))
+        num_rounds = min(_MAX_ROUNDS, -(-most // fitting))
+        return -(-most // num_rounds)
 
 
 @dataclass(frozen=True, slots=True)
