@@ -103,7 +103,7 @@ def alone(
         plain_loss(model, batch_of(rank, sizes, options), options) for rank in range(len(sizes))
     ]
     total = torch.stack([one_number(loss) for loss in losses]).mean()
-    total.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(total)
     return [loss.detach() for loss in losses], grads_of(model)
 
 
@@ -145,9 +145,9 @@ def visited(
             before = ring.bytes_sent
             with SentBytes(len(sizes)) as sent:
                 loss = linear_cross_entropy(model.head, leaf, targets, **options)
-                one_number(loss).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(one_number(loss))
             counted = [ring.bytes_sent - before, sent.total]
-            model.features(tokens).backward(leaf.grad)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(model.features(tokens), leaf.grad)
             found.append(Seen(loss.detach(), grads_of(model), counted))
             model.zero_grad()
             with torch.inference_mode():
@@ -241,7 +241,7 @@ def bytes_of(sizes: Sequence[int], frozen: bool) -> int:
     tokens, targets = batch_of(dist.get_rank(), sizes, {})
     x = model.features(tokens).detach().requires_grad_()
     before = ring_of(mesh).bytes_sent
-    linear_cross_entropy(model.head, x, targets).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(linear_cross_entropy(model.head, x, targets))
     return ring_of(mesh).bytes_sent - before
 
 
@@ -263,11 +263,11 @@ def grads_in_two_rings(sizes: Sequence[int]) -> dict[str, Tensor]:
     tokens, targets = batch_of(dist.get_rank(), sizes, {"reduction": "sum"})
 
     def loss(x: Tensor) -> Tensor:
-        return linear_cross_entropy(model.head, x, targets, reduction="sum")
+        found: Tensor = linear_cross_entropy(model.head, x, targets, reduction="sum")
+        return found
 
-    loss(model.features(tokens)).backward()  # type: ignore[no-untyped-call]
-    again: Tensor = checkpoint(loss, model.features(tokens), use_reentrant=False)
-    again.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss(model.features(tokens)))
+    torch.autograd.backward(checkpoint(loss, model.features(tokens), use_reentrant=False))
     return grads_of(model)
 
 
@@ -305,7 +305,7 @@ def _told(heads: nn.ModuleDict, when: str) -> str:
             heads["one"](x) if is_first else linear_cross_entropy(heads["one"], x, targets)
         else:
             losses = [linear_cross_entropy(heads[name], x, targets) for name in ("one", "other")]
-            losses[is_first].backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(losses[is_first])
     except RotationError as error:
         return str(error)
     return ""

@@ -220,7 +220,8 @@ class _Gradients:
         """Of weight and bias: averages over the ranks, but for a bias that is whole."""
         for each in self._slices:
             each.close()
-        call, found = self._call, {}
+        call = self._call
+        found: dict[str, Tensor] = {}
         if self._slices:
             shards = call.sharded.views(self._flat.to(call.sharded.flat.dtype))
             names = [cut.name for cut in call.rotation.layout.cuts]
