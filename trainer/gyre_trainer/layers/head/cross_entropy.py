@@ -6,7 +6,7 @@ logits: the log of the sum of their exponentials, the target's logit, and (for l
 their sum. Each slice gives those of its own classes; they are reduced exactly, and the loss is
 computed from them. In backward a slice computes its logits again, unless the head is frozen
 (`gradient_ahead`). Within a slice, tokens are taken in chunks, which bounds even the slice's
-logits.
+logits. Slices go round the ring, or all ranks' tokens do where that is fewer bytes (`by_tokens`).
 
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
