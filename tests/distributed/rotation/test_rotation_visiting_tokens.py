@@ -83,7 +83,7 @@ def plain_loss(model: Classifier, batch: tuple[Tensor, Tensor], options: dict[st
     if "functions" in options:
         logits = (logits / CAP).tanh() * CAP
     smoothing = options.get("label_smoothing", 0.0)
-    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+    losses: Tensor = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     counted = targets != IGNORED
     losses = losses + options.get("z_loss", 0.0) * logits.logsumexp(-1).square() * counted
     match options.get("reduction", "mean"):
@@ -223,7 +223,7 @@ def test_a_rank_may_have_no_tokens(ranks: StartRanks) -> None:
 def test_tokens_travel_in_bfloat16_and_gradients_add_up_in_float32(ranks: StartRanks) -> None:
     sizes, policy = SIZES[3], RotationPolicy(torch.bfloat16, bundle_numel=0)
     _, grads = alone({}, OPTIONS["sum"], sizes)
-    arguments = {}, OPTIONS["sum"], sizes, (2**23, 0), policy, torch.float32
+    arguments: Any = {}, OPTIONS["sum"], sizes, (2**23, 0), policy, torch.float32
     for rank, (seen, again) in enumerate(ranks(3).run(visited, *arguments)):
         for key, grad in seen.grads.items():
             assert grad.dtype == torch.float32
@@ -298,13 +298,16 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
 
 def _told(heads: nn.ModuleDict, when: str) -> str:
     x, targets, is_first = torch.ones(3, 4), torch.arange(3), dist.get_rank() == 0
+    one, other = heads["one"], heads["other"]
+    assert isinstance(one, nn.Linear)
+    assert isinstance(other, nn.Linear)
     try:
         if when == "forward":
-            linear_cross_entropy(heads["other" if is_first else "one"], x, targets)
+            linear_cross_entropy(other if is_first else one, x, targets)
         elif when == "logits":
-            heads["one"](x) if is_first else linear_cross_entropy(heads["one"], x, targets)
+            one(x) if is_first else linear_cross_entropy(one, x, targets)
         else:
-            losses = [linear_cross_entropy(heads[name], x, targets) for name in ("one", "other")]
+            losses = [linear_cross_entropy(head, x, targets) for head in (one, other)]
             torch.autograd.backward(losses[is_first])
     except RotationError as error:
         return str(error)

@@ -226,16 +226,11 @@ class _Gradients:
             shards = call.sharded.views(self._flat.to(call.sharded.flat.dtype))
             names = [cut.name for cut in call.rotation.layout.cuts]
             found = dict(zip(names, shards, strict=True))
-        grads = [
-            _as_gradient(found.get(name), parameter) if wanted else None
-            for name, parameter, wanted in (
-                ("weight", call.weight, self._of_weight),
-                ("bias", call.bias, self._of_bias),
-            )
-        ]
-        return grads[0], self._whole_bias if self._of_whole_bias else grads[1]
+        of_weight = _as_gradient(found["weight"], call.weight) if self._of_weight else None
+        of_bias = _as_gradient(found["bias"], call.bias) if self._of_bias else self._whole_bias
+        return of_weight, of_bias
 
 
-def _as_gradient(shard: Tensor | None, parameter: Tensor) -> Tensor | None:
-    spec = spec_of(parameter)
-    return shard if shard is None or spec is None else with_spec(shard, spec)
+def _as_gradient(shard: Tensor, parameter: Tensor | None) -> Tensor:
+    spec = None if parameter is None else spec_of(parameter)
+    return shard if spec is None else with_spec(shard, spec)

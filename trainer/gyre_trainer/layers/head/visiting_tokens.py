@@ -236,7 +236,7 @@ class _Round:
         self._trip, self._tokens = trip, tokens
         self._hop = trip.hop._replace(round_=_FIRST_ROUND + round_)
         counts, size = trip.counts, tokens.stop - tokens.start
-        self._counts = [min(max(0, count - tokens.start), size) for count in counts]
+        self._counts: list[int] = [min(max(0, count - tokens.start), size) for count in counts]
         self._here: Tensor | None = None  # the buffer of the result that is here
         self._flight: _InFlight | None = None  # the result that is on its way
 
