@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.layers.head import cross_entropy
+from gyre_trainer.layers.head import slice_statistics
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def test_loss_and_gradients_are_those_of_torch(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
+    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
     options: dict[str, Any] = {
         "reduction": reduction,
         "label_smoothing": label_smoothing,
@@ -93,7 +93,7 @@ CHAINS: dict[str, tuple[tuple[LogitFunction, ...], Callable[[Tensor], Tensor]]] 
 def test_functions_of_logits_are_applied_before(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, chain: str
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
+    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
     functions, applied = CHAINS[chain]
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.03}
     found = outcome(
@@ -165,7 +165,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 4 * NUM_CLASSES)
+    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", 4 * NUM_CLASSES)
     linear, functions = head(), CHAINS["cap"][0]
     x = torch.randn(200, DIM, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, NUM_CLASSES, (200,))

@@ -93,21 +93,22 @@ class Prefetch:
         if next_rotation is None:
             _reserve_buffers(rotation)
         elif next_rotation.rule.backward_reads_weights:
-            self._cancel()
+            self.cancel()
             self._ready = (
                 next_rotation,
                 round_ + 1,
                 SlicesInFlight(next_rotation, Direction.COUNTER_CLOCKWISE, round_ + 1),
             )
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """End what was started ahead of time, if anything was."""
         if self._ready is not None:
             self._ready[2].close()
             self._ready = None
 
     def _backward_ended(self) -> None:
         """Cancel what was started: the next step has other weights."""
-        self._cancel()
+        self.cancel()
         self._last = None
 
 
