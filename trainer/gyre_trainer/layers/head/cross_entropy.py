@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.layers.head.by_tokens import statistics_by_tokens
 from gyre_trainer.layers.head.gradient_ahead import GradientAhead
 from gyre_trainer.layers.head.logit_functions import LogitChain, LogitFunction
