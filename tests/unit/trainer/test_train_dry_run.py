@@ -1,15 +1,18 @@
 """A dry run of more ranks than there are cores divides memory and counts bytes by the formula."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting import dry_run as dry_runs
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.layers.head import slice_statistics
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
@@ -58,8 +61,9 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     flags_and_meeting = num_rows * (num_ranks - 1) + 4 if num_ranks > 1 else 0
     share = (num_ranks - 1) / num_ranks
     num_norms = sum("norm" in name for name, _ in plain(settings.model).named_parameters())
-    # and of each whether any rank has a gradient, and whether all train it
-    averaged = norms + 2 * 4 * num_norms
+    # and of each whether any rank has a gradient, and whether all train it; once, whether any rank
+    # wrote values outside of a step
+    averaged = norms + 2 * 4 * num_norms + 4
     # of head and embedding no slice travels: the head's tokens do
     of_slices = 3 * (rotated - 2 * 4 * num_rows * width) + 2 * averaged
     of_tokens = (num_ranks - 1) * (16 + num_tokens * (3 * 4 * width + 2 * 8 + 8 + 12))
@@ -205,3 +209,18 @@ def test_activations_of_a_million_tokens_are_counted() -> None:
         return dry_run(settings, Strategy.DDP, 2).timeline.peak()[Category.ACTIVATIONS]
 
     assert 1 <= activations(2**20) / (16 * activations(2**16)) < 1.2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_few_chunks_of_a_head_tell_what_all_cost(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config()
+    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", 37 * MODEL["vocab_size"] // num_ranks)
+    few = dry_run(settings, Strategy.GYRE, num_ranks)
+    monkeypatch.setattr(dry_runs, "few_for_all", nullcontext)
+    every = dry_run(settings, Strategy.GYRE, num_ranks)
+    assert (few.operations, few.sent_bytes) == (every.operations, every.sent_bytes)
+    assert few.timeline.totals.max() == every.timeline.totals.max()
+    assert few.timeline.live.max(axis=0).tolist() == every.timeline.live.max(axis=0).tolist()
+    assert len(few.timeline.events) < len(every.timeline.events), "fewer operators ran"

@@ -23,6 +23,7 @@ from gyre_trainer.accounting.known_values import FewExperts, KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.found.finder import block_rules, experts_rules
+from gyre_trainer.layers.head.alike_chunks import few_for_all
 from gyre_trainer.rotate import Rules, make_mesh
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, plain
@@ -55,7 +56,7 @@ def dry_run(
     config.require_divisible(num_ranks)
     rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
     values = KnownValues(experts)
-    with on_fake_ranks(num_ranks, values) as mesh:
+    with few_for_all(), on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
         examples = stand_in(config, config.data.batch_size // num_ranks)
         model = distribute(config, strategy, mesh, device, rules)

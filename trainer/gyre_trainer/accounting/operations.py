@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from gyre_trainer.accounting.dispatched import Dispatched
+from gyre_trainer.layers.head.alike_chunks import multiplicity
 
 # In place, which torch's registry does not know: the product of these two arguments is added.
 _ADDS_PRODUCT = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
@@ -36,16 +37,20 @@ class Operations(Dispatched):  # type: ignore[no-untyped-call]
         given: Sequence[Tensor],
         result: Any,
     ) -> None:
-        """Count what the operator computed."""
-        packet = func._overloadpacket
-        if packet is _ATTENTION:
-            self.total += 2 * _product(*args[:2])
-        elif packet is _ATTENTION_BACKWARD:  # computes the scores again
-            self.total += 5 * _product(*args[1:3])
-        elif packet in _ADDS_PRODUCT:
-            self.total += 2 * args[1].numel() * args[2].shape[-1]
-        elif packet in flop_registry:
-            self.total += flop_registry[packet](*args, **kwargs, out_val=result)
+        """Count what the operator computed, and all that it stands for."""
+        self.total += multiplicity() * _operations(func._overloadpacket, args, kwargs, result)
+
+
+def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    if packet is _ATTENTION:
+        return 2 * _product(*args[:2])
+    if packet is _ATTENTION_BACKWARD:  # computes the scores again
+        return 5 * _product(*args[1:3])
+    if packet in _ADDS_PRODUCT:
+        return 2 * args[1].numel() * int(args[2].shape[-1])
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0
 
 
 def _product(query: Tensor, key: Tensor) -> int:

@@ -7,7 +7,7 @@ Dims: T tokens, D features, V classes of the slice, S statistics.
 """
 # ruff: noqa: N803, N806  # names carry shape letters
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre_trainer.layers.head.alike_chunks import computed_of
 from gyre_trainer.layers.head.gradient_ahead import (
     ClassesOfSlice,
     GradientAhead,
@@ -93,10 +94,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chunks(num_tokens: int, num_elements: int) -> list[slice]:
+def _chunks(num_tokens: int, num_elements: int) -> Iterator[slice]:
     """Ranges of tokens of at most `_MAX_LOGITS` elements, at so many for each token."""
     size = max(1, _MAX_LOGITS // num_elements)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+    return computed_of([slice(start, start + size) for start in range(0, num_tokens, size)])
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
