@@ -47,7 +47,7 @@ def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if packet is _ATTENTION_BACKWARD:  # computes the scores again
         return 5 * _product(*args[1:3])
     if packet in _ADDS_PRODUCT:
-        return 2 * args[1].numel() * int(args[2].shape[-1])
+        return int(2 * args[1].numel() * args[2].shape[-1])
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     return 0
