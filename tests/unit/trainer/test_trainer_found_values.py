@@ -68,6 +68,8 @@ class ByVars(Perceptron):
 
 
 class ByKind(Perceptron):
+    mode: object
+
     def adds(self) -> Tensor:
         return torch.tensor(self.mode is True)
 

@@ -227,7 +227,7 @@ def _digest(tensor: Tensor) -> bytes:
     """A checksum of a tensor's values, also where tensors that are made are fake."""
     with torch._C._DisableTorchDispatch():
         values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return blake2b(values.numpy(), digest_size=16).digest()
+        return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
 def _is_plain(value: Any) -> bool:
