@@ -112,14 +112,29 @@ def without_hooks(twin: _Module) -> _Module:
     return twin
 
 
-def with_values(tensor: Tensor) -> Tensor:
-    """Values for a buffer on `meta`: random numbers; zeros and ones, which are places of any table.
+# Whole numbers that are few may be a switch, and random ones may all be equal.
+_MIN_INVENTED = 8
 
-    Which they are in truth only the model knows that is made from its configuration.
+
+def is_invented(buffer: Tensor) -> bool:
+    """Whether a twin has other values in the place of a buffer; see `with_values`."""
+    return buffer.is_meta or buffer.is_floating_point()
+
+
+def with_values(buffer: Tensor) -> Tensor:
+    """Values for a buffer of a twin: random positive numbers; zeros and ones for whole numbers.
+
+    Floating-point numbers may change after the module was tried, as when a checkpoint is read, and
+    may be zeros before. On `meta` nothing has values.
+
+    Raises:
+        TypeError: whole numbers on `meta` are so few that they may be a switch.
     """
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype)
-    return torch.randint(2, tensor.shape).to(tensor.dtype)
+    if buffer.is_floating_point():
+        return (torch.rand(buffer.shape, dtype=torch.float64) + 0.5).to(buffer.dtype)
+    if buffer.numel() < _MIN_INVENTED:
+        raise TypeError(f"a buffer of {buffer.numel()} whole numbers without values")
+    return torch.randint(2, buffer.shape).to(buffer.dtype)
 
 
 def required_sources(module: nn.Module) -> dict[str, Tensor]:

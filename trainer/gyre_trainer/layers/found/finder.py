@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gyre_trainer.layers.found.blocks import find_rule
+from gyre_trainer.layers.found.calls import is_invented
 from gyre_trainer.layers.found.experts import find_experts_rule
 from gyre_trainer.layers.found.split import find_split_rule
 from gyre_trainer.layers.found.twin import reads_recorded
@@ -39,9 +41,11 @@ class _Trial:
 
     def holds_for(self, numbers: dict[str, int]) -> bool:
         """Whether a module that is alike but for ``numbers`` would be tried in the same way."""
-        return self.read is not None and all(
-            value == self.numbers[name] for name, value in numbers.items() if name in self.read
-        )
+        if self.read is None:
+            return False
+        # by `vars` any of them may have been read
+        read = numbers if "__dict__" in self.read else self.read
+        return all(value == self.numbers[name] for name, value in numbers.items() if name in read)
 
 
 class BlockFinder:
@@ -198,7 +202,8 @@ def _likeness(module: nn.Module, but: Collection[str] = ()) -> Iterator[Hashable
     """What is equal for modules that compute alike: classes, shapes, attributes.
 
     Attributes that are objects must be the same one, such as a configuration; tuples of plain
-    values must be equal. Of the module's own attributes those named ``but`` may have any value.
+    values must be equal, and so must buffers of which trials take the values. Of the module's own
+    attributes those named ``but`` may have any value.
     """
     for path, part in module.named_modules():
         attributes = vars(part)
@@ -206,13 +211,23 @@ def _likeness(module: nn.Module, but: Collection[str] = ()) -> Iterator[Hashable
         yield path, type(part), part.training, hooks
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             yield name, tensor if tensor is None else (tensor.shape, tensor.dtype)
+        for tensor in part._buffers.values():
+            if type(tensor) is Tensor and not is_invented(tensor):  # fake ones have no values
+                yield _digest(tensor)
         for name, value in attributes.items():
             if name in _OF_EVERY_MODULE:
                 continue
             if part is module and name in but:
                 yield name
             else:
-                yield name, value if _is_plain(value) else id(value)
+                yield name, type(value), value if _is_plain(value) else id(value)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """A checksum of a tensor's values, also where tensors that are made are fake."""
+    with torch._C._DisableTorchDispatch():
+        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return blake2b(values.numpy().tobytes(), digest_size=16).digest()
 
 
 def _is_plain(value: Any) -> bool:

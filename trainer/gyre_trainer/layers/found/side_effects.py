@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.rotation.backward.module_attributes import BeforeCall, has_tensor
+
+_READS = (
+    *(Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__contains__),
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+)
 
 
 class SideEffects:
@@ -52,6 +59,30 @@ class SideEffects:
         )
         if not is_same or self._attributes.counts():
             raise TypeError("counts its calls, or keeps what it has seen")
+
+
+class ReadsOfValues(TorchFunctionMode):
+    """A context that notes whether a forward takes numbers out of tensors, to decide by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            self._found = getattr(func, "__name__", str(func))
+        return func(*args, **kwargs or {})
+
+    def require_none(self) -> None:
+        """Refuse a forward that does.
+
+        Raises:
+            TypeError: names the function.
+        """
+        if self._found is not None:
+            raise TypeError(f"decides by the values of a tensor ({self._found})")
 
 
 def _copied(tensor: Tensor) -> Tensor:

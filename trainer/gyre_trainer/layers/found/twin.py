@@ -1,5 +1,6 @@
 """A small twin of a block: the same code with narrow layers, on which a rule is tried."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
@@ -16,6 +17,7 @@ from gyre_trainer.layers.found.calls import (
     WIDTH,
     arguments_by_heads,
     batched_arguments,
+    is_invented,
     optional_arguments,
     other_arguments,
     outputs_of,
@@ -28,7 +30,7 @@ from gyre_trainer.layers.found.calls import (
 )
 from gyre_trainer.layers.found.linears import is_projection
 from gyre_trainer.layers.found.needed import mask_of_windows, needed_arguments, times_of
-from gyre_trainer.layers.found.side_effects import SideEffects
+from gyre_trainer.layers.found.side_effects import ReadsOfValues, SideEffects
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.projections import (
     features_of,
@@ -78,6 +80,7 @@ class Twin:
         expected: the whole module's outputs of each call, once known; None where it cannot be
             called like this.
         dropouts: what it drops out in each call, once known. Nothing is dropped meanwhile.
+        has_invented: whether there are buffers with other values than the module's.
     """
 
     module: nn.Module
@@ -87,6 +90,7 @@ class Twin:
     others: dict[str, Tensor]
     expected: dict[_Call, list[Tensor] | None] = field(default_factory=dict)
     dropouts: dict[_Call, list[Dropout]] = field(default_factory=dict)
+    has_invented: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, rule: BlockRule, num_slices: int) -> "Twin":
@@ -110,7 +114,7 @@ class Twin:
             instead[id(layer.weight)] = nn.Parameter(weight)
             if layer.bias is not None:
                 instead[id(layer.bias)] = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
-        instead |= {id(each): with_values(each) for each in module.buffers() if each.is_meta}
+        instead |= {id(each): with_values(each) for each in module.buffers() if is_invented(each)}
         if hasattr(module, "config"):
             instead[id(module.config)] = module.config
         twin = without_hooks(deepcopy(module, instead))
@@ -129,7 +133,8 @@ class Twin:
             required = {each.name for each in parameters_of(twin) if each.default is each.empty}
             arguments |= {name: found.pop(name) for name in tuple(found) if name in required}
             others |= found
-        return cls(twin, rule, layout, arguments, others)
+        has_invented = any(map(is_invented, module.buffers()))
+        return cls(twin, rule, layout, arguments, others, has_invented=has_invented)
 
     def fitting(self) -> BlockRule | None:
         """The rule, if the slices' outputs make the module's, in both modes, with each argument.
@@ -198,15 +203,18 @@ class Twin:
         Raises:
             TypeError: it keeps a tensor as an attribute, counts its calls, or writes to buffers,
                 parameters or arguments. Others may read the tensor, which would be that of one
-                slice, and slices would count as calls.
+                slice, and slices would count as calls. Or what it does depends on values that are
+                not its own (`has_invented`).
         """
         if call not in self.expected:
             self.module.train(call.training)
             arguments, undropped = self._arguments(call), Undropped()
-            first = SideEffects(self.module, arguments)
-            with self._dropping(undropped, call):
+            first, reads = SideEffects(self.module, arguments), ReadsOfValues()
+            with self._dropping(undropped, call), reads:
                 outputs = outputs_of(self.module, arguments)
             first.require_none_of_whole()
+            if self.has_invented:
+                reads.require_none()
             self.expected[call], self.dropouts[call] = outputs, undropped.seen
         return self.expected[call]
 
@@ -362,7 +370,14 @@ def _recording(cls: type, prefix: str, names: dict[str, None]) -> type:
     base: Any = cls
 
     def read(self: Any, name: str) -> Any:
-        names[prefix + name] = None
+        # torch and `copy` look at the dictionary of every module, and conclude nothing from it
+        if name != "__dict__" or not _is_of_all_modules(sys._getframe(1).f_globals["__name__"]):
+            names[prefix + name] = None
         return base.__getattribute__(self, name)
 
     return type(cls.__name__, (cls,), {"__getattribute__": read})
+
+
+def _is_of_all_modules(code: str) -> bool:
+    """Whether the Python module ``code`` handles modules of any class."""
+    return code in ("torch.nn.modules.module", "copy", "copyreg") or code.startswith("gyre_trainer")
