@@ -264,6 +264,14 @@ def norms_written_later() -> None:
 
 
 @torch.no_grad()
+def shard_of_one_rank_written_later() -> None:
+    model, optimizer, _ = trained_model()
+    if torch.distributed.get_rank() == 3:
+        local_of(model[2].weight).add_(1)  # type: ignore[index]
+    train_a_step(model, optimizer)
+
+
+@torch.no_grad()
 def written_between_backward_and_step() -> None:
     model, optimizer, ring = trained_model()
     with torch.enable_grad():
@@ -278,6 +286,7 @@ def written_between_backward_and_step() -> None:
     [
         (shards_written_later, "2 was"),
         (locals_written_later, "2 was"),
+        (shard_of_one_rank_written_later, ""),
         (frozen_written_later, "0 was"),
         (written_between_backward_and_step, "2 was"),
         (norms_written_later, "of shape (4,)"),

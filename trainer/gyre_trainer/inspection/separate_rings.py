@@ -31,6 +31,7 @@ from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.shards.replaced_parameters import ids_held_by
 
 # A look is two requests to the store, some tenths of a millisecond. Rings that start together look
 # at the same time, so the first steps all look.
@@ -70,7 +71,8 @@ class _Trained:
         self.num_looks += 1
         self.next_look_s = now_s + _LOOK_INTERVAL_S
         others: list[list[int]] = []
-        with suppress(RuntimeError):  # the store ends with the rank that serves it
+        # the store ends with the rank that serves it, and the group with the program
+        with suppress(RuntimeError, ValueError):
             store = PrefixStore("gyre rings", _get_default_store())
             others = _listed(store, self.key, self.ranks)
         for other in others:
@@ -100,7 +102,7 @@ class _Rings:
     def __init__(self) -> None:
         self._noted: list[_Trained] = []
         self._num_noted = 0
-        self._seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Optimizer, list[_Trained]] = WeakKeyDictionary()
 
     def note(self, model: nn.Module, mesh: DeviceMesh, *, independent: bool) -> None:
@@ -116,15 +118,14 @@ class _Rings:
             self._noted.append(_Trained(ref(model), ref(ring_of(mesh)), ranks))
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        seen = self._num_noted, sum(len(group["params"]) for group in optimizer.param_groups)
+        seen = self._num_noted, ids_held_by(optimizer)
         if self._seen.get(optimizer) != seen:
             self._seen[optimizer] = seen
-            self._stepped[optimizer] = list(self._trained_by(optimizer))
+            self._stepped[optimizer] = list(self._trained_by(set(seen[1])))
         for each in self._stepped[optimizer]:
             each.look()
 
-    def _trained_by(self, optimizer: Optimizer) -> Iterator[_Trained]:
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    def _trained_by(self, held: set[int]) -> Iterator[_Trained]:
         for each in self._noted:
             model = each.model()
             if model is not None and any(id(p) in held for p in model.parameters()):

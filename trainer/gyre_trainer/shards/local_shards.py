@@ -17,24 +17,28 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from gyre_trainer.comm.mesh import ring_axis, unnamed
 from gyre_trainer.shards.layout import slice_bounds
 
-_DIGEST_COLUMNS = 61
+# Words are summed at the speed of memory: 64 MiB take 9 ms of one thread in 4093 columns, and 17 ms
+# in 61. A prime number, so that equal layers do not meet in one column.
+_DIGEST_COLUMNS = 4093
+_WORD_BYTES = 8
 
 
 def digest_of(tensor: Tensor) -> int:
     """A number that is equal for equal bits, and different for nearly all others; 0 on `meta`.
 
-    Every bit counts; entries are added up in a few columns, so it takes one pass over the memory.
+    Every bit counts; words of 8 bytes are added up in columns, in one pass over the memory.
     """
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
-    whole = tensor.detach().contiguous().view(-1)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = whole.view(integers[whole.element_size()])
-    num_rows = len(bits) // _DIGEST_COLUMNS
-    rows, rest = bits[: num_rows * _DIGEST_COLUMNS], bits[num_rows * _DIGEST_COLUMNS :]
-    sums = rows.view(num_rows, _DIGEST_COLUMNS).sum(0, dtype=torch.int64)
-    numbers = torch.cat((sums, rest.to(torch.int64))).tolist()
-    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=6).digest(), "little")
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % _WORD_BYTES:
+        raw = raw.clone()
+    stop = len(raw) - len(raw) % (_DIGEST_COLUMNS * _WORD_BYTES)
+    digest = blake2b(raw[stop:].cpu().numpy(), digest_size=6)
+    if stop:
+        rows = raw[:stop].view(torch.int64).view(-1, _DIGEST_COLUMNS)
+        digest.update(rows.sum(0).cpu().numpy())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def local_of(parameter: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _not_zero(scales: Tensor) -> Tensor:
 class QuantizedShards(ShardedParameters):
     """The rows of a frozen linear layer that this rank owns, encoded, in one buffer of bytes.
 
-    The parameters are views of it: the bias in its own dtype, the scales, and the codes.
+    The parameters are views of it: the scales, the bias in its own dtype, and the codes.
     """
 
     def __init__(self, plain: ShardedParameters, sources: Sequence[tuple[str, Tensor]]) -> None:
@@ -110,11 +110,13 @@ class QuantizedShards(ShardedParameters):
 
         Args:
             plain: the layer's shards until now.
-            sources: name and local tensor of each parameter: codes last, so that all are aligned.
+            sources: name and local tensor of each parameter. Those of larger entries lie first,
+                so that all are aligned, whatever the number of rows.
         """
         self.ring, self.replica_gradients = plain.ring, None
         num_slices, rank = plain.layout.num_slices, plain.ring.rank
         whole, *_ = plain.layout.cuts
+        sources = sorted(sources, key=lambda each: -each[1].element_size())
         num_rows = whole.shape[0]
         cuts = [Cut(name, (num_rows, _row_bytes(local)), 0) for name, local in sources]
         self.layout = Layout(tuple(cuts), num_slices)

@@ -17,13 +17,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.errors import RotationError
 
 
+def ids_held_by(optimizer: Optimizer) -> list[int]:
+    """The `id` of each parameter that an optimizer has now.
+
+    Their number alone does not show that others were put into the places of some.
+    """
+    return [id(each) for group in optimizer.param_groups for each in group["params"]]
+
+
 class _Replaced:
     """The parameters that were replaced and that something still holds, with their names."""
 
     def __init__(self) -> None:
         self._names = WeakIdKeyDictionary()
         self._num_noted = 0
-        self._seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
         self._is_watching = False
 
     def note(self, parameter: nn.Parameter, name: str) -> None:
@@ -35,7 +43,7 @@ class _Replaced:
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer's parameters once, and again after either side has changed."""
-        seen = self._num_noted, sum(len(group["params"]) for group in optimizer.param_groups)
+        seen = self._num_noted, ids_held_by(optimizer)
         if self._seen.get(optimizer) != seen:
             self._require_none(optimizer)
             self._seen[optimizer] = seen

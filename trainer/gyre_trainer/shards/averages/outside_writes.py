@@ -20,6 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gyre_trainer.shards.replaced_parameters import ids_held_by
+
 
 class OutsideWrites:
     """Whether parameters were written to outside of a step since all ranks compared them.
@@ -31,6 +33,7 @@ class OutsideWrites:
         self._parameters = parameters
         self._num_counted: int | None = None
         self._found = False
+        self._in_step = False
         _STEPS.watch(self)
 
     @property
@@ -47,9 +50,28 @@ class OutsideWrites:
             self.skip()
 
     def look(self) -> None:
-        """Take the writes since the last look for such that are outside of a step."""
-        if self._num_counted is not None and self._num_counted != self._count():
+        """Take the writes since the last look for such that are outside of a step.
+
+        But in one: a backward of its closure looks at what the step has written so far.
+        """
+        if self._in_step:
+            self.skip()
+        elif self._num_counted is not None and self._num_counted != self._count():
             self._found = True
+
+    def begin_step(self, *, has_closure: bool) -> None:
+        """Take the writes until `end_step` for those of a step.
+
+        Only a closure looks before that. So after a step without one that fails, others are seen.
+        """
+        self._in_step = False
+        self.look()
+        self._in_step = has_closure
+
+    def end_step(self) -> None:
+        """Take the writes from now on for such that are outside of a step."""
+        self.skip()
+        self._in_step = False
 
     def skip(self) -> None:
         """Take the writes since the last look for those of a step."""
@@ -80,7 +102,7 @@ class _Steps:
     def __init__(self) -> None:
         self._watching: WeakSet[OutsideWrites] = WeakSet()
         self._num_watched = 0
-        self._seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Optimizer, list[ref[OutsideWrites]]] = WeakKeyDictionary()
 
     def watch(self, writes: OutsideWrites) -> None:
@@ -90,20 +112,22 @@ class _Steps:
         self._watching.add(writes)
         self._num_watched += 1
 
-    def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        has_closure = len(args) > 1 or bool(kwargs)  # the first one is the optimizer
         for each in self._of(optimizer):
-            each.look()
+            each.begin_step(has_closure=has_closure)
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for each in self._of(optimizer):
-            each.skip()
+            each.end_step()
 
     def _of(self, optimizer: Optimizer) -> Iterator[OutsideWrites]:
-        seen = self._num_watched, sum(len(group["params"]) for group in optimizer.param_groups)
+        held = ids_held_by(optimizer)
+        seen = self._num_watched, held
         if self._seen.get(optimizer) != seen:
             self._seen[optimizer] = seen
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            self._stepped[optimizer] = [ref(each) for each in self._watching if each.are_of(held)]
+            ids = set(held)
+            self._stepped[optimizer] = [ref(each) for each in self._watching if each.are_of(ids)]
         for reference in self._stepped[optimizer]:
             if (there := reference()) is not None:
                 yield there
