@@ -22,7 +22,7 @@ def test_a_closure_sees_no_write_outside_of_its_step() -> None:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = parameter.square().sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         found.append(writes.found)
         return loss
 
