@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
-from gyre_client.errors import NotAllowed, ShardMissing
+from gyre_client.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
@@ -271,7 +271,10 @@ def test_images_and_their_boxes_are_served(
         "bad": {"images": ["bad/images"]},
         "empty": {"images": ["labels"]},
         "nowhere": {"data": "nowhere.yaml"},
+        "folder": {"data": "two"},
     }
+    for name in ("a", "b"):
+        local.put(f"two/{name}.yaml", DATA)
     tables |= {name: {**tables["local"], **change} for name, change in changes.items()}
     tables["link"] = {**tables["local"], "uri": str(tmp_path / "linked")}
     definitions = {"nowhere": DatasetConfig(local.root, "yolo", {"data": "nowhere.yaml"})}
@@ -297,6 +300,7 @@ def test_images_and_their_boxes_are_served(
         "bad": (RemoteCorruptSample, r"the labels bad/labels/a\.txt, line 1: it has 3 numbers"),
         "empty": (ShardMissing, "lists no files"),
         "nowhere": (ShardMissing, r"nowhere\.yaml"),
+        "folder": (InvalidRequest, "two is 2 files; name the one"),
         "link": (NotAllowed, r"link .* leads to .*outside\.yaml"),
     }
     for name, (error, reason) in errors.items():

@@ -80,7 +80,7 @@ async def list_files(
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
         storage = await _open_manifest(opener, location, config, listed, place)
-        _check_size(location, storage)
+        _check_one(place.path, storage)
         if isinstance(listed, DescribedFormat):
             manifest = await read_described(opener, location, config, listed, storage)
         else:
@@ -125,10 +125,15 @@ async def _open_manifest(
     return storage
 
 
-def _check_size(location: Location, storage: Storage) -> None:
+def _check_one(path: str, storage: Storage) -> None:
+    """Refuse a manifest that is none, since a folder or a pattern stands for many files."""
+    if len(storage.shards) != 1:
+        raise InvalidRequest(
+            f"{path} is {len(storage.shards)} files; name the one that describes the dataset"
+        )
     (shard,) = storage.shards
     if shard.size_bytes > _MAX_MANIFEST_BYTES:
         raise InvalidRequest(
-            f"the manifest {location.text} has {shard.size_bytes} bytes, more than "
+            f"the manifest {path} has {shard.size_bytes} bytes, more than "
             f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
         )
