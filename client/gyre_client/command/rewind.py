@@ -145,7 +145,7 @@ def _step_text(files: RunFiles, step: int, located: pb.LocateStepResponse) -> st
     head += f", epoch {located.epoch}"
     if located.row_length:
         head += f", rows of {counted(located.row_length, 'token', ',')}"
-    if isinstance(loss := files.history.get(step, {}).get("loss"), int | float):
+    if (loss := files.loss(step)) is not None:
         head += f", loss {loss:.4f}"
     recorded = files.is_recorded(step, [row.sample_id for row in located.rows])
     if recorded is not None:

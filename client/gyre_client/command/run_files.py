@@ -40,6 +40,14 @@ class RunFiles:
         """Whether its steps are counted without those that are left out, as a trainer does."""
         return bool(self.checkpoints)
 
+    def loss(self, step: int) -> float | None:
+        """The recorded loss of a step; None where the record has no number, or one beyond float."""
+        try:
+            loss = self.history.get(step, {}).get("loss")
+            return float(loss) if isinstance(loss, int | float) else None
+        except OverflowError:
+            return None
+
     def is_recorded(self, step: int, sample_ids: Sequence[int]) -> bool | None:
         """Whether the history has these samples for a step; None where it has no such step."""
         if step not in self.history:

@@ -188,6 +188,8 @@ class WeightChanges:
         _put(phase, self._withdrawn.setdefault(key, []), self._changes.get(key, []))
 
     def _check_user(self, user: str, most_bytes: int) -> None:
+        if self._num_bytes[user] >= most_bytes and not self._path.exists():
+            self._num_bytes.clear()  # the operator has removed the file
         if (num_bytes := self._num_bytes[user]) >= most_bytes:
             raise Overloaded(
                 f"{user} has {num_bytes} bytes of changes of weights in {self._path}, and may have "

@@ -6,6 +6,7 @@ cache and the index know nothing of files. Only this module knows which range is
 """
 
 import ctypes
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -72,8 +73,9 @@ class ConcatenatedFiles:
         self._starts = starts_of(heads, table.sizes)
         self._location = location
         size, starts = int(self._starts[-1]), self._starts
+        version = _version(table, heads)
         self.shards: Sequence[Shard] = [
-            _JoinedFiles(_NAME, size, table.version, table=table, heads=heads, starts=starts)
+            _JoinedFiles(_NAME, size, version, table=table, heads=heads, starts=starts)
         ]
         self._bounds = ShardBounds(self.shards)
 
@@ -140,6 +142,13 @@ class ConcatenatedFiles:
         size, into = end[some] - begin[some], np.asarray(target)[some]
         for each in zip(into.tolist(), source.tolist(), size.tolist(), strict=True):
             ctypes.memmove(*each)
+
+
+def _version(table: FileTable, heads: Texts) -> str:
+    """Changes whenever a file or a head does, since caches have both; empty if a file has none."""
+    if not table.version or heads is table.names:
+        return table.version
+    return hashlib.blake2b(table.version.encode() + heads.data, digest_size=16).hexdigest()
 
 
 class _FilePlan:

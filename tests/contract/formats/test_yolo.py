@@ -1,7 +1,9 @@
 """Folders of images with labels as ultralytics lays them out, through a real daemon, too."""
 
+import contextlib
 import json
 import re
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from gyre_client import Loader, objects
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
-from gyre_client.errors import NotAllowed, ShardMissing
+from gyre_client.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
@@ -18,7 +20,10 @@ from gyre_daemon.datasets.formats.files.yolo import labels_path
 from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.formats.format_contract import IndexContract, Sample
 from tests.contract.places import LocalPlace, Place, S3Place, noise
@@ -164,6 +169,7 @@ def test_polygons_become_the_boxes_around_them_and_lines_that_repeat_are_none() 
         (b"0 320 240 64 48", "it has 320; places are parts of the image"),
         (b"0 0.5 nan 0.1 0.1", "it has nan"),
         (b"0 0.5 0.5 0.1 -0.1", "it has -0.1"),
+        (b"0 0.5 0.5 0.1 -0.005", "it has a box of width 0.1 and height -0.005"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file(line: bytes, reason: str) -> None:
@@ -181,13 +187,15 @@ def test_a_bad_line_is_named_with_its_file(line: bytes, reason: str) -> None:
         (b"- a", {}, CorruptSample, "it is no mapping"),
         (b"train: images/train", {}, CorruptSample, "it has no `names`"),
         (b"names: {0: a, 2: b}\ntrain: x", {}, CorruptSample, "keys of `names` are not 0, 1"),
-        (b"names: [yes, a]\ntrain: x", {}, CorruptSample, "has True, which is no text"),
+        (b"names: [[a], b]\ntrain: x", {}, CorruptSample, "has a list, which is no text"),
+        (b"nc: many\ntrain: x", {}, CorruptSample, "`nc` is 'many', which is no number"),
         (b"names: [a]\nnc: 2\ntrain: x", {}, CorruptSample, "`nc` is 2, and `names` has 1"),
         (DATA, {"split": "test"}, ConfigError, "no folders of the split 'test'; it has train, val"),
         (b"names: [a]\ntrain: train2017.txt", {}, ConfigError, "says 'train2017.txt' of"),
         (b"names: [a]\ntrain: /content/train", {}, ConfigError, "name the folders .* `images`"),
         (b"names: [a]\nkpt_shape: [17, 3]\ntrain: x", {}, ConfigError, "describes keypoints"),
         (DATA, {"images": ["elsewhere"]}, ConfigError, "none of the 1 images has labels; those of"),
+        (DATA, {"images": ["images", "imges"]}, ConfigError, "folder 'imges', .* has no images"),
     ],
 )
 def test_what_the_file_says_is_checked(
@@ -196,6 +204,45 @@ def test_what_the_file_says_is_checked(
     files = {**tree(), "data.yaml": data, "elsewhere/a.jpg": b""}
     with pytest.raises(error, match=reason):
         read(files, **options)
+
+
+def test_classes_are_named_as_they_are_written() -> None:
+    files = {
+        "data.yaml": b"names: [yes, 1.0, 010]\nnc: 3\ntrain: images\ntest: ~",
+        "images/a.jpg": b"",
+    }
+    found = read({**files, "labels/a.txt": b"1 .5 .5 .1 .1"})
+    assert found.columns[0].categories == ("yes", "1.0", "010")
+
+
+@pytest.mark.parametrize(
+    ("link", "end"),
+    [
+        ("[{0}, {0}]", "names: [*a24]\ntrain: images/train"),
+        ("[{0}, {0}]", "names: [a]\nnc: *a24\ntrain: images/train"),
+        ("{{<<: [{0}, {0}]}}", "names: [a, b, c]\ntrain: images/train"),
+    ],
+)
+def test_a_file_that_stands_for_more_than_it_has_takes_no_memory(link: str, end: str) -> None:
+    links = "".join(f"a{n}: &a{n} {link.format(f'*a{n - 1}')}\n" for n in range(1, 25))
+    files = {**tree(), "data.yaml": f"a0: &a0 {{x: y}}\n{links}{end}".encode()}
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CorruptSample):
+            read(files)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_other_labels_make_another_index() -> None:
+    def index_of(label: bytes) -> bytes:
+        files = {"data.yaml": DATA, "images/train/a.jpg": b"", "labels/train/a.txt": label}
+        manifest = read(files)
+        return yolo().index_of(FileTable(manifest.names, np.array([0])), manifest.columns).digest()
+
+    assert index_of(b"0 .5 .5 .1 .1") == index_of(b"0 0.5 0.50 .1 .1\n")
+    assert index_of(b"0 .5 .5 .1 .1") != index_of(b"1 .5 .5 .1 .1")
 
 
 def test_wrong_options_are_refused() -> None:
@@ -224,7 +271,10 @@ def test_images_and_their_boxes_are_served(
         "bad": {"images": ["bad/images"]},
         "empty": {"images": ["labels"]},
         "nowhere": {"data": "nowhere.yaml"},
+        "folder": {"data": "two"},
     }
+    for name in ("a", "b"):
+        local.put(f"two/{name}.yaml", DATA)
     tables |= {name: {**tables["local"], **change} for name, change in changes.items()}
     tables["link"] = {**tables["local"], "uri": str(tmp_path / "linked")}
     definitions = {"nowhere": DatasetConfig(local.root, "yolo", {"data": "nowhere.yaml"})}
@@ -250,8 +300,42 @@ def test_images_and_their_boxes_are_served(
         "bad": (RemoteCorruptSample, r"the labels bad/labels/a\.txt, line 1: it has 3 numbers"),
         "empty": (ShardMissing, "lists no files"),
         "nowhere": (ShardMissing, r"nowhere\.yaml"),
+        "folder": (InvalidRequest, "two is 2 files; name the one"),
         "link": (NotAllowed, r"link .* leads to .*outside\.yaml"),
     }
     for name, (error, reason) in errors.items():
         with pytest.raises(error, match=reason):
             Loader(name, batch_size=5, address=daemon.address)
+
+
+def test_labels_that_changed_are_served_once_the_dataset_is_indexed_again(
+    gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
+) -> None:
+    places: dict[str, Place] = {"local": LocalPlace(tmp_path / "set"), "s3": S3Place(s3_server)}
+    tables = {}
+    for name, place in places.items():
+        tables[name] = {"uri": place.root, "format": "yolo", "storage": dict(place.settings)}
+        for path, data in tree().items():
+            large = data * -(-9000 // len(data)) if path.endswith("jpg") else data
+            place.put(path, large)  # the fingerprint covers the middle of a file
+    kept = [{"name": "drop", "field": "num_objects"}, {"name": "cache"}]
+    daemon = gyred({"cache_dir": str(tmp_path / "cache"), "datasets": tables})
+
+    def labels(name: str, transform: Sequence[Mapping[str, Any]] | None) -> list[list[int]]:
+        options: dict[str, Any] = {"order": "sequential", "epochs": 1, "tail": "drop"}
+        with Loader(
+            name, batch_size=5, transform=transform, address=daemon.address, **options
+        ) as loader:
+            return [its["label"] for batch in loader for its in objects(batch, "objects")]
+
+    for name, place in places.items():
+        for transform in (None, kept):
+            assert labels(name, transform) == [
+                expected(number)["label"] if number % 8 else [] for number in range(NUM_IMAGES)
+            ]
+        place.put(f"labels/train/{2:012}.txt", re.sub(rb"(?m)^\d", b"2", labels_text(2)))
+        with identified_channel(daemon.address) as channel:
+            request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name=name))
+            list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=60))
+        for transform in (None, kept):
+            assert labels(name, transform)[2] == [2] * len(lines_of(2))

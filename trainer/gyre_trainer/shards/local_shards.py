@@ -34,10 +34,10 @@ def digest_of(tensor: Tensor) -> int:
     if raw.storage_offset() % _WORD_BYTES:
         raw = raw.clone()
     stop = len(raw) - len(raw) % (_DIGEST_COLUMNS * _WORD_BYTES)
-    digest = blake2b(memoryview(raw[stop:].cpu().numpy()), digest_size=6)
+    digest = blake2b(raw[stop:].cpu().numpy().tobytes(), digest_size=6)
     if stop:
         rows = raw[:stop].view(torch.int64).view(-1, _DIGEST_COLUMNS)
-        digest.update(memoryview(rows.sum(0).cpu().numpy()))
+        digest.update(rows.sum(0).cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

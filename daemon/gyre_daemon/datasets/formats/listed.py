@@ -133,7 +133,7 @@ class DescribedFormat(ListedFormat, Protocol):
         """
 
     def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
-        """The manifest that the files make.
+        """The manifest that the files make; a process of its own calls this.
 
         Args:
             described: the n samples.

@@ -128,7 +128,7 @@ class Indexer:
             config = replace(config, format=SHARD_LISTS)
         found = FoundFormat(config.format)
         if not config.format:
-            found = await find_format(self._opener, location, config, self._manifests.read)
+            found = await find_format(self._opener, location, config, self._manifests)
             config = replace(config, format=found.name)
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
@@ -140,7 +140,7 @@ class Indexer:
                     "are one shard; leave `append` out"
                 )
             dataset_format = found.files or await list_files(
-                self._opener, location, config, dataset_format, self._manifests.read
+                self._opener, location, config, dataset_format, self._manifests
             )
             source = dataset_format.storage
         elif listed:

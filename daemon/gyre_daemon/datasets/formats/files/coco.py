@@ -25,12 +25,12 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class _Image(msgspec.Struct):
-    """An image; its size is in pixels."""
+    """An image; its size is in pixels, and anything else says nothing of it."""
 
     id: int
     file_name: str
-    width: int | None = None
-    height: int | None = None
+    width: Any = None
+    height: Any = None
 
 
 class _Annotation(msgspec.Struct):
@@ -137,19 +137,24 @@ def _manifest(document: _Document, folder: str) -> Manifest:
 
 
 def _sizes(images: Sequence[_Image]) -> Iterator[ManifestColumn]:
-    """The width and the height, if all images have them.
+    """The width and the height, if all images have them as whole numbers.
 
     Raises:
         ValueError: one does not fit into 64 bits.
     """
     for name in ("width", "height"):
-        values = [getattr(each, name) for each in images]
-        if None in values:
+        values = [_whole(getattr(each, name)) for each in images]
+        if any(type(value) is not int for value in values):
             continue
         for number, value in enumerate(values):
             if value not in _INT64:
                 raise ValueError(f"image {number} has the {name} {value}, more than 64 bits hold")
         yield ManifestColumn(name, "number", np.array(values, np.int64))
+
+
+def _whole(value: Any) -> Any:
+    """640 for 640.0, as some programs write it."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def _places(what: str, ids: Sequence[int]) -> dict[int, int]:

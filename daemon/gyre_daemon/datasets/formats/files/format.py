@@ -1,5 +1,6 @@
 """The options of `files`, and the index of all files."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,8 +75,15 @@ class FilesFormat:
     reads_apart = False
     pattern = "*.{" + ",".join(f"{name},{name.upper()}" for name in IMAGES + AUDIO) + "}"
 
-    def __init__(self, options: FilesOptions) -> None:
-        self._options = options
+    def __init__(self, options: FilesOptions, *, covers_texts: bool = False) -> None:
+        """Take the options of a dataset.
+
+        Args:
+            options: the keys of the dataset.
+            covers_texts: whether an index differs where texts of a manifest do, and not only their
+                sizes. Fingerprints of `files` and `coco` were taken without.
+        """
+        self._options, self._covers_texts = options, covers_texts
         self._extensions = frozenset(each.lower() for each in options.extensions or IMAGES + AUDIO)
 
     def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
@@ -98,12 +106,15 @@ class FilesFormat:
             raise ConfigError(f"`fields` of a files dataset must have {_FILE}, {_PATH} or a text")
         fields = [column.spec(each) for each, column in found]
         meaning = json.dumps([[spec.name, spec.codec, spec.categories] for spec in fields])
+        identity = meaning.encode() + table.names.data
+        if self._covers_texts:
+            identity += b"".join(_digest(column) for column in columns)
         return SampleTable(
             fields,
             [len(table)],
             np.stack([column.values for column in stored], axis=1),
             np.stack([column.size for column in stored], axis=1),
-            identity=meaning.encode() + table.names.data,
+            identity=identity,
             indexed=[column.values for _, column in found if column.codec == "indexed"],
         )
 
@@ -191,6 +202,12 @@ def _columns_of(
                 _Column, "indexed", column.values, _NOTHING, column.categories
             )
     return found
+
+
+def _digest(column: ManifestColumn) -> bytes:
+    """Of texts; an index covers numbers itself."""
+    texts = column.values.data if isinstance(column.values, Texts) else b""
+    return hashlib.blake2b(texts, digest_size=16).digest()
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -4,6 +4,7 @@ The form is that of https://docs.ultralytics.com/datasets/detect/: `data.yaml` n
 with images, and the classes. The labels of `images/a.jpg` are in `labels/a.txt`.
 """
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class YoloFormat:
         """
         require_yaml()
         self._options = options
-        self._files = FilesFormat(FilesOptions(fields=options.fields))
+        self._files = FilesFormat(FilesOptions(fields=options.fields), covers_texts=True)
 
     def is_wanted(self, name: str) -> bool:
         """See `ListedFormat.is_wanted`."""
@@ -78,7 +79,7 @@ class YoloFormat:
         return ManifestPlace(f"{folder}/{self._options.data}", path)
 
     def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
-        """See `ListedFormat.index_of`."""
+        """See `ListedFormat.index_of`; other labels make another index."""
         return self._files.index_of(table, columns)
 
     def described(self, name: str, data: bytes, names: Texts) -> Described:
@@ -93,6 +94,12 @@ class YoloFormat:
             for path in paths
             if path.startswith(inside) and path.rpartition(".")[2].lower() in IMAGES
         ]
+        for folder, before in zip(about.folders, inside, strict=True):
+            first = bisect.bisect_left(images, before)  # they are sorted
+            if images and not "".join(images[first : first + 1]).startswith(before):
+                raise ConfigError(
+                    f"the folder {folder!r:.200}, of {name} or `images`, has no images"
+                )
         texts = np.array([places.get(labels_path(path), -1) for path in images], np.int64)
         if images and (texts < 0).all():
             raise ConfigError(
@@ -158,6 +165,8 @@ def _object(numbers: Sequence[float], num_classes: int) -> tuple[int, tuple[floa
         raise ValueError(f"it has the class {label:g}, and there are {num_classes} classes, from 0")
     if wrong := [each for each in places if not -_SLACK <= each <= 1 + _SLACK]:
         raise ValueError(f"it has {wrong[0]:g}; places are parts of the image, from 0 to 1")
+    if not is_polygon and min(places[2:]) < 0:
+        raise ValueError(f"it has a box of width {places[2]:g} and height {places[3]:g}")
     return int(label), _around(places) if is_polygon else tuple(places)
 
 

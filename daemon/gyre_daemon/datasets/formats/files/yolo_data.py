@@ -1,6 +1,7 @@
 """Reads `data.yaml` of ultralytics: where images lie, and the names of their classes."""
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +62,19 @@ def yolo_data(name: str, data: bytes, split: str, images: Sequence[str]) -> Yolo
     return YoloData(tuple(map(_folder, images or _split(name, document, split))), classes)
 
 
-def _parsed(name: str, data: bytes) -> dict[Any, Any]:
+def _parsed(name: str, data: bytes) -> dict[str, Any]:
+    """The mapping that the file is, of texts, lists and mappings.
+
+    Texts are as they are written. To give them types, and to merge mappings that others refer to,
+    takes as much time and memory as the writer of the file likes.
+    """
     import yaml  # noqa: PLC0415  # only this format needs it
 
     reason = "it is no mapping"
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has {len(data)} bytes, more than {_MAX_BYTES}")
-        document = yaml.safe_load(data)
+        document = yaml.load(data, yaml.BaseLoader)  # makes texts, lists and mappings
         if isinstance(document, dict):
             return document
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -78,27 +84,40 @@ def _parsed(name: str, data: bytes) -> dict[Any, Any]:
 
 def _classes(names: Any, count: Any) -> tuple[str, ...]:
     """The names of classes, a list or a mapping from numbers; without names, their number."""
-    if names is None and type(count) is int and 0 < count <= 1 << 16:
-        return tuple(f"class_{number}" for number in range(count))
+    if _is_given(count) and (not isinstance(count, str) or not re.fullmatch("[0-9]{1,9}", count)):
+        raise ValueError(f"`nc` is {_shown(count)}, which is no number")
+    if not _is_given(names) and _is_given(count) and 0 < int(count) <= 1 << 16:
+        return tuple(f"class_{number}" for number in range(int(count)))
     if isinstance(names, dict):
-        if set(names) != set(range(len(names))):
+        if set(names) != {str(number) for number in range(len(names))}:
             raise ValueError("the keys of `names` are not 0, 1, ...")
-        names = [names[number] for number in range(len(names))]
+        names = [names[str(number)] for number in range(len(names))]
     if not isinstance(names, list) or not names:
         raise ValueError("it has no `names` of classes")
     for each in names:
-        if type(each) not in (str, int, float):
-            raise ValueError(f"`names` has {each!r:.100}, which is no text; put it in quotes")
-    if count is not None and count != len(names):
-        raise ValueError(f"`nc` is {count!r:.100}, and `names` has {len(names)}")
-    return tuple(map(str, names))
+        if not isinstance(each, str):
+            raise ValueError(f"`names` has {_shown(each)}, which is no text")
+    if _is_given(count) and int(count) != len(names):
+        raise ValueError(f"`nc` is {count}, and `names` has {len(names)}")
+    return tuple(names)
 
 
-def _split(name: str, document: dict[Any, Any], split: str) -> list[str]:
+def _is_given(value: Any) -> bool:
+    return value not in (None, "", "~", "null", "Null", "NULL")
+
+
+def _shown(value: Any) -> str:
+    """A text, or what it is in place of one: a list may stand for millions of others."""
+    if isinstance(value, str):
+        return f"{value!r:.100}"
+    return "a mapping" if isinstance(value, dict) else "a list"
+
+
+def _split(name: str, document: dict[str, Any], split: str) -> list[str]:
     found = document.get(split)
     folders: list[Any] = found if isinstance(found, list) else [found]
-    if not found or not all(isinstance(each, str) for each in folders):
-        splits = [each for each in ("train", "val", "test") if document.get(each)]
+    if not all(isinstance(each, str) and _is_given(each) for each in folders) or not folders:
+        splits = [each for each in ("train", "val", "test") if _is_given(document.get(each))]
         raise ConfigError(
             f"{name} has no folders of the split {split!r:.100}; it has {', '.join(splits)}: set "
             "`split`, or name the folders as `images`"

@@ -1,13 +1,13 @@
 """Makes a manifest of files that describe the files beside them, as the labels of YOLO do."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
+from gyre_daemon.datasets.formats.listed import Described, DescribedFormat, Manifest
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.base import Storage
@@ -18,6 +18,8 @@ from gyre_daemon.storage.opener import StorageOpener
 # cost of a plan. All of them stay in memory until they are parsed, so their size has a limit.
 _FILES_AT_ONCE = 1000
 _MAX_BYTES = 1 << 30
+# Takes the format, the samples, and what describes each.
+ParseManifest = Callable[[DescribedFormat, Described, Sequence[bytes]], Awaitable[Manifest]]
 
 
 async def read_described(
@@ -26,6 +28,7 @@ async def read_described(
     config: DatasetConfig,
     listed: DescribedFormat,
     about: Storage,
+    parse: ParseManifest,
 ) -> Manifest:
     """The manifest of a folder whose samples are described by files of their own.
 
@@ -35,6 +38,7 @@ async def read_described(
         config: of the dataset.
         listed: its format.
         about: the file that describes all samples, as the only shard.
+        parse: makes the manifest.
 
     Raises:
         CorruptSample: a file is damaged.
@@ -55,7 +59,7 @@ async def read_described(
             f"{_MAX_BYTES}; split it into several datasets"
         )
     texts = await _read(files, described.texts, sizes)
-    return await asyncio.to_thread(listed.manifest, described, texts)
+    return await parse(listed, described, texts)
 
 
 async def _read(

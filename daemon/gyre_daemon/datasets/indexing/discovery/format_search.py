@@ -12,7 +12,7 @@ from gyre_daemon.datasets.indexing.discovery.detection import (
     pattern_of,
     possible_shards,
 )
-from gyre_daemon.datasets.indexing.discovery.listing import FileListing, ReadManifest, list_files
+from gyre_daemon.datasets.indexing.discovery.listing import FileListing, Manifests, list_files
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
@@ -38,7 +38,7 @@ class FoundFormat:
 
 
 async def find_format(
-    opener: StorageOpener, location: Location, config: DatasetConfig, read: ReadManifest
+    opener: StorageOpener, location: Location, config: DatasetConfig, manifests: Manifests
 ) -> FoundFormat:
     """The format that the names of files say, else their first bytes.
 
@@ -61,7 +61,7 @@ async def find_format(
         try:
             single = cast("ListedFormat", make_format(location.text, files))
             return FoundFormat(
-                SINGLE_FILES, files=await list_files(opener, location, files, single, read)
+                SINGLE_FILES, files=await list_files(opener, location, files, single, manifests)
             )
         except (ShardMissing, InvalidRequest, ConfigError):
             raise missing from None

@@ -1,14 +1,15 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.listed import (
+    Described,
     DescribedFormat,
     Manifest,
     ManifestColumn,
@@ -27,8 +28,20 @@ from gyre_daemon.storage.splits import check_one_tree
 
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
 _MAX_MANIFEST_BYTES = 1 << 30
-# Takes the format, the storage whose only shard is the manifest, and the storage's settings.
-ReadManifest = Callable[[ManifestFormat, Storage, Mapping[str, Any]], Awaitable[Manifest]]
+
+
+class Manifests(Protocol):
+    """What reads manifests; see `ManifestReader`."""
+
+    async def read(
+        self, listed: ManifestFormat, storage: Storage, settings: Mapping[str, Any]
+    ) -> Manifest:
+        """The manifest that is the only shard of a storage with these settings."""
+
+    async def parse(
+        self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
+    ) -> Manifest:
+        """The manifest that the texts of samples make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ async def list_files(
     location: Location,
     config: DatasetConfig,
     listed: ListedFormat,
-    read: ReadManifest,
+    manifests: Manifests,
 ) -> FileListing:
     """The files of a location.
 
@@ -69,7 +82,7 @@ async def list_files(
         location: of a folder, or of a manifest.
         config: of the dataset.
         listed: its format.
-        read: reads a manifest.
+        manifests: reads them.
 
     Raises:
         CorruptSample: it is a manifest that is damaged.
@@ -80,12 +93,14 @@ async def list_files(
     place = listed.manifest_of(location.paths[0]) if len(location.paths) == 1 else None
     if place:
         storage = await _open_manifest(opener, location, config, listed, place)
-        _check_size(location, storage)
+        _check_one(place.path, storage)
         if isinstance(listed, DescribedFormat):
-            manifest = await read_described(opener, location, config, listed, storage)
+            manifest = await read_described(
+                opener, location, config, listed, storage, manifests.parse
+            )
         else:
             assert isinstance(listed, ManifestFormat)
-            manifest = await read(listed, storage, config.storage)
+            manifest = await manifests.read(listed, storage, config.storage)
         if not len(manifest.names):
             raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))
@@ -125,10 +140,15 @@ async def _open_manifest(
     return storage
 
 
-def _check_size(location: Location, storage: Storage) -> None:
+def _check_one(path: str, storage: Storage) -> None:
+    """Refuse a manifest that is none, since a folder or a pattern stands for many files."""
+    if len(storage.shards) != 1:
+        raise InvalidRequest(
+            f"{path} is {len(storage.shards)} files; name the one that describes the dataset"
+        )
     (shard,) = storage.shards
     if shard.size_bytes > _MAX_MANIFEST_BYTES:
         raise InvalidRequest(
-            f"the manifest {location.text} has {shard.size_bytes} bytes, more than "
+            f"the manifest {path} has {shard.size_bytes} bytes, more than "
             f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
         )

@@ -1,20 +1,28 @@
 """Reads manifests of single files.
 
 One that is parsed at once, as JSON is, would keep the daemon's interpreter for seconds: 5.5 s for
-460 MB of annotations. So a process that scans reads it; see `server`.
+460 MB of annotations. Labels of many images are parsed in Python, which takes turns of it from all
+others as long. So a process that scans does that; see `server`.
 """
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestFormat
+from gyre_daemon.datasets.formats.listed import (
+    Described,
+    DescribedFormat,
+    Manifest,
+    ManifestColumn,
+    ManifestFormat,
+)
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.datasets.indexing.scans.scanner import Scanner
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
@@ -24,6 +32,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 
 _AT_ONCE = 2  # each may take what one process may
+_LABELS, _TEXTS_AT_ONCE = "labels", 1000
 
 
 class ManifestReader:
@@ -57,13 +66,56 @@ class ManifestReader:
                 arrays = await scanner.scan(scan, storage, 0, settings)
         finally:
             scanner.kill()
-        try:
-            return await asyncio.to_thread(_from_arrays, arrays)
-        except (KeyError, ValueError, TypeError) as error:
-            name, reason = storage.shards[0].name, "the process that read it has failed"
-            raise CorruptSample(
-                f"the manifest {name}: {reason}", {"shard": name, "reason": reason}
-            ) from error
+        return await _received(storage.shards[0].name, arrays)
+
+    async def parse(
+        self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
+    ) -> Manifest:
+        """The manifest that the texts of samples make.
+
+        Args:
+            listed: the format.
+            described: the n samples.
+            texts: n, see `DescribedFormat.manifest`.
+
+        Raises:
+            CorruptSample: one is damaged, or they take too much memory.
+        """
+        sizes = np.array([len(text) for text in texts], np.int64)
+        run = partial(_run_described, listed, described, sizes)
+        async with self._turns:
+            process = await self._processes.start()
+            try:
+                arrays = await process.scan_stream(run, _LABELS, _portions(texts))
+            finally:
+                process.kill()
+        return await _received(_LABELS, arrays)
+
+
+async def _portions(texts: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for begin in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield b"".join(texts[begin : begin + _TEXTS_AT_ONCE])
+
+
+def _run_described(
+    listed: DescribedFormat,
+    described: Described,
+    sizes: npt.NDArray[np.int64],
+    name: str,
+    file: BinaryIO,
+) -> Arrays:
+    texts = Texts.joined([file.read()], sizes)
+    return _as_arrays(listed.manifest(described, [texts[row] for row in range(len(texts))]))
+
+
+async def _received(name: str, arrays: Arrays) -> Manifest:
+    try:
+        return await asyncio.to_thread(_from_arrays, arrays)
+    except (KeyError, ValueError, TypeError) as error:
+        reason = "the process that read it has failed"
+        raise CorruptSample(
+            f"the manifest {name}: {reason}", {"shard": name, "reason": reason}
+        ) from error
 
 
 def _run(listed: ManifestFormat, name: str, file: BinaryIO) -> Arrays:
