@@ -243,6 +243,7 @@ def test_replicated_gradients_are_averaged_in_one_all_reduce(
     # of each also whether any rank has a gradient of it
     numel = sum(numel + 1 for name, numel in norms if not name.startswith(frozen or "none"))
     numel += len(norms)  # and of all whether each rank trains it
+    numel += 1  # and whether a rank wrote to parameters outside of a step
     assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
 
 

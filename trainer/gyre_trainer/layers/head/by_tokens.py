@@ -32,7 +32,7 @@ from gyre_trainer.layers.linear import rows
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.prefetch import prefetch_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.rule import Rule, parameter_at
 from gyre_trainer.shards.gradient_ring import SliceGrad
 from gyre_trainer.shards.layout import Cut
 from gyre_trainer.shards.local_shards import spec_of, with_spec
@@ -83,7 +83,8 @@ def statistics_by_tokens(
     if call.counts is None:
         return None
     _require_classes(torch.where(counted_T, targets_T, 0), call.num_classes)
-    call.sharded.require_here(call.weight, "weight")
+    for cut in rotation.layout.cuts:
+        call.sharded.require_here(parameter_at(rotation.module, cut.name), cut.name)
     if any(call.takes_grads) and call.sharded.replica_gradients is not None:
         call.sharded.replica_gradients.before_training(path_of(rotation.module))
     targets_T = torch.where(counted_T, targets_T, NO_TARGET)
@@ -171,18 +172,17 @@ class _Gradients:
     def __init__(self, call: VisitedHead) -> None:
         self._call = call
         _, self._of_weight, self._of_bias, self._of_whole_bias = call.takes_grads
+        wanted = {"weight": self._of_weight, "bias": self._of_bias}
+        layout = call.layout.only([wanted[cut.name] for cut in call.layout.cuts])
+        self._layout, rank = layout.in_rounds(1), call.ring.rank
         flat, scale = call.sharded.flat, 1 / call.ring.size
-        self._flat = flat
+        dtype = torch.promote_types(flat.dtype, call.rotation.policy.grad_dtype or flat.dtype)
+        self._flat = torch.empty(self._layout.numel(rank), dtype=dtype, device=flat.device)
         self._slices: list[SliceGrad] = []
-        if self._of_weight or self._of_bias:
-            dtype = torch.promote_types(flat.dtype, call.rotation.policy.grad_dtype or flat.dtype)
-            self._flat = torch.empty_like(flat, dtype=dtype)
-            copied = call.dtype != flat.dtype
-            layout = call.rotation.pieces if copied else call.rotation.layout
-            for round_ in range(layout.num_rounds):
-                index = layout.piece(call.ring.rank, round_)
-                views = layout.views(layout.piece_in(self._flat, index), index)
-                self._slices.append(SliceGrad(views, empty=True, scale=scale))
+        for round_ in range(layout.num_rounds):
+            index = layout.piece(rank, round_)
+            views = layout.views(layout.piece_in(self._flat, index), index)
+            self._slices.append(SliceGrad(views, empty=True, scale=scale))
         bias = call.whole_bias
         self._whole_bias = (
             torch.zeros_like(bias) if self._of_whole_bias and bias is not None else None
@@ -209,7 +209,7 @@ class _Gradients:
         if self._of_weight:
             self._slices[piece.round_].add_product(0, grads_TV.T, x_TD[chunk])
         if self._of_bias:
-            self._slices[piece.round_].add(1, grads_TV.sum(0))
+            self._slices[piece.round_].add(-1, grads_TV.sum(0))
         if self._whole_bias is not None:
             # not scaled: it is averaged over the ranks with other replicated parameters
             self._whole_bias[piece.classes.start : piece.classes.stop] += grads_TV.sum(0)
@@ -220,12 +220,9 @@ class _Gradients:
         """Of weight and bias: averages over the ranks, but for a bias that is whole."""
         for each in self._slices:
             each.close()
-        call = self._call
-        found: dict[str, Tensor] = {}
-        if self._slices:
-            shards = call.sharded.views(self._flat.to(call.sharded.flat.dtype))
-            names = [cut.name for cut in call.rotation.layout.cuts]
-            found = dict(zip(names, shards, strict=True))
+        call, layout = self._call, self._layout
+        shards = layout.views(self._flat.to(call.sharded.flat.dtype), call.ring.rank)
+        found = dict(zip([cut.name for cut in layout.cuts], shards, strict=True))
         of_weight = _as_gradient(found["weight"], call.weight) if self._of_weight else None
         of_bias = _as_gradient(found["bias"], call.bias) if self._of_bias else self._whole_bias
         return of_weight, of_bias

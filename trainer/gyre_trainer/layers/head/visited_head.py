@@ -20,6 +20,7 @@ from gyre_trainer.layers.head.visiting_tokens import Field, Parcel, Trip, counts
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import parameter_at
+from gyre_trainer.shards.layout import Layout
 
 NO_TARGET = -1
 
@@ -77,7 +78,7 @@ class VisitedHead:
     def agreed_counts(self, num_tokens: int) -> list[int] | None:
         """How many tokens each rank has; None where slices travel."""
         number, like = self.rotation.number, torch.empty(0, dtype=self.dtype, device=self.device)
-        form = repr((self.num_statistics, self.takes_grads)).encode()
+        form = repr((self.asked, self.takes_grads, self.given_dtype)).encode()
         counts = counts_of_all(self.ring, number, num_tokens, crc32(form), like)
         return counts if counts is not None and self._sends_less(sum(counts)) else None
 
@@ -130,16 +131,24 @@ class VisitedHead:
         assert self.counts is not None
         return Trip(self.ring, hop, self.counts, parcel, result, self.device)
 
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the slice is computed with in another dtype than it rests in."""
+        return self.dtype != self.sharded.flat.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """How the own slice is divided: not at all, unless its pieces are copied."""
+        return self.rotation.pieces if self._is_copied else self.rotation.layout
+
     def pieces(self) -> Iterator["Piece"]:
         """The own slice, piece by piece where it is computed with in another dtype."""
-        rotation, rank = self.rotation, self.ring.rank
-        is_copied = self.dtype != self.sharded.flat.dtype
-        layout = rotation.pieces if is_copied else rotation.layout
+        layout, rank = self.layout, self.ring.rank
         for round_ in range(layout.num_rounds):
             index = layout.piece(rank, round_)
             flat = layout.piece_in(self.sharded.flat.detach(), index)
             buffer = None
-            if is_copied:
+            if self._is_copied:
                 buffer = self.ring.pool.take(layout.numel(0), self.dtype, self.device)
                 flat = buffer[: flat.numel()].copy_(flat)
             weight_VD, *bias = layout.views(flat, index)

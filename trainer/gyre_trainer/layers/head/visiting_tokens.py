@@ -25,8 +25,8 @@ from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 
 # Rounds of tokens have other numbers than those of slices, of which there are at most 16: a rank
-# that sends slices of the same module is told apart.
-_ROUND_OF_COUNTS, _FIRST_ROUND, _MAX_ROUNDS = 31, 32, 32
+# that sends slices of the same module is told apart. After the last number comes the first again.
+_ROUND_OF_COUNTS, _FIRST_ROUND, _NUM_ROUND_NUMBERS = 31, 32, 32
 _ALIGNMENT = 8  # bytes: where each part of a buffer begins
 
 
@@ -85,12 +85,11 @@ class Parcel:
         found, start = [], 0
         for field in self.fields:
             shape = (num_tokens, field.width) if field.by_token else (field.width, num_tokens)
-            size = prod(shape) * field.dtype.itemsize // self.dtype.itemsize
-            part = flat[start : start + size]
-            found.append(
-                (part if part.dtype == field.dtype else part.view(field.dtype)).view(shape)
-            )
-            start += field.num_bytes(num_tokens) // self.dtype.itemsize
+            stop = start + field.num_bytes(num_tokens) // self.dtype.itemsize
+            part = flat[start:stop]
+            part = part if part.dtype == field.dtype else part.view(field.dtype)
+            found.append(part[: prod(shape)].view(shape))
+            start = stop
         return found
 
 
@@ -216,7 +215,7 @@ class Trip:
         if not largest:
             return most
         fitting = min(each.num_tokens(largest) for each in (self.parcel, self.result))
-        num_rounds = min(_MAX_ROUNDS, -(-most // fitting))
+        num_rounds = -(-most // fitting)
         return -(-most // num_rounds)
 
 
@@ -230,13 +229,19 @@ class _InFlight:
 
 
 class _Round:
-    """The trip of some tokens of each rank."""
+    """The trip of some tokens of each rank.
+
+    On two ranks the copy of the own tokens, and their result as it arrives, lie in memory of their
+    own, which is no larger than they are. So the pool needs one buffer of each kind, as it does for
+    slices.
+    """
 
     def __init__(self, trip: Trip, round_: int, tokens: slice) -> None:
         self._trip, self._tokens = trip, tokens
-        self._hop = trip.hop._replace(round_=_FIRST_ROUND + round_)
+        self._hop = trip.hop._replace(round_=_FIRST_ROUND + round_ % _NUM_ROUND_NUMBERS)
         counts, size = trip.counts, tokens.stop - tokens.start
         self._counts: list[int] = [min(max(0, count - tokens.start), size) for count in counts]
+        self._is_pair = trip.ring.size == 2
         self._here: Tensor | None = None  # the buffer of the result that is here
         self._flight: _InFlight | None = None  # the result that is on its way
 
@@ -247,13 +252,14 @@ class _Round:
             field.of(tensor, self._tokens)
             for field, tensor in zip(trip.parcel.fields, own, strict=True)
         ]
-        leaving = self._buffer(trip.parcel)
+        leaving = self._buffer(trip.parcel, is_own=True)
         for view, part in zip(self._views(trip.parcel, leaving, 0), parts, strict=True):
             view.copy_(part)
         flight = self._send(trip.parcel, leaving, 1)
         for step in range(1, size):
             flight.hop.wait()
-            pool.put(flight.leaving)
+            if not self._is_pair:
+                pool.put(flight.leaving)
             here = flight.arriving
             if step + 1 < size:
                 flight = self._send(trip.parcel, here, step + 1)
@@ -267,7 +273,7 @@ class _Round:
         """Copy the result of the own tokens to their places in ``outcome``."""
         for field, tensor, found in zip(self._trip.result.fields, outcome, own.result, strict=True):
             field.of(tensor, self._tokens).copy_(found)
-        if self._here is not None:
+        if self._here is not None and not self._is_pair:
             self._trip.ring.pool.put(self._here)
 
     def _visitor(self, fields: Sequence[Tensor], step: int) -> Visitor:
@@ -295,7 +301,7 @@ class _Round:
     ) -> _InFlight:
         """Send what is in ``leaving`` one rank back, and receive what comes after it."""
         offset = step if stream is Stream.GRADIENTS else step - 1
-        arriving = self._buffer(parcel)
+        arriving = self._buffer(parcel, is_own=stream is Stream.GRADIENTS)
         hop = self._trip.ring.shift(
             leaving[: parcel.numel(self._count(offset))],
             arriving[: parcel.numel(self._count(offset + 1))],
@@ -312,7 +318,9 @@ class _Round:
     def _views(self, parcel: Parcel, buffer: Tensor, offset: int) -> list[Tensor]:
         return parcel.views(buffer, self._count(offset))
 
-    def _buffer(self, parcel: Parcel) -> Tensor:
-        return self._trip.ring.pool.take(
-            parcel.numel(max(self._counts)), parcel.dtype, self._trip.device
-        )
+    def _buffer(self, parcel: Parcel, *, is_own: bool = False) -> Tensor:
+        """Memory for the tokens of any rank; on two ranks, ``is_own`` says: for the own ones."""
+        pool, dtype, device = self._trip.ring.pool, parcel.dtype, self._trip.device
+        if is_own and self._is_pair:
+            return torch.empty(parcel.numel(self._count(0)), dtype=dtype, device=device)
+        return pool.take(parcel.numel(max(self._counts)), dtype, device)
