@@ -322,6 +322,7 @@ def _told(heads: nn.ModuleDict, when: str) -> str:
         (3, "memory", "backward"),
         (2, "group", "backward"),
         (2, "memory", "logits"),
+        (3, "group", "logits"),
     ],
 )
 def test_ranks_that_call_different_heads_are_told_which(

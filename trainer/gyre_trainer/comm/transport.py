@@ -19,7 +19,7 @@ from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 
 
 class Stream(IntEnum):
-    """What a buffer holds. The value is its tag, so that two streams never mix."""
+    """What a buffer holds. The value is in its tag, so that two streams never mix."""
 
     WEIGHTS = 1
     GRADIENTS = 2
@@ -28,6 +28,9 @@ class Stream(IntEnum):
 # Tags beyond those of `Stream`, so that no identity is taken for a tensor.
 _IDENTITY_TAG = 16
 _NEVER_SENT_TAG = 32
+# Tags of tensors are apart by this, one for each size up to the prime number, and from there again.
+_SIZE_TAG = 64
+_NUM_SIZE_TAGS = 16_777_213
 
 
 class MispairedHop(RuntimeError):
@@ -187,9 +190,15 @@ class ProcessGroupTransport:
         return _Identity(work, message, leg.identity)
 
     def _operation(self, leg: Leg, stream: Stream) -> dist.P2POp:
+        """A transfer that meets one of the same size alone.
+
+        Gloo ends the process if a tensor arrives that is larger than what waits for it. So tensors
+        of mispaired hops must not meet before their identities are compared.
+        """
         operation = dist.irecv if leg.arrives else dist.isend
+        tag = stream + _SIZE_TAG * (leg.tensor.nbytes % _NUM_SIZE_TAGS)
         return dist.P2POp(
-            operation, leg.tensor, group=self._group, tag=stream, group_peer=self._peer(leg)
+            operation, leg.tensor, group=self._group, tag=tag, group_peer=self._peer(leg)
         )
 
     def _peer(self, leg: Leg) -> int:
