@@ -116,7 +116,7 @@ class _Visited(torch.autograd.Function):
         own = [cast(x_TD.detach(), call.dtype), targets_T[None]]
         prefetch_of(call.ring).cancel()  # a forward that a checkpoint runs once more, in backward
         trip = call.trip(call.parcel, call.statistics, forward=True)
-        with span(f"{path_of(call.rotation.module)} forward: of visiting tokens"):
+        with span(f"{path_of(call.rotation.module)} forward: passing tokens on"):
             trip.run(own, [statistics_ST], partial(_add_statistics, call))
         ctx.call = call
         ctx.save_for_backward(x_TD, targets_T, statistics_ST[0].clone())
@@ -140,7 +140,7 @@ class _Visited(torch.autograd.Function):
         own = [cast(x_TD, call.dtype), targets_T[None], numbers]
         grad_x_TD = torch.empty_like(x_TD) if call.takes_grads[0] else None
         trip = call.trip(call.parcel_of_backward, call.gradient, forward=False)
-        with span(f"{path_of(rotation.module)} backward: of visiting tokens"):
+        with span(f"{path_of(rotation.module)} backward: passing tokens on"):
             trip.run(
                 own,
                 [] if grad_x_TD is None else [grad_x_TD],
