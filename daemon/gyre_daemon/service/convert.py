@@ -390,17 +390,3 @@ def from_timing(timing: BatchTiming, now: float, reader: str | None) -> pb.Batch
         error=timing.error,
         **asdict(timing.delays),
     )
-
-
-def frame_chunk(data: memoryview) -> bytes:
-    """The bytes of PayloadChunk(data=data), with one copy fewer than protobuf makes."""
-    return b"".join((b"\x0a", _varint(len(data)), data))
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

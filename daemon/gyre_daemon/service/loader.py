@@ -252,7 +252,7 @@ class LoaderService(pb_grpc.LoaderServicer):
                 part = payloads.part(begin, _CHUNK_BYTES)
                 if part is None:
                     return
-                yield convert.frame_chunk(part)
+                yield _chunk(part)
 
     @answers_errors
     async def CloseSession(
@@ -355,3 +355,17 @@ def register(service: LoaderService, server: grpc.aio.Server) -> None:
     )
     pb_grpc.add_LoaderServicer_to_server(service, server)
     server.add_registered_method_handlers(SERVICE_NAME, {"ReadPayload": payload})  # type: ignore[attr-defined]
+
+
+def _chunk(data: memoryview) -> bytes:
+    """The bytes of PayloadChunk(data=data), with one copy fewer than protobuf makes."""
+    return b"".join((b"\x0a", _varint(len(data)), data))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

@@ -89,30 +89,6 @@ class InputProjectionsRule(Rule):
 class RotatedMultiheadAttention(RotatedModule):
     """Mixed in before `nn.MultiheadAttention`: the same arguments and the same results."""
 
-    @uncompiled
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The module's output for this rank's part of the batch, as without rotation."""
-        return self.attend(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-        )
-
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
         """None: what goes round the ring, the projections, drops nothing."""
 
@@ -131,7 +107,7 @@ class RotatedMultiheadAttention(RotatedModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, as a compiler sees it."""
+        """The module's output for this rank's part of the batch, as without rotation."""
         assert isinstance(self, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
@@ -152,6 +128,8 @@ class RotatedMultiheadAttention(RotatedModule):
         if batched:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    forward = uncompiled(attend)  # type: ignore[arg-type]  # a graph has `attend` itself
 
 
 def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
