@@ -1,4 +1,4 @@
-"""Progress that does not wait for the client that is told of it."""
+"""Keeps progress for a slow client, so that work does not wait for it."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _TAKEN_WITHIN_S, _MESSAGES_PER_S = 60.0, 10_000
 async def unheld(
     source: AsyncGenerator[_Progress, None], taken_within_s: float = _TAKEN_WITHIN_S
 ) -> AsyncGenerator[_Progress, None]:
-    """Yield what a source yields, which goes on at its own pace and ends when this does.
+    """Yield what a source yields. The source goes on at its own pace, and is ended with this.
 
     So a source that holds a lock gives it back when its work is done, also where the client stops
     reading: then the call waits, and nobody else does.

@@ -52,7 +52,7 @@ def test_what_cannot_be_in_a_graph_is_refused(ranks: StartRanks) -> None:
         assert "is compiled as one graph already" in twice
         assert "0 was rotated by itself; rotate the model by rotate_all alone" in in_parts
         assert "0 draws equal dropout masks" in attends
-        assert "1 is a Dropout that runs in a way of its own (EqualDropout)" in equal
+        assert "1 is a Dropout that rotation runs by EqualDropout" in equal
         assert "0 is compiled slice by slice" in sliced
         assert "0 has weights of few bits" in few_bits
 

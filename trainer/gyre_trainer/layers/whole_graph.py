@@ -324,13 +324,13 @@ def _require_fits(path: str, module: nn.Module, *, is_root: bool) -> None:
         problem = "was rotated by itself; rotate the model by rotate_all alone"
     elif isinstance(module, RecomputedLayer):
         problem = (
-            "is computed again as a layer, which no graph does; take "
+            "is recomputed as a whole layer, which compile_whole does not support; take "
             "RotationPolicy(recompute=True), without recompute_layers"
         )
     elif others:
         problem = (
-            f"is a {own_class(module).__name__} that runs in a way of its own "
-            f"({others[0].__name__}), which no graph has"
+            f"is a {own_class(module).__name__} that rotation runs by {others[0].__name__}, which "
+            "compile_whole does not support"
         )
     elif isinstance(module, RotatedModule):
         problem = _problem_of_rotation(module)

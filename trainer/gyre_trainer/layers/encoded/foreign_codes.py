@@ -51,8 +51,8 @@ def rotate_foreign(layer: Any, target: RotationTarget) -> bool:
     bias = layer._parameters.get("bias")
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise RotationError(
-            f"a {type(layer).__name__} that {_library(weight)} has quantized trains; freeze the "
-            "model (requires_grad_(False)), and train adapters"
+            f"a {type(layer).__name__} quantized by {_library(weight)} has parameters that require "
+            "gradients; freeze the model (requires_grad_(False)), and train adapters"
         )
     found = _codes_of(weight, (layer.out_features, layer.in_features))
     layer.__class__ = nn.Linear
@@ -97,10 +97,10 @@ def _codes_of(weight: Any, shape: tuple[int, int]) -> Codes:
             )
         return _nf4(weight.data, scales, state.code, shape, state.dtype)
     raise RotationError(
-        f"a weight of {shape} is a {kind} of {_library(weight)}, and of these rotation knows "
-        f"Int8Tensor with one scale for each row, and NF4Tensor and Params4bit in nf4 with blocks "
-        f"of {BLOCK} that divide a row; load the model in float, and quantize_frozen it after "
-        "rotating"
+        f"a weight of shape {shape} is a {kind} of {_library(weight)} in a format that does not "
+        "rotate. Those that do are Int8Tensor with one scale for each row, and NF4Tensor and "
+        f"Params4bit in nf4 with blocks of {BLOCK} that divide a row. Load the model without "
+        "quantization, rotate it, and call quantize_frozen"
     )
 
 

@@ -1,4 +1,4 @@
-"""Chunks of tokens that cost alike, of which a count needs few.
+"""Computes few of many equal chunks of tokens while a plan counts what a step costs.
 
 [Note: Chunks that stand for others]
 

@@ -38,11 +38,16 @@ _ADDED_WITHOUT = frozenset(
 ) | {"road", "vblora", "vera", "waveft"}
 _REFUSED = {
     "AdaptionPromptModel": (
-        "it runs without a call of that, so nothing would be averaged; add the adapter before "
-        "rotating"
+        "it never calls the rotated model, so gradients of the adapter would not be averaged; add "
+        "the adapter before rotating"
     ),
-    "LNTuningLayer": "it trains a copy of the norm; add the adapter before rotating",
-    "ModulesToSaveWrapper": "a copy of it trains beside adapters; add the adapter before rotating",
+    "LNTuningLayer": (
+        "it trains a copy of the norm, which is rotated already; add the adapter before rotating"
+    ),
+    "ModulesToSaveWrapper": (
+        "modules_to_save trains a copy of the module, which is rotated already; add the adapter "
+        "before rotating"
+    ),
     "ParamWrapper": (
         "target_parameters puts another parameter into it while the model runs, which rotation "
         "does not see; adapt layers (target_modules)"
@@ -106,13 +111,13 @@ class ReadsWholeWeights:
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """As peft's; each rank's shard has the merged values."""
         layer: Any = self
-        with _whole(layer, "merging writes"):
+        with _whole(layer, "merging changes"):
             super().merge(*args, **kwargs)  # type: ignore[misc]
 
     def unmerge(self, *args: Any, **kwargs: Any) -> None:
         """As peft's; each rank's shard has the values of before."""
         layer: Any = self
-        with _whole(layer, "merging writes"):
+        with _whole(layer, "merging changes"):
             super().unmerge(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -145,7 +150,7 @@ def _whole(adapted: Any, what: str) -> Iterator[None]:
     if not all(rotated._parameters[name].is_floating_point() for name in names):
         raise RotationError(
             f"{what} the weights of {own_class(rotated).__name__}, which are quantized; use an "
-            "adapter that does not read them, or name the layer in `keep`"
+            "adapter that does not read them and do not merge it, or name the layer in `keep`"
         )
     plain = rotated
     if names:

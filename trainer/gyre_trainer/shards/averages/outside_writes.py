@@ -4,8 +4,9 @@
 
 Ranks that hold the same values compare them before the first backward, and take the same steps from
 then on. Another write may be made on one rank alone. Torch counts the writes to a tensor, so a rank
-knows, at no cost, that there was one outside of the optimizer's steps. With the gradients that a
-backward averages goes whether some rank knows of any. Only then all ranks compare their values.
+knows, at no cost, that there was one outside of the optimizer's steps. Along with the gradients
+that a backward averages, each rank sends whether it has seen one. Only where some rank has, all
+ranks compare their values.
 """
 
 from collections.abc import Iterator, Sequence

@@ -239,8 +239,9 @@ class _Backwards:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         if extremes[:2].sum():
             raise RotationError(
-                "the replicas of the ring trained other modules, or in another order, so their "
-                "gradients were mixed up; all ranks must call the same modules in the same order"
+                "the replicas of the ring did not train the same modules in the same order, so "
+                "gradients of different modules were averaged; all ranks must call the same "
+                "modules in the same order"
             )
         return bool(extremes[2])
 

@@ -164,7 +164,9 @@ def _object(numbers: Sequence[float], num_classes: int) -> tuple[int, tuple[floa
     if label not in range(num_classes):
         raise ValueError(f"it has the class {label:g}, and there are {num_classes} classes, from 0")
     if wrong := [each for each in places if not -_SLACK <= each <= 1 + _SLACK]:
-        raise ValueError(f"it has {wrong[0]:g}; places are parts of the image, from 0 to 1")
+        raise ValueError(
+            f"it has {wrong[0]:g}, but coordinates are fractions of the image, from 0 to 1"
+        )
     if not is_polygon and min(places[2:]) < 0:
         raise ValueError(f"it has a box of width {places[2]:g} and height {places[3]:g}")
     return int(label), _around(places) if is_polygon else tuple(places)

@@ -119,15 +119,16 @@ def _split(name: str, document: dict[str, Any], split: str) -> list[str]:
     if not all(isinstance(each, str) and _is_given(each) for each in folders) or not folders:
         splits = [each for each in ("train", "val", "test") if _is_given(document.get(each))]
         raise ConfigError(
-            f"{name} has no folders of the split {split!r:.100}; it has {', '.join(splits)}: set "
-            "`split`, or name the folders as `images`"
+            f"{name} has no folders of the split {split!r:.100}, but of "
+            f"{', '.join(splits) or 'none'}; set the option `split` to one of these, or list the "
+            "folders of images in the option `images`"
         )
     for each in folders:
         parts = each.removeprefix("../").split("/")
         if each.startswith("/") or "://" in each or ".." in parts or each.endswith(".txt"):
             raise ConfigError(
                 f"{name} says {each!r:.200} of the split {split!r:.100}, which is no folder in "
-                "that of the dataset; name the folders with its images as `images`"
+                "that of the dataset; list the folders of images in the option `images`"
             )
     return folders
 
