@@ -298,5 +298,5 @@ def as_one_graph() -> str:
 
 def test_one_graph_computes_no_layers_again(ranks: StartRanks) -> None:
     for message in ranks(2).run(as_one_graph):
-        assert "model.layers.0 is computed again as a layer" in message
+        assert "model.layers.0 is recomputed as a whole layer" in message
         assert "recompute_layers" in message
