@@ -45,7 +45,7 @@ class ProcessServer:
         """
         with contextlib.suppress(ConnectionResetError):
             return await self._start()
-        return await self._start()  # the server had died
+        return await self._start()  # the server had died, or the process before it had any work
 
     def close(self) -> None:
         """End all processes; waits until the server has ended."""
