@@ -300,10 +300,11 @@ class TestOnDisk:
             {"hedge": False, "cache_dir": str(folder), "datasets": {"set": objects.dataset}}
         )
         for num_blocks in (1, 5, 11):
-            with Loader("set", batch_size=16, seed=num_blocks, address=daemon.address) as loader:
+            options: dict[str, Any] = {"batch_size": 16, "epochs": None}
+            with Loader("set", seed=num_blocks, address=daemon.address, **options) as loader:
                 batches = iter(loader)
                 while num_stored(folder) < num_blocks:
-                    next(batches)
+                    next(batches)  # of epochs without end: the disk may be slow
                 daemon.kill()
             daemon.restart()
         read(daemon)

@@ -15,7 +15,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
-from tests.daemons import status
+from tests.daemons import WITH_STALL, status
 from tests.integration.service.token_jobs import (
     BATCH,
     LENGTH,
@@ -25,17 +25,6 @@ from tests.integration.service.token_jobs import (
     right,
     token_config,
 )
-
-# A daemon with another limit of what a consumer may cost others: the pauses of a test count, and
-# those of a busy machine do not.
-WITH_STALL = """
-import sys
-from gyre_daemon import cli
-from gyre_daemon.sessions import stream_state
-stream_state.STALL_S = {}
-cli.main(["serve", "--config", sys.argv[1]])
-"""
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
