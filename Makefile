@@ -14,7 +14,7 @@ PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints
 SHOW_INSTALL := set -o pipefail; $(subst --quiet,,$(PIP_INSTALL))
 PIP_LINES := | sed -unE 's/^ *((Downloading|Processing|Installing|Successfully) .{0,80}).*/  \1/p'
 
-.PHONY: setup demo test test-fast test-models soak lint docs protos bench fuzz servers clean
+.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers clean
 DEMO_STAMP := $(VENV)/.gyre-demo-setup
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
@@ -57,18 +57,24 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 # Files stay whole, in the order in which tests/conftest.py has them.
 IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
+# The tests that tests/selected.txt lists: five minutes on two cores. `make test-all` runs all but those of `test-models`.
 test: setup
+	mkdir -p build
+	sed '/^#/d; /^$$/d' tests/selected.txt > build/selected
+	$(IN_VENV) python -m pytest $(IN_PARALLEL) @build/selected
+
+test-all: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL)
 
-# What needs no process of its own, and a little of each of the other folders.
-FAST := tests/unit tests/property $(addprefix tests/contract/,formats/test_formats.py storage/test_storage_local.py) \
-  $(addprefix tests/integration/,service/test_daemon_batches.py service/test_daemon_reload.py trainer/test_train_checkpoint.py) \
-  $(addprefix tests/distributed/rotation/,test_rotation_modules.py test_rotation_plan.py) tests/faults/service/test_copy_workers_that_die.py
+# What the last change touches of the rest; see .ci/touched.py.
+TOUCHED_S ?= 300
 
-test-fast: setup
-	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
+test-touched: setup
+	mkdir -p build
+	$(IN_VENV) python .ci/touched.py > build/touched
+	if [ -s build/touched ]; then $(IN_VENV) python -m pytest $(IN_PARALLEL) --stop-after $(TOUCHED_S) @build/touched; fi
 
-# Deeper models of transformers, found blocks, recomputation: what `make test` has no time for. And what needs torchao and bitsandbytes.
+# Deeper models of transformers, found blocks, recomputation: what `make test-all` leaves out. And what needs torchao and bitsandbytes.
 test-models: setup $(TORCHAO_STAMP)
 	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
 	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py tests/distributed/models/test_rotation_foreign_codes.py

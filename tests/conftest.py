@@ -78,9 +78,29 @@ LONGEST_FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stop-after",
+        type=float,
+        metavar="SECONDS",
+        help="run files in the order given, begin none after so many seconds, and name the rest",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--stop-after") is not None:
+        return
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+STARTED_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("--stop-after")
+    if limit_s is not None and time.monotonic() - STARTED_S > limit_s:
+        pytest.skip(f"no time was left for {item.path.stem}: .ci/nightly runs it")
 
 
 def pytest_collection_finish() -> None:
