@@ -1,6 +1,5 @@
 """Commands print what the pages show, and the examples of the front page run as they are."""
 
-import importlib.util
 import json
 import os
 import re
@@ -52,34 +51,6 @@ def test_the_configurations_of_the_training_pages_describe_runs(tmp_path: Path) 
         dataset = {"uri": data.dataset, "format": data.format, **data.options}
         path.write_text(to_toml({"datasets": {"page": dataset}}))
         assert list(load_daemon_config(path, {}, {}).config.datasets) == ["page"]
-
-
-def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:
-    page = (ROOT / "docs/security.md").read_text()
-    promises = [line for line in page.splitlines() if re.match(r"\| .*\.(py\)|\.) ", line)]
-    links = re.findall(r"\[(\w+)\]\(\.\./(tests/\S+\.py)\)", page)
-    assert len(links) >= 20
-    assert len(promises) == len(links), "a promise without a test"
-    for name, path in links:
-        assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
-
-
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_names_that_a_page_imports_exist(page: str) -> None:
-    code = "\n".join(blocks(page, "python"))
-    found = re.findall(
-        r"^from (gyre_\w+[\w.]*) import (?:\(([^)]*)\)|([^#\n]*))", code, re.MULTILINE
-    )
-    for module, several, line in found:
-        for name in re.findall(r"(\w+)(?: as \w+)?,?", several or line):
-            importlib.import_module(module)
-            there = hasattr(sys.modules[module], name) or importlib.util.find_spec(
-                f"{module}.{name}"
-            )
-            assert there, f"{page}: {module} has no {name}"
 
 
 def write_tokens(folder: Path) -> None:
