@@ -97,6 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 STARTED_S = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)  # before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.getoption("--stop-after")
     if limit_s is not None and time.monotonic() - STARTED_S > limit_s:
