@@ -4,6 +4,7 @@ It imports its own vision datasets, and these import torchvision, whose publishe
 with torch's build for GPUs. The comparison uses neither, so they are left out.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -12,18 +13,24 @@ import warnings
 from typing import Any
 
 
-def _import_streaming() -> Any:
-    if not importlib.util.find_spec("streaming"):
-        return None
+@functools.cache
+def _library() -> Any:
     sys.modules.setdefault("streaming.vision", types.ModuleType("streaming.vision"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("streaming")
 
 
-streaming: Any = _import_streaming()
+class _Streaming:
+    """Imports the library when an attribute is first used, which takes seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_library(), name)
 
 
 def is_installed() -> bool:
     """Whether the library is there."""
-    return streaming is not None
+    return importlib.util.find_spec("streaming") is not None
+
+
+streaming: Any = _Streaming() if is_installed() else None

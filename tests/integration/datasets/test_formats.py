@@ -16,7 +16,6 @@ from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer.record_writer import RecordWriter
 from webdataset import TarWriter
 
 from tests.conftest import S3Server, StartDaemon
@@ -178,6 +177,8 @@ def unnamed(name: str, number: int) -> bytes:
         case "npy":
             np.save(stream, np.zeros((7, 3)))
         case "tfrecord":
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
             records = RecordWriter(stream)
             for step in range(7):
                 records.write(Event(step=step).SerializeToString())

@@ -26,6 +26,7 @@ from tests.integration.service.token_jobs import (
     token_config,
 )
 
+
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     return token_config(tmp_path)

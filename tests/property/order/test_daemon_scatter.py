@@ -6,10 +6,10 @@ Each is a bijection of its range with an inverse, and none leans to any value.
 import numpy as np
 import numpy.typing as npt
 import pytest
+import scipy
 from gyre_daemon.order.shuffle.scatter import SCATTER_KEY_BYTES, Scatter
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 KEY = bytes(range(SCATTER_KEY_BYTES))
 
@@ -57,7 +57,7 @@ def test_every_value_is_equally_likely_everywhere(size: int) -> None:
     moved = every_value(np.arange(num_ranges), size)
     for place in {0, 1, size // 2, size - 1}:
         counts = np.bincount(moved[:, place], minlength=size)
-        assert stats.chisquare(counts).pvalue > 0.001, f"place {place} of {size}"
+        assert scipy.stats.chisquare(counts).pvalue > 0.001, f"place {place} of {size}"
 
 
 @pytest.mark.parametrize("size", [4, 5, 6, 8, 16, 41, 257])
@@ -71,7 +71,7 @@ def test_neighbours_are_separated(size: int) -> None:
     moved = every_value(np.arange(20_000), size)
     counts = np.bincount((moved[:, 1] - moved[:, 0]) % size, minlength=size)
     assert counts[0] == 0
-    assert stats.chisquare(counts[1:]).pvalue > 0.001
+    assert scipy.stats.chisquare(counts[1:]).pvalue > 0.001
 
 
 def test_ranges_are_independent() -> None:

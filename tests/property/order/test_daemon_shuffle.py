@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import scipy
 from gyre_daemon.order.shuffle.permutation import (
     Permutation,
     _FeistelNetwork,
     _TabledRounds,
     epoch_key,
 )
-from scipy import stats
 
 Orders = npt.NDArray[np.int64]  # [K, N]: the ids of K epochs at places 0 to N - 1
 Shuffle = Callable[[int, int], npt.NDArray[np.int64]]  # number of a key, N -> ids [N]
@@ -96,7 +96,9 @@ def orders_of(shuffle: Shuffle, num_keys: int, num_samples: int) -> Orders:
 
 
 def two_sided(statistic: float, degrees: int) -> float:
-    return float(2 * min(stats.chi2.cdf(statistic, degrees), stats.chi2.sf(statistic, degrees)))
+    return float(
+        2 * min(scipy.stats.chi2.cdf(statistic, degrees), scipy.stats.chi2.sf(statistic, degrees))
+    )
 
 
 def chi_square(counts: npt.NDArray[Any], expected: npt.NDArray[Any] | float) -> float:
@@ -150,7 +152,7 @@ def displacements(orders: Orders) -> float:
     num_keys, num_samples = orders.shape
     places = np.random.default_rng(1).integers(num_samples, size=(num_keys, 1000))
     moved = np.abs(np.take_along_axis(orders, places, axis=1) - places) / num_samples
-    return float(stats.kstest(moved.ravel(), lambda x: 1 - (1 - x) ** 2).pvalue)
+    return float(scipy.stats.kstest(moved.ravel(), lambda x: 1 - (1 - x) ** 2).pvalue)
 
 
 def steps_between_neighbours(orders: Orders, num_bins: int = 256) -> float:
@@ -167,7 +169,7 @@ def serial_correlation(orders: Orders) -> float:
     num_keys, num_samples = orders.shape
     centred = (orders - (num_samples - 1) / 2) / np.sqrt((num_samples**2 - 1) / 12)
     products = (centred[:, 1:] * centred[:, :-1]).sum() / np.sqrt(num_keys * (num_samples - 1))
-    return float(2 * stats.norm.sf(abs(products)))
+    return float(2 * scipy.stats.norm.sf(abs(products)))
 
 
 def batch_mates(orders: Orders, batch_size: int = 64, shard_size: int = 256) -> float:
@@ -184,7 +186,9 @@ def batch_mates(orders: Orders, batch_size: int = 64, shard_size: int = 256) -> 
     chance = (num_kept / num_samples) * (shard_size - 1) / (num_samples - 1)
     return float(
         2
-        * stats.norm.sf(abs(num_pairs - places * chance) / np.sqrt(places * chance * (1 - chance)))
+        * scipy.stats.norm.sf(
+            abs(num_pairs - places * chance) / np.sqrt(places * chance * (1 - chance))
+        )
     )
 
 
@@ -192,7 +196,7 @@ def fixed_points(orders: Orders) -> float:
     """The number of samples that stay in their places is Poisson with mean 1."""
     num_keys, num_samples = orders.shape
     counts = np.bincount(np.minimum((orders == np.arange(num_samples)).sum(axis=1), 5), minlength=6)
-    shares = np.append(stats.poisson.pmf(np.arange(5), 1), stats.poisson.sf(4, 1))
+    shares = np.append(scipy.stats.poisson.pmf(np.arange(5), 1), scipy.stats.poisson.sf(4, 1))
     return two_sided(chi_square(counts, num_keys * shares), 5)
 
 
@@ -269,8 +273,8 @@ def test_a_uniform_order_passes(test: Test, num_keys: int, num_samples: int) -> 
 )
 def test_power(num_observations: int, degrees: int, bias: float) -> None:
     """The chi-square tests find cells that are off by `bias` (root mean square) 99 times in 100."""
-    rejected_above = stats.chi2.isf(ALPHA / 2, degrees)
-    assert stats.ncx2.sf(rejected_above, degrees, num_observations * bias**2) > 0.99
+    rejected_above = scipy.stats.chi2.isf(ALPHA / 2, degrees)
+    assert scipy.stats.ncx2.sf(rejected_above, degrees, num_observations * bias**2) > 0.99
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.rotate import materialize
@@ -61,6 +60,8 @@ def test_heads_may_differ_where_it_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of BERT's pretraining: a masked model has less, a classifier something else."""
+    import transformers  # seconds, for this alone
+
     library: Any = transformers
     described = library.BertConfig(**SIZES)
     whole = library.BertForPreTraining(described)

@@ -3,11 +3,11 @@
 from math import sqrt
 
 import pytest
+import scipy
 import torch
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.initial.sharded_init import Constant, Normal, Uniform, fill, materialize
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from scipy import stats
 from torch import Tensor, nn
 
 CONFIG = GPTConfig(
@@ -60,8 +60,8 @@ def test_distributions_are_those_named() -> None:
         drawn(Normal(0.02), (300, 500)).flatten(),
         drawn(Uniform(0.3), (300, 500)).flatten(),
     )
-    assert stats.kstest(normal.numpy(), "norm", args=(0, 0.02)).pvalue > 1e-4
-    assert stats.kstest(uniform.numpy(), "uniform", args=(-0.3, 0.6)).pvalue > 1e-4
+    assert scipy.stats.kstest(normal.numpy(), "norm", args=(0, 0.02)).pvalue > 1e-4
+    assert scipy.stats.kstest(uniform.numpy(), "uniform", args=(-0.3, 0.6)).pvalue > 1e-4
     assert drawn(Constant(1.5), (300,)).eq(1.5).all()
 
 

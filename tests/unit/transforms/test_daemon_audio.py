@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import soundfile
 import torch
 from gyre_daemon.transforms import Field, Transform
@@ -14,7 +15,6 @@ from gyre_daemon.transforms.audio.decode import DecodeAudio
 from gyre_daemon.transforms.audio.mel import LogMel
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.sequences import CropOrPad, Truncate
-from scipy import signal
 
 BYTES = {"file": Field(np.dtype(np.uint8), (None,))}
 Sound = np.ndarray[Any, Any]
@@ -62,7 +62,7 @@ def test_files_are_decoded(kind: str, most: float, channels: int) -> None:
 def test_sounds_are_resampled(rate: int) -> None:
     found = run(encoded(sound(rate, rate=rate), rate=rate), DecodeAudio("file", 16_000))
     assert len(found) == 16_000
-    wanted = signal.resample_poly(sound(rate, rate=rate)[:, 0], 16_000, rate)
+    wanted = scipy.signal.resample_poly(sound(rate, rate=rate)[:, 0], 16_000, rate)
     assert np.abs(found - wanted)[1000:-1000].max() < 2e-3
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms.text.chat import Chat
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from tests.tokenizers import make_tokenizer, transformed
 
@@ -36,6 +35,8 @@ TOOLS = [{"type": "function", "function": {"name": "search", "description": "a<b
 
 def save(folder: Path, template: Any) -> tuple[str, Any]:
     """A tokenizer as `transformers` saves it: the path of its file, and the library's own."""
+    from transformers import PreTrainedTokenizerFast  # seconds, for this alone
+
     saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(make_tokenizer(folder / "made.json")), bos_token="<s>", eos_token="</s>"
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 from gyre_daemon.transforms import Transform
 from gyre_daemon.transforms.images.augment import OPERATIONS, RandAugment
 from gyre_daemon.transforms.images.colors import (
@@ -24,7 +25,6 @@ from gyre_daemon.transforms.images.colors import (
 from gyre_daemon.transforms.images.flips import HorizontalFlip
 from gyre_daemon.transforms.images.geometry import CenterCrop, RandomResizedCrop, Resize
 from PIL import Image
-from scipy import stats
 
 Array = np.ndarray[Any, Any]
 STORED: dict[str, Array] = dict(np.load(Path(__file__).parent / "reference/torchvision.npz"))
@@ -173,7 +173,7 @@ def test_boxes_have_the_distribution_of_torchvision() -> None:
         samples = described(found, height, width), described(wanted, height, width)
         for left, right in zip(*samples, strict=True):
             assert bool(len(left)) == bool(len(right))
-            assert not len(left) or stats.ks_2samp(left, right).pvalue > LEAST_P
+            assert not len(left) or scipy.stats.ks_2samp(left, right).pvalue > LEAST_P
 
 
 def described(boxes: Array, height: int, width: int) -> list[Array]:
@@ -194,12 +194,12 @@ def test_jitter_has_the_distribution_of_torchvision() -> None:
     names = list(CHANGES)
     for place, name in enumerate(names):
         found = [factors[name] for _, factors in drawn]
-        assert stats.ks_2samp(found, STORED["jitter/factors"][:, place]).pvalue > LEAST_P
+        assert scipy.stats.ks_2samp(found, STORED["jitter/factors"][:, place]).pvalue > LEAST_P
     orders = Counter(tuple(map(names.index, order)) for order, _ in drawn)
     wanted = Counter(map(tuple, STORED["jitter/orders"].tolist()))
     assert len(orders) == len(wanted) == math.factorial(4)
     table = [[counts[order] for order in wanted] for counts in (orders, wanted)]
-    assert stats.chi2_contingency(table).pvalue > LEAST_P
+    assert scipy.stats.chi2_contingency(table).pvalue > LEAST_P
 
 
 def test_flips_have_the_rate_of_torchvision() -> None:
@@ -211,7 +211,7 @@ def test_flips_have_the_rate_of_torchvision() -> None:
             HorizontalFlip(float(p)).apply(sample, rng, {})
             found += int(sample["image"][0, 0, 0])
         table = [[count, len(wanted) - count] for count in (found, int(wanted.sum()))]
-        assert stats.chi2_contingency(table).pvalue > LEAST_P
+        assert scipy.stats.chi2_contingency(table).pvalue > LEAST_P
 
 
 def test_operations_have_the_distribution_of_torchvision() -> None:
@@ -224,7 +224,7 @@ def test_operations_have_the_distribution_of_torchvision() -> None:
         found[names.index(name), int(by < 0)] += 1
     assert np.array_equal(found > 0, wanted > 0)
     table = [counts[wanted > 0] for counts in (found, wanted)]
-    assert stats.chi2_contingency(table).pvalue > LEAST_P
+    assert scipy.stats.chi2_contingency(table).pvalue > LEAST_P
 
 
 def test_an_image_gets_what_is_drawn_for_it() -> None:
