@@ -46,13 +46,16 @@ def unresolved(requirement: str) -> str:
     pins = (ROOT / "constraints.txt").read_text().split()
     (torch,) = (each for each in pins if each.startswith("torch=="))
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    done = subprocess.run(
-        [*command, torch, "transformers>=5", wanted],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*command, torch, "transformers>=5", wanted],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip found no versions in {DEADLINE_S} s"
     errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
     return "" if done.returncode == 0 else (errors or ["pip failed"])[-1]
 
