@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -16,27 +15,13 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_daemon.config.load import load as load_daemon_config
-from gyre_trainer.cli import main
 from gyre_trainer.training.config import load
 from PIL import Image
 
 from tests.conftest import to_toml
-from tests.fenced import ROOT, blocks
+from tests.fenced import blocks
 
 SECONDS = 150
-
-
-@pytest.mark.timeout(600)  # it computes for fifteen seconds, where nobody else does
-def test_the_plan_of_the_training_page_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (block,) = (
-        each for each in blocks("docs/training.md", "") if each.startswith("$ gyre-train plan")
-    )
-    command, _, shown = block.replace("\\\n", " ").partition("\n")
-    monkeypatch.chdir(ROOT)
-    assert main(shlex.split(command.removeprefix("$ gyre-train "))) == 0
-    assert capsys.readouterr().out == shown
 
 
 def test_the_configurations_of_the_training_pages_describe_runs(tmp_path: Path) -> None:
