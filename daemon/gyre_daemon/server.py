@@ -37,10 +37,11 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.monitoring.scrape import ScrapeServer
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.audit import AuditFile
+from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_bytes
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
-from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.limits import descriptor_shares, memory_limit_bytes
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
@@ -68,6 +69,9 @@ from gyre_daemon.transforms.workers import TransformWorkers
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.
 _LAST_GRACE_S = 1.0
+# How often connections are looked at: some microseconds for each descriptor. An attacker has so
+# long to open more of them than it may have.
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,8 @@ class _Daemon:
         self._scrapes = ScrapeServer(new_registry(self._census))
         self._credentials = Credentials.of(config)
         authenticator = Authenticator(self._credentials.tokens)
-        self._guard = Guard(authenticator)
+        self._connections = Connections()
+        self._guard = Guard(authenticator, self._connections)
         self._service = LoaderService(
             self._catalog,
             self._sessions,
@@ -247,6 +252,7 @@ class _Daemon:
                     self._loop_lag.watch(),
                     ping_watchdog(),
                     watch_credentials(self._credentials),
+                    self._watch_connections(),
                 )
             ]
             if reread:
@@ -271,6 +277,16 @@ class _Daemon:
         if self._cache:
             await self._cache.close()
         log_event("stopped")
+
+    async def _watch_connections(self) -> None:
+        """Close connections that would grow the daemon's memory, without end."""
+        limit_bytes = own_limit_bytes(memory_limit_bytes())
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            cached = self._sessions.resources.metrics.cache.memory_bytes
+            readers = {session.request.owner.pid for session in self._sessions}
+            self._connections.close_strangers()
+            self._connections.close_for_memory(own_bytes() - cached, limit_bytes, readers)
 
     def _ask_to_stop(self) -> float:
         """Drain and end, and return the seconds that this takes at most."""
@@ -309,15 +325,18 @@ class _Daemon:
         try:
             if isinstance(address, TcpAddress) and address.is_tls and certificates:
                 target, credentials = address.grpc_target, server_credentials(certificates)
-                return f"tls:{address.host}:{server.add_secure_port(target, credentials)}"
-            port = server.add_insecure_port(address.grpc_target)
+                port = server.add_secure_port(target, credentials)
+            else:
+                port = server.add_insecure_port(address.grpc_target)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address.grpc_target}: is another process using it?"
             ) from error
-        if isinstance(address, TcpAddress):
-            return f"tcp:{address.host}:{port}"
-        return f"unix:{address.path}"
+        if isinstance(address, UnixAddress):
+            self._connections.listen_at(str(address.path))
+            return f"unix:{address.path}"
+        self._connections.listen_at(port)
+        return f"{'tls' if address.is_tls else 'tcp'}:{address.host}:{port}"
 
     async def _drain(self) -> None:
         """Refuse new sessions, finish the batches in flight, and end all calls."""

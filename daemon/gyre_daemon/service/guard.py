@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from gyre_daemon.access.principal import ANONYMOUS
 from gyre_daemon.errors import GyreError, InvalidRequest
+from gyre_daemon.runtime.connections import Connections
 from gyre_daemon.service.authentication import Authenticator, is_local
 from gyre_daemon.service.status import Context, abort
 
@@ -38,8 +40,10 @@ class _Undecodable:
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers with a wrong credential, and messages that cannot be decoded."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, connections: Connections) -> None:
+        """Check callers with `authenticator`, and tell `connections` of calls over TCP."""
         self._authenticator = authenticator
+        self._connections = connections
 
     async def intercept_service(
         self,
@@ -66,28 +70,24 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if each
         )
 
-        def admit(request: Any, context: Context) -> Any:
+        def admit(request: Any, context: Context, ended: contextlib.ExitStack) -> Any:
             """The request, or the requests of a stream, with the checks in front."""
-            if is_open or is_local(context):
-                return _each(request, _check) if streams else _check(request)
-
-            def check(message: Any) -> Any:
-                self._authenticator.principal(context)
-                return _check(message)
-
+            check = _check
+            if not (is_open or is_local(context)):
+                check = self._check_caller(context, ended)
             return _each(request, check) if streams else check(request)
 
         async def unary(request: Any, context: Context) -> Any:
             try:
-                with self._while_known(context, is_open=is_open):
-                    return await method(admit(request, context), context)
+                with self._while_known(context, is_open=is_open), contextlib.ExitStack() as ended:
+                    return await method(admit(request, context, ended), context)
             except Exception as error:
                 await abort(context, error)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
-                with self._while_known(context, is_open=is_open):
-                    answers = method(admit(request, context), context)
+                with self._while_known(context, is_open=is_open), contextlib.ExitStack() as ended:
+                    answers = method(admit(request, context, ended), context)
                     if inspect.isawaitable(answers):  # it writes its answers to the context
                         await answers
                         return
@@ -108,6 +108,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+    def _check_caller(self, context: Context, ended: contextlib.ExitStack) -> Callable[[Any], Any]:
+        """Check each message and its caller; the first one makes the call count until `ended`."""
+        is_noted = False
+
+        def check(message: Any) -> Any:
+            nonlocal is_noted
+            is_proven = self._authenticator.principal(context) is not ANONYMOUS
+            if not is_noted:
+                is_noted = True
+                ended.enter_context(self._connections.call(context.peer(), is_proven=is_proven))
+            return _check(message)
+
+        return check
 
     @contextlib.contextmanager
     def _while_known(self, context: Context, *, is_open: bool) -> Iterator[None]:

@@ -190,7 +190,7 @@ def test_the_number_of_calls_on_a_connection_is_limited(
         connection.sendall(PREFACE + frame(SETTINGS))
         settings = next(payload for kind, payload in frames(connection) if kind == SETTINGS)
     pairs = dict(struct.iter_unpack(">HI", settings))
-    assert pairs[MAX_CONCURRENT_STREAMS] == 4096
+    assert pairs[MAX_CONCURRENT_STREAMS] == 16
 
 
 def literal(name: bytes, value: bytes) -> bytes:

@@ -169,10 +169,18 @@ def test_who_asks_for_much_does_not_hold_up_what_others_ask(
         other_user(daemon.address, 65534) as busy,
         other_user(daemon.address, 65533) as user,
         grpc.insecure_channel(daemon.address) as channel,
+        contextlib.ExitStack() as stack,
     ):
         ask = pb_grpc.LoaderStub(channel).DescribeDataset
         assert ask(request, metadata=user.metadata, timeout=120).lengths
-        asked = [ask.future(request, metadata=busy.metadata, timeout=120) for _ in range(500)]
+        asked = []
+        for _ in range(64):  # connections, each of which may have some calls at once
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            busy_channel = stack.enter_context(grpc.insecure_channel(daemon.address, options))
+            describe = pb_grpc.LoaderStub(busy_channel).DescribeDataset
+            asked += [
+                describe.future(request, metadata=busy.metadata, timeout=120) for _ in range(8)
+            ]
         next(iter(asked)).result()
         assert ask(request, metadata=user.metadata, timeout=120).lengths
         num_left = sum(not each.done() for each in asked)
