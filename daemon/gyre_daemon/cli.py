@@ -2,11 +2,10 @@
 
 import argparse
 import gc
-import json
 import logging
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,14 @@ from gyre_daemon.checks import (
     open_datasets,
 )
 from gyre_daemon.config import (
-    SCALAR_KEYS,
     DaemonConfig,
-    DatasetConfig,
     EffectiveConfig,
-    LimitsConfig,
     load,
 )
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.rendering import rendered
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
     DescriptorShares,
@@ -231,7 +228,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     Credentials.of(effective.config)
     check_folders(effective.config)
-    _print_config(effective)
+    print(rendered(effective))
     for text in effective.warnings:
         print(f"gyred: warning: {text}", file=sys.stderr)
     if parsed.open:
@@ -240,55 +237,6 @@ def _check_config(parsed: argparse.Namespace) -> int:
         text = f"gyred: warning: dataset `{name}` cannot be served now: {error}"
         print(printable(text), file=sys.stderr)
     return 0
-
-
-def _print_config(effective: EffectiveConfig) -> None:
-    config = effective.config
-    for key in SCALAR_KEYS:
-        print(f"{key} = {json.dumps(getattr(config, key))}  # {effective.origins[key]}")
-    _print_limits(config.limits)
-    if config.job_weights:
-        print("\n[job_weights]")
-        for pattern, weight in config.job_weights.items():
-            print(f"{json.dumps(pattern)} = {weight:g}")
-    if config.tokens:
-        print("\n[tokens]")
-        for name, path in config.tokens.items():
-            print(f"{json.dumps(name)} = {json.dumps(path)}")
-    for name, dataset in sorted(config.datasets.items()):
-        _print_dataset(name, dataset)
-
-
-def _print_dataset(name: str, dataset: DatasetConfig) -> None:
-    if dataset.mixture:
-        print(f"\n[mixtures.{printable(name)}]")
-        for key, value in asdict(dataset.mixture).items():
-            if value:
-                print(printable(f"{key} = {json.dumps(value)}"))
-        return
-    print(f"\n[datasets.{printable(name)}]")
-    values: dict[str, Any] = {"uri": parse_location(dataset.uri).text}
-    given = {
-        "format": dataset.format,
-        "allow": dataset.allow,
-        "follow_links": dataset.follow_links,
-        "transforms": [dict(each) for each in dataset.transforms],
-    }
-    values |= {key: value for key, value in given.items() if value}
-    for key, value in (values | dict(dataset.options)).items():
-        print(printable(f"{key} = {json.dumps(value)}"))
-    if dataset.storage:
-        print(printable(f"# storage settings: {', '.join(sorted(dataset.storage))}"))
-
-
-def _print_limits(limits: LimitsConfig) -> None:
-    tables = {"user": asdict(limits.user), "job": asdict(limits.job)}
-    for pattern, each in limits.users.items():
-        tables[f"users.{json.dumps(pattern)}"] = asdict(each)
-    for name, table in tables.items():
-        print(f"\n[limits.{name}]")
-        for key, value in table.items():
-            print(f"{key} = {json.dumps(value)}")
 
 
 def _open_datasets(config: DaemonConfig) -> int:

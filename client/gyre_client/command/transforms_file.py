@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_common.toml import parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
@@ -63,7 +63,7 @@ def _read(path: Path) -> Any:
 
 def _of_toml(path: Path, data: bytes) -> Any:
     try:
-        table = tomllib.loads(data.decode())
+        table = parse_toml(data.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"--transforms {path} is no TOML: {error}") from error
     if table.keys() != {_KEY}:

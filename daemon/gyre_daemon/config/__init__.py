@@ -13,7 +13,7 @@ from gyre_daemon.config.load import (
     parse_limits,
     parse_pack,
 )
-from gyre_daemon.config.mixtures import mixture_height, sources_below
+from gyre_daemon.config.mixtures import KEYS_OF_DATASETS, mixture_height, sources_below
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
     DaemonConfig,
@@ -29,6 +29,7 @@ from gyre_daemon.config.tables import check_keys, parse_options
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "KEYS_OF_DATASETS",
     "MAX_PREFETCH_BATCHES",
     "SCALAR_KEYS",
     "DaemonConfig",

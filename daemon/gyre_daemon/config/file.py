@@ -3,10 +3,11 @@
 import difflib
 import os
 import stat
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gyre_common.toml import parse_toml
 
 from gyre_daemon.config.secrets import has_secret
 from gyre_daemon.errors import ConfigError
@@ -46,7 +47,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
             f"the configuration {path} is larger than {_MAX_BYTES >> 20} MiB; is it the right file?"
         )
     try:
-        table = tomllib.loads(data.decode())
+        table = parse_toml(data.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {_reason(error)}") from error
     return table, _exposed(path, found.st_mode, table)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,11 +39,13 @@ class EffectiveConfig:
     Attributes:
         config: the values.
         origins: where the value of each of SCALAR_KEYS comes from.
+        tables: those of the file with other keys, as they stand there.
         warnings: what the operator should change although the daemon can run with it.
     """
 
     config: DaemonConfig
     origins: Mapping[str, Origin]
+    tables: Mapping[str, Any] = field(default_factory=dict, repr=False)
     warnings: Sequence[str] = ()
 
 
@@ -61,6 +63,7 @@ def load(
         ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     table, warnings = read_toml(path) if path else ({}, [])
+    tables = {key: table[key] for key in (*_TABLES, "mixtures") if key in table}
     datasets = convert(table.pop("datasets", {}), dict[str, Any], "datasets")
     mixtures = convert(table.pop("mixtures", {}), dict[str, Any], "mixtures")
     weights = convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
@@ -101,7 +104,7 @@ def load(
         },
     )
     warnings += misspelt_variables(environment, list(variables.values()))
-    return EffectiveConfig(config, origins, warnings)
+    return EffectiveConfig(config, origins, tables, warnings)
 
 
 def _parse_datasets(

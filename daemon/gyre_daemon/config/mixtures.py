@@ -9,7 +9,7 @@ from gyre_daemon.config.tables import build, convert
 from gyre_daemon.errors import ConfigError
 
 FORMAT = "mixture"  # as which a mixture is listed
-_OF_DATASETS = ("allow", "transforms", "pack")  # keys that a mixture has like any dataset
+KEYS_OF_DATASETS = ("allow", "transforms", "pack")  # keys that a mixture has like any dataset
 _MAX_SOURCES = 32  # a cursor has a place for each, with its fingerprint
 
 
@@ -21,7 +21,7 @@ def parse_mixture(name: str, table: object) -> DatasetConfig:
     """
     where = f"mixtures.{name}"
     rest = dict(convert(table, dict[str, Any], where))
-    common = {key: rest.pop(key) for key in _OF_DATASETS if key in rest}
+    common = {key: rest.pop(key) for key in KEYS_OF_DATASETS if key in rest}
     mixture = build(MixtureConfig, rest, where, f"{where}.{{}}")
     given = [key for key in ("weights", "epochs", "temperature") if getattr(mixture, key)]
     if len(given) != 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SECRET_KEY = re.compile(
-    r"secret|token(?!_dtype)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
+    r"secret|token(?!_dtype|izer|s$)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
     re.IGNORECASE,
 )
 # Text that is shown: a word or a number with its unit. Secrets are longer, or mix both.

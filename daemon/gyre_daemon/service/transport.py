@@ -12,8 +12,8 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 10),
     # A client has a connection for each session: two long calls, and a short one now and then;
     # further calls wait in the client. The headers of a call take memory before we see the call:
-    # under a flood of headers over 64 connections, 4096 took 1,170 MiB (64 MiB sent), and 16 took
-    # 60 MiB (24 MiB sent), which does not grow. With fewer, a client that calls often is refused: a call that has ended counts a moment longer.
+    # a flood of them over 64 connections took 1,170 MiB with 4096, and takes 60 MiB with 16. With
+    # fewer, a client that calls often is refused: a call that has ended counts a moment longer.
     ("grpc.max_concurrent_streams", 16),
     # A call's metadata: ours has some hundred bytes. Beyond the first limit calls are refused at
     # random, beyond the second always.

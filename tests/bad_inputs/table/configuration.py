@@ -25,6 +25,8 @@ FILES = {
     "a key twice": ("lease_s = 1\nlease_s = 2", "is not valid TOML"),
     "NUL": ("lease_s = 1\0", "is not valid TOML"),
     "nested 5,000 deep": ("listen = " + "[" * 5000, "is not valid TOML"),
+    "a key of 200,000 parts": (".".join("a" * 200_000) + " = 1", "more than 32 parts .at line 1.*"),
+    "a table of 200,000 parts": ("[" + ".".join("a" * 200_000) + "]", "more than 32 parts"),
     "an integer of 5,000 digits": ("max_requests = " + "9" * 5000, "TOML|max_requests"),
     "unknown key": ("leese_s = 3", "unknown key `leese_s`.*did you mean `lease_s`"),
     "unknown table": ("[data]\nx = 1", "unknown key `data`"),

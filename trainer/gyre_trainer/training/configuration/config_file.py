@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gyre_common.toml import parse_toml
+
 from gyre_trainer.errors import ConfigError
 
 # A configuration has a few kilobytes. A file beyond this is something else, such as a checkpoint.
@@ -35,7 +37,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"cannot read {path}: {about.st_size} bytes are too many for a configuration"
             )
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except RecursionError:
