@@ -185,6 +185,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     check_folders(config)
     owner = Owner(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
+    index_dir = _index_dir(config, parsed.socket_dir)
     start_log(config.log_level, config.log_format)
     _log_warnings(effective)
     reread = partial(_reread, parsed) if parsed.config else None
@@ -195,7 +196,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     # More workers than cores or than threads that wait for them would be idle.
     num_workers = min(config.num_copy_workers, config.num_io_threads, len(os.sched_getaffinity(0)))
     with CopyWorkers(num_workers) as copy_workers:
-        uvloop.run(serve(config, _index_dir(), owner, reread, copy_workers))
+        uvloop.run(serve(config, index_dir, owner, reread, copy_workers))
     return 0
 
 
@@ -228,6 +229,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     Credentials.of(effective.config)
     check_folders(effective.config)
+    _index_dir(effective.config)
     print(rendered(effective))
     for text in effective.warnings:
         print(f"gyred: warning: {text}", file=sys.stderr)
@@ -244,7 +246,7 @@ def _open_datasets(config: DaemonConfig) -> int:
     raise_descriptor_limit()
     status = 0
     print()
-    for name, opened in uvloop.run(open_datasets(config, _index_dir())).items():
+    for name, opened in uvloop.run(open_datasets(config, _index_dir(config))).items():
         if isinstance(opened, Exception):
             text = f"gyred: dataset `{name}` cannot be opened: {opened}"
             print(printable(text), file=sys.stderr)
@@ -279,7 +281,22 @@ def _channel(text: str, ca: Path | None) -> grpc.Channel:
     return grpc.secure_channel(address.grpc_target, grpc.ssl_channel_credentials(roots))
 
 
-def _index_dir() -> Path:
-    """Where indexes go that can be stored nowhere else."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "gyre" / "index"
+def _index_dir(config: DaemonConfig, socket_dir: Path | None = None) -> Path:
+    """Where indexes go that can be stored nowhere else.
+
+    Without a home, a private daemon keeps them in its own folder, as long as it runs.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if cache_home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache_home) / "gyre" / "index"
+    try:
+        return Path.home() / ".cache" / "gyre" / "index"
+    except RuntimeError as error:  # HOME is not set, and the user is in no table of users
+        if config.index_dir or socket_dir:
+            return Path(config.index_dir or socket_dir or "") / "index"
+        raise ConfigError(
+            "there is no place for indexes: HOME and XDG_CACHE_HOME are not set, and the "
+            "daemon's user has no home folder; set `index_dir`, or XDG_CACHE_HOME"
+        ) from error

@@ -203,11 +203,21 @@ def dataset_ref(
                 f"options ({keys}) need a path, a URI or a format; {name!r} is a dataset's name"
             )
         return pb.DatasetRef(name=name, pack=packing)
-    uri = name if "://" in name else text("dataset", str(Path(name).expanduser().absolute()))
+    uri = name if "://" in name else text("dataset", _absolute(name))
     values = _option_values("options", {} if options is None else options)
     data_format = "" if data_format is None else text("format", data_format)
     ad_hoc = pb.AdHocDataset(uri=uri, format=data_format, options=values)
     return pb.DatasetRef(ad_hoc=ad_hoc, pack=packing)
+
+
+def _absolute(path: str) -> str:
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"the path {path!r} begins with `~`, and there is no such home folder (HOME is not "
+            "set, or no user has this name); write the whole path"
+        ) from error
 
 
 def _option_values(name: str, values: Mapping[str, object]) -> dict[str, pb.OptionValue]:

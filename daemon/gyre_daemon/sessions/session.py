@@ -143,8 +143,8 @@ class Session:
 
     @property
     def num_sharing(self) -> int:
-        """How many sessions take batches from its shared stream, or are about to."""
-        return 0 if self._ended else len(self.consumer.stream.segments)
+        """How many sessions, with itself, take batches from the same shared streams, or will."""
+        return self.consumer.num_sharing
 
     @property
     def arena_bytes(self) -> int:

@@ -148,6 +148,11 @@ class Consumer:
         """How many steps it was sent and has not released."""
         return sum(len(steps) for steps, _ in self.held.values())
 
+    @property
+    def num_sharing(self) -> int:
+        """How many consumers have a stream in common with it, now or later; 0 once it has left."""
+        return len({other.consumer for each in self.segments for other in each.stream.segments})
+
     def cost_s(self, now: float) -> float:
         """The seconds that others have waited for it, less what is forgiven."""
         if not self._cost_s:

@@ -17,6 +17,32 @@ The life of a session:
              <-------  Stream: EndOfStream | Goodbye
 
 Positions, steps, epochs and sample ids count from 0. Ranges are half-open. Units stand in the names.
+
+A call that fails has a google.rpc.Status in its trailing metadata, with a google.rpc.ErrorInfo of the domain "gyre". Its reason is
+one of those below, and its metadata are facts, all of them text; a fact that makes no sense for the call is absent. Where the last
+column says so, a client repeats the call, after `retry_after_s` at the earliest, with the last cursor it received:
+
+  reason              status               retry  facts
+  InvalidInput        INVALID_ARGUMENT     no     -
+  InvalidRequest      INVALID_ARGUMENT     no     location, scheme, earliest_step
+  ConfigError         INVALID_ARGUMENT     no     pid
+  UnknownDataset      NOT_FOUND            no     dataset
+  ShardMissing        NOT_FOUND            no     shard, path
+  NotAuthenticated    UNAUTHENTICATED      no     -
+  NotAllowed          PERMISSION_DENIED    no     dataset, job, shard, path, location, link, target, root, side_channel
+  StorageUnavailable  UNAVAILABLE          yes    shard, endpoint, num_attempts
+  CorruptSample       DATA_LOSS            no     dataset, shard, chunk, sample, sample_id, offset, transform, reason, num_corrupt, limit
+  CursorRejected      FAILED_PRECONDITION  no     differs
+  Fenced              FAILED_PRECONDITION  no     -
+  LeaseExpired        ABORTED              yes    side_channel
+  Overloaded          RESOURCE_EXHAUSTED   yes    retry_after_s, who, needed_bytes, free_bytes, limit_bytes, needed_sessions,
+                                                  limit_sessions, needed_descriptors, free_descriptors, limit_per_s, limit_calls,
+                                                  shard, path, folder, reason
+  Draining            UNAVAILABLE          yes    -
+  GyreError           INTERNAL             no     -
+
+Overloaded is not repeated where needed_bytes exceeds limit_bytes: it never fits. A call with the fact `side_channel` is repeated
+once, with a new connection to the side channel (see Attach).
 """
 
 from collections import abc as _abc

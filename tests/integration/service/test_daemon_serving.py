@@ -3,6 +3,7 @@
 import gzip
 import os
 import pty
+import shutil
 import socket
 import stat
 import subprocess
@@ -21,6 +22,16 @@ from tests.channels import identified_channel
 from tests.conftest import GyredCommand, StartDaemon, to_toml
 
 SERVICE = "gyre_protos.v1.Loader"
+HOMELESS_UID = 54321
+# `gyred` as a user without a name and a home.
+AS_HOMELESS = f"""
+import os, sys
+from gyre_daemon import cli
+os.setgroups([])
+os.setgid({HOMELESS_UID})
+os.setuid({HOMELESS_UID})
+cli.main(sys.argv[1:])
+"""
 
 
 def tokens_dataset(folder: Path) -> dict[str, object]:
@@ -378,3 +389,26 @@ def test_daemon_imports_neither_torch_nor_webdataset() -> None:
         ).stdout
         == "[]\n"
     )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a home")
+@pytest.mark.parametrize("key", ["", "index_dir", "XDG_CACHE_HOME"])
+def test_a_user_without_a_home_is_told_which_key_to_set(tmp_path: Path, key: str) -> None:
+    folder = Path("/tmp") / f"gyre-homeless-{os.getpid()}"  # pytest's own is closed to others
+    folder.mkdir(mode=0o700)
+    os.chown(folder, HOMELESS_UID, HOMELESS_UID)
+    (folder / "gyre.toml").write_text(f'index_dir = "{folder}/i"' if key == "index_dir" else "")
+    environment = {"XDG_CACHE_HOME": str(folder)} if key == "XDG_CACHE_HOME" else {}
+    try:
+        checked = subprocess.run(
+            [sys.executable, "-c", AS_HOMELESS, "check-config", "--config", folder / "gyre.toml"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert checked.returncode == (0 if key else 2), checked.stderr
+    assert ("set `index_dir`, or XDG_CACHE_HOME" in checked.stderr) == (not key)

@@ -271,6 +271,11 @@ class StreamModel(RuleBasedStateMachine):
             self.runner.turn(reading)
 
     @invariant()
+    def two_consumers_count_each_other_equally(self) -> None:
+        counts = [reader.consumer.num_sharing for reader in self.runner.present]
+        assert len(counts) != 2 or counts[0] == counts[1] >= 1
+
+    @invariant()
     def memory_is_in_use_exactly_while_somebody_needs_it(self) -> None:
         for stream, groups in self.runner.slots.items():
             for group in groups:

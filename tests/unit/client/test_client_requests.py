@@ -115,3 +115,8 @@ def test_plain_values_keep_integers_defaults_and_nesting() -> None:
     }
     assert plain(pb.SessionState())["reader"] is None
     assert plain(pb.PlanStepResponse(sample_ids=[3, 1], mask=[True]))["sample_ids"] == [3, 1]
+
+
+def test_a_home_folder_that_does_not_exist_is_told() -> None:
+    with pytest.raises(InvalidRequest, match="begins with `~`, and there is no such home folder"):
+        dataset_ref("~nobody-has-this-name/data", None, None)

@@ -1,16 +1,26 @@
 """Every error of the daemon has a status; a client gets its class, message and facts."""
 
+import ast
 import base64
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 import grpc
 import gyre_client.errors as client_errors
+import gyre_protos
 import pytest
 from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import error_from
+from gyre_client.transport.outage import Outage
 from gyre_daemon import errors
 from gyre_daemon.service.status import DOMAIN, STATUS_CODES, to_status
+
+PROTOS = Path(gyre_protos.__file__).parent
 
 
 def subclasses(root: type[errors.GyreError] = errors.GyreError) -> Iterator[type[errors.GyreError]]:
@@ -44,6 +54,89 @@ def test_a_status_carries_class_message_and_facts(cls: type[errors.GyreError]) -
     assert [detail.Unpack(info) for detail in status.details] == [True]
     assert (info.reason, info.domain) == (cls.__name__, DOMAIN)
     assert dict(info.metadata) == {"shard": "a.tar", "offset": "512", "path": "None"}
+
+
+@dataclass
+class Row:
+    """What `loader.proto` says of a reason."""
+
+    status: str
+    retry: str
+    facts: set[str]
+
+
+def rows() -> dict[str, Row]:
+    """The table of reasons in `loader.proto`."""
+    found: dict[str, Row] = {}
+    for line in (PROTOS / "v1/loader.proto").read_text().splitlines():
+        words = line.removeprefix("//").replace(",", " ").split()
+        if not line.startswith("//   "):
+            continue
+        if len(words) > 3 and words[2] in ("yes", "no"):
+            reason, status, retry, *facts = words
+            found[reason] = Row(status, retry, set(facts) - {"-"})
+        elif line.startswith("//" + " " * 40) and found:
+            found[reason].facts.update(words)
+    return found
+
+
+def raised_facts() -> dict[str, set[str]]:
+    """The names of facts that stand in the daemon's code where an error is made."""
+    found: dict[str, set[str]] = {}
+    names = {cls.__name__ for cls in EVERY_ERROR}
+    for path in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            if node.func.id in names and len(node.args) > 1 and isinstance(node.args[1], ast.Dict):
+                keys = [key.value for key in node.args[1].keys if isinstance(key, ast.Constant)]
+                found.setdefault(node.func.id, set()).update(map(str, keys))
+    return found
+
+
+def test_the_protocol_lists_each_reason_with_status_facts_and_whether_to_retry() -> None:
+    told = rows()
+    assert set(told) == {cls.__name__ for cls in EVERY_ERROR}
+    assert {name: row.status for name, row in told.items()} == {
+        cls.__name__: code.name for cls, code in STATUS_CODES.items()
+    }
+    facts = raised_facts()
+    untold = {name: keys - told[name].facts for name, keys in facts.items()}
+    assert not any(untold.values()), untold
+    assert len(facts) > 6, "the code was found"
+    retried = {cls.__name__: is_retried(to_rpc_error(cls("no"))) for cls in EVERY_ERROR}
+    assert {name: row.retry == "yes" for name, row in told.items()} == retried
+
+
+class Failed(grpc.RpcError):
+    """A call that failed, as the client sees it."""
+
+    def __init__(self, status: grpc.Status) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        code: grpc.StatusCode = self._status.code
+        return code
+
+    def details(self) -> str:
+        return str(self._status.details)
+
+    def trailing_metadata(self) -> object:
+        return self._status.trailing_metadata
+
+
+def to_rpc_error(error: errors.GyreError) -> grpc.RpcError:
+    return Failed(rpc_status.to_status(to_status(error)))
+
+
+def is_retried(failure: grpc.RpcError) -> bool:
+    """Whether the client makes another attempt."""
+    error = error_from(failure, parse_address("unix:/x"))
+    try:
+        Outage(60.0, clock=lambda: 0.0).next_pause_s(error)
+    except type(error):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("cls", EVERY_ERROR)
