@@ -252,7 +252,7 @@ class _Daemon:
                     self._loop_lag.watch(),
                     ping_watchdog(),
                     watch_credentials(self._credentials),
-                    self._watch_connections(),
+                    self._watch_descriptors(),
                 )
             ]
             if reread:
@@ -278,11 +278,12 @@ class _Daemon:
             await self._cache.close()
         log_event("stopped")
 
-    async def _watch_connections(self) -> None:
-        """Close connections that would grow the daemon's memory, without end."""
+    async def _watch_descriptors(self) -> None:
+        """Close files that nobody reads, and connections that take too much memory, without end."""
         limit_bytes = own_limit_bytes(memory_limit_bytes())
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.to_thread(self._catalog.close_idle_files)
             cached = self._sessions.resources.metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}
             self._connections.close_strangers()

@@ -72,16 +72,28 @@ class Policy:
                 {"dataset": name, "job": job},
             )
 
+    def check_sources(self, caller: Principal, dataset: str) -> None:
+        """Refuse a mixture of what the caller may not read by itself; no source is named.
+
+        Raises:
+            NotAllowed: the caller may not read every source.
+        """
+        if not all(self.may_read(caller, source) for source in self.sources(dataset)):
+            raise NotAllowed(
+                f"{caller.name} may read the mixture `{dataset}`, but not every source of it; ask "
+                "the operator",
+                {"dataset": dataset},
+            )
+
     def refusal(self, caller: Principal, dataset: str, job: str) -> str:
         """The list by which the caller may not read a dataset with this job; empty for none."""
-        rules = self._readers.get(dataset)
-        if (
-            rules is None
-            or self.is_admin(caller)
-            or (rules.admits(caller) and rules.admits_job(job))
-        ):
+        if self.is_admin(caller):
             return ""
-        return f"datasets.{dataset}.allow"
+        for name in (dataset, *self.sources(dataset)):
+            rules = self._readers.get(name)
+            if rules and not (rules.admits(caller) and rules.admits_job(job)):
+                return f"datasets.{name}.allow"
+        return ""
 
     def check_session(self, caller: Principal, dataset: str, job: str) -> None:
         """Refuse what a session reads, if a reload has taken it from its owner.
@@ -91,10 +103,10 @@ class Policy:
         Raises:
             NotAllowed: its owner may no longer read the dataset, or not with this job.
         """
-        for name in (dataset, *self.sources(dataset)):
-            if name in self._readers and not self.may_read(caller, name):
-                raise NotAllowed(
-                    f"{caller.name} may no longer read `{name}`: its operator changed who may",
-                    {"dataset": name},
-                )
+        names = (dataset, *self.sources(dataset))
+        if not all(self.may_read(caller, name) for name in names if name in self._readers):
+            raise NotAllowed(
+                f"{caller.name} may no longer read `{dataset}`: its operator changed who may",
+                {"dataset": dataset},
+            )
         self.check_job(caller, dataset, job)

@@ -99,7 +99,7 @@ class Catalog:
         return self._opener.endpoints.values()
 
     def replace(self, datasets: Mapping[str, DatasetConfig]) -> None:
-        """Serve these datasets from now on.
+        """Serve these datasets from now on; local shards that nobody reads are closed.
 
         A session keeps the dataset that it reads, even if its definition is gone or has changed.
         """
@@ -111,6 +111,11 @@ class Catalog:
             ):
                 self._open.pop(name, None)
         self.datasets = datasets
+        self._opener.expire_files()
+
+    def close_idle_files(self) -> None:
+        """Close local shards that no session reads any more; waits for the kernel."""
+        self._opener.close_idle_files()
 
     def is_open(self, name: str) -> bool:
         """Whether the dataset's index is in memory."""

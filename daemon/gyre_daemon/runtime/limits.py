@@ -10,14 +10,17 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 # A quarter of the descriptors may be connections to object storage, and a quarter open shards. An
-# eighth may be connections of clients to gRPC, and an eighth to the side channel. The rest is kept
-# for arenas, and for the daemon itself, which has some 55 open with four copy workers. Without that
-# reserve, clients cannot connect while others read: under a limit of 256, one dataset in object
-# storage took 237. Limits are usually in the thousands, where nothing runs short.
+# eighth may be connections of clients to gRPC, an eighth those to the side channel, and a sixteenth
+# memory that is shared with processes which decode or transform. The rest is kept for arenas, and
+# for the daemon itself, which has some 55 open with four copy workers. Without that reserve no
+# client connects while others read: under a limit of 256, one dataset in object storage took 237.
+# Limits are usually in the thousands, where nothing runs short.
 _SHARE_OF_CONNECTIONS = 4
 _SHARE_OF_SHARDS = 4
 _SHARE_OF_CLIENTS = 8
-_DESCRIPTORS_PER_SHARD = 2  # Python's mapping of the file duplicates its descriptor
+_SHARE_OF_EXCHANGES = 16
+_NUM_ROOMS = 2  # of memory that is shared: for decoding, and for transforms
+_DESCRIPTORS_PER_FILE = 2  # Python's mapping of a file duplicates its descriptor
 _UNLIMITED = 1 << 30
 _MAX_SHARDS = 32768  # half of the mappings that Linux allows a process
 
@@ -31,23 +34,26 @@ class DescriptorShares:
         connections: to object storage, over all endpoints; so this bounds requests in flight, too.
         shards: local files that may be open at once, over all datasets.
         clients: connections of clients, to gRPC and to the side channels each.
+        exchanges: memory files of what is being decoded, and as many of what is being transformed.
     """
 
     limit: int
     connections: int
     shards: int
     clients: int
+    exchanges: int
 
     @classmethod
     def of(cls, limit: int) -> "DescriptorShares":
         """The shares under a limit, which may be `RLIM_INFINITY`."""
         limit = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
-        shards = limit // _SHARE_OF_SHARDS // _DESCRIPTORS_PER_SHARD
+        shards = limit // _SHARE_OF_SHARDS // _DESCRIPTORS_PER_FILE
         return cls(
             limit,
             max(1, limit // _SHARE_OF_CONNECTIONS),
             max(1, min(_MAX_SHARDS, shards)),
             max(1, limit // _SHARE_OF_CLIENTS),
+            max(1, limit // _SHARE_OF_EXCHANGES // _NUM_ROOMS // _DESCRIPTORS_PER_FILE),
         )
 
 

@@ -184,23 +184,13 @@ class SessionOpener(DatasetOpener):
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names, packed as it says."""
         name, config = self._find_documents(ref, caller)
-        for source in self._policy.sources(name) if config.mixture else ():
-            self._check_source(name, source, caller)
+        self._policy.check_sources(caller, name)
         if ref.HasField("pack"):
             config = replace(config, pack=requests.to_pack(ref.pack))
             if not self._policy.is_admin(caller):
                 way = name.encode() + b"\0" + ref.pack.SerializeToString(deterministic=True)
                 self._sessions.resources.limits.count_chain(caller.name, way)
         return name, config
-
-    def _check_source(self, mixture: str, source: str, caller: Principal) -> None:
-        """Refuse a mixture of what the caller may not read by itself."""
-        if not self._policy.may_read(caller, source):
-            raise NotAllowed(
-                f"{caller.name} may read the mixture `{mixture}`, but not its source `{source}`; "
-                "ask the operator",
-                {"dataset": mixture},
-            )
 
     def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):

@@ -81,6 +81,14 @@ class StorageOpener:
         self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
+    def close_idle_files(self) -> None:
+        """Close local shards that no job reads any more; waits for the kernel."""
+        self._open_files.close_idle()
+
+    def expire_files(self) -> None:
+        """Let `close_idle_files` close all local shards that are not read until then."""
+        self._open_files.expire()
+
     async def open(
         self,
         location: Location,

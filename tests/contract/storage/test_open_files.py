@@ -41,3 +41,23 @@ def test_datasets_divide_the_open_files(tmp_path: Path, few_descriptors: int) ->
     del datasets[1:]
     gc.collect()
     assert datasets[0].max_open == most, "what is closed makes room"
+
+
+def test_shards_that_nobody_reads_are_closed_and_open_again(tmp_path: Path) -> None:
+    together = OpenFiles()
+    idle, busy = (dataset(tmp_path / name, 5, together) for name in ("idle", "busy"))
+    for shard in range(5):
+        idle.get(shard)
+    kept = busy.get(0)
+    together.close_idle()
+    assert num_open(tmp_path) == 12, "they were read a moment ago"
+    together.expire()
+    busy.get(1)
+    together.close_idle()
+    assert num_open(tmp_path / "idle") == 0
+    assert num_open(tmp_path / "busy") == 4
+    together.expire()
+    together.close_idle()
+    assert num_open(tmp_path / "busy") == 2, "one is being read"
+    assert kept.is_at_its_path
+    assert idle.get(3).is_at_its_path

@@ -14,9 +14,10 @@ import pytest
 from gyre_client import Loader
 from gyre_client.errors import Overloaded
 
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
+from tests.waiting import until
 
 LIMIT = 256
 LENGTH, NUM_SAMPLES, NUM_SHARDS = 16, 20_000, 200
@@ -118,6 +119,45 @@ def test_new_clients_connect_and_read_while_others_load_it(daemon: Daemon) -> No
     assert not [event for event in daemon.events() if event["event"] == "side channel refused"]
 
 
+def num_of(daemon: Daemon, folder: Path) -> tuple[int, int]:
+    """How many descriptors and mappings of files in a folder the daemon has."""
+    assert daemon.process
+    process = Path(f"/proc/{daemon.process.pid}")
+    links = []
+    for each in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(str(each.readlink()))
+    maps = (process / "maps").read_text().splitlines()
+    return sum(f"{folder}/" in link for link in links), sum(f" {folder}/" in line for line in maps)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_dataset_that_is_removed_is_closed(
+    gyred: StartDaemon, tmp_path: Path, is_read: bool
+) -> None:
+    """A session that goes on opens what it needs; when it has ended, nothing stays open."""
+    folders = [tmp_path / name for name in ("gone", "kept")]
+    for folder in folders:
+        folder.mkdir()
+        for number in range(20):
+            np.arange(LENGTH * 8, dtype=np.int32).tofile(folder / f"{number:02}.bin")
+    datasets = {folder.name: {"uri": str(folder), **ABOUT} for folder in folders}
+    mixture = {"weights": {"gone": 1.0, "kept": 1.0}}
+    daemon = gyred({"datasets": datasets, "mixtures": {"m": mixture}})
+    text = to_toml({"listen": [daemon.address], "datasets": {"kept": datasets["kept"]}})
+    with Loader("m", batch_size=8, epochs=None, address=daemon.address) as loader:
+        for _ in range(50):
+            next(loader)
+        assert num_of(daemon, folders[0]) == (40, 20)
+        if is_read:
+            assert daemon.reconfigure(text)["removed"] == ["gone", "m"]
+            for _ in range(400):
+                next(loader)
+    if not is_read:
+        assert daemon.reconfigure(text)["removed"] == ["gone", "m"]
+    until(lambda: num_of(daemon, folders[0]) == (0, 0))
+
+
 @contextlib.contextmanager
 def silent(daemon: Daemon, kind: socket.SocketKind, suffix: str, num: int) -> Iterator[None]:
     """Connections to a socket of the daemon that say nothing."""
@@ -181,3 +221,30 @@ def num_without_holes(pid: int) -> int:
     """The limit under which a process that has these descriptors finds no free number."""
     numbers = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
     return next(number for number in itertools.count() if number not in numbers)
+
+
+def test_sessions_that_decode_chunks_stay_within_their_share(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """Each chunk that is decoded takes two descriptors, and many jobs decode at once."""
+    lines = [f'{{"text": "{number:06}"}}\n' for number in range(20_000)]
+    for shard in range(8):
+        (tmp_path / f"{shard}.jsonl").write_text("".join(lines))
+    texts = {"uri": f"{tmp_path}/*.jsonl", "format": "jsonl", "columns": ["text"], "cache": False}
+    daemon = gyred({"datasets": {"texts": texts}}, command=SERVE)
+    assert daemon.process
+    process = psutil.Process(daemon.process.pid)
+    with contextlib.ExitStack() as stack:
+        loaders = [
+            stack.enter_context(
+                Loader("texts", batch_size=256, seed=seed, epochs=None, address=daemon.address)
+            )
+            for seed in range(6)
+        ]
+        most = 0
+        for _ in range(20):
+            for loader in loaders:
+                assert len(next(loader)["sample_id"]) == 256
+            most = max(most, process.num_fds())
+    assert most < LIMIT - 20
+    assert not [event for event in daemon.events() if event["level"] == "error"]

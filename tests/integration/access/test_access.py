@@ -91,7 +91,11 @@ def test_a_mixture_needs_the_rights_of_its_sources(node: Node, alice: User, bob:
                 with pytest.raises(Refused) as refused:
                     bob.call(method, request_of(name))
                 assert refused.value.code == "PERMISSION_DENIED", method
-                assert f"the mixture `{name}`, but not its source" in refused.value.details
+                details = refused.value.details
+                assert f"the mixture `{name}`, but not every source of it" in details
+                assert "alice" not in details, "a source that one may not read has no name"
+        (line,) = node.audit("session refused")[-1:]
+        assert line["rule"] == "datasets.alice.allow", "the operator is told"
         with pytest.raises(Refused, match=r"only jobs named train\* may read `alice`"):
             alice.call("OpenSession", open_request("outer", "nightly"))
         opened = alice.call("OpenSession", open_request("outer", "train-1"))
@@ -101,7 +105,7 @@ def test_a_mixture_needs_the_rights_of_its_sources(node: Node, alice: User, bob:
             alice.stream("Stream", attach(opened), 1)
         assert refused.value.code == "ABORTED"
         assert node.audit("session closed")[-1]["reason"].startswith(
-            f"uid:{ALICE} may no longer read `alice`"
+            f"uid:{ALICE} may no longer read `outer`"
         )
     finally:
         node.daemon.reconfigure(to_toml(node.config))

@@ -72,7 +72,7 @@ def test_half_of_the_descriptors_is_kept_for_clients() -> None:
     for limit in (64, 256, 1024, 4096):
         shares = DescriptorShares.of(limit)
         assert shares.connections + 2 * shares.shards <= limit // 2
-    assert DescriptorShares.of(256) == DescriptorShares(256, 64, 32, 32)
+    assert DescriptorShares.of(256) == DescriptorShares(256, 64, 32, 32, 4)
     assert DescriptorShares.of(resource.RLIM_INFINITY).connections > 1 << 20
     assert DescriptorShares.of(1 << 30).shards == 32768, "mappings are bounded, too"
 

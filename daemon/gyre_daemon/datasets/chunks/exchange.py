@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.fair import Claims, FairQueue
+from gyre_daemon.runtime.limits import descriptor_shares
 
 _PAGE_BYTES = mmap.PAGESIZE
 # Files are as large as powers of two from here on, so that one serves chunks of similar sizes.
@@ -62,40 +63,8 @@ class Exchange:
         self.memory = np.empty(0, np.uint8)
 
 
-class Exchanges:
-    """Files that are not in use."""
-
-    def __init__(self) -> None:
-        self._unused: list[Exchange] = []
-        self._unused_bytes = 0
-
-    def take(self, num_bytes: int) -> Exchange:
-        """A file of at least this size."""
-        size = max(_MIN_FILE_BYTES, 1 << (num_bytes - 1).bit_length())
-        for place, exchange in enumerate(self._unused):
-            if exchange.num_bytes == size:
-                self._unused_bytes -= size
-                return self._unused.pop(place)
-        return Exchange(size)
-
-    def give_back(self, exchange: Exchange) -> None:
-        """Keep a file for later, or close it."""
-        if self._unused_bytes + exchange.num_bytes > _MAX_KEPT_BYTES:
-            exchange.close()
-            return
-        self._unused.append(exchange)
-        self._unused_bytes += exchange.num_bytes
-
-    def close(self) -> None:
-        """Close all that is kept."""
-        for exchange in self._unused:
-            exchange.close()
-        self._unused.clear()
-        self._unused_bytes = 0
-
-
 class ExchangeRoom:
-    """Files for what is being decoded, within a bound; what is larger has its turn alone."""
+    """Files for what is being decoded, within bounds; what is larger has its turn alone."""
 
     def __init__(self, max_bytes: int) -> None:
         """Use no memory yet.
@@ -104,8 +73,10 @@ class ExchangeRoom:
             max_bytes: of all files that are held at once. They are not part of any budget.
         """
         self._max_bytes = max_bytes
-        self._exchanges = Exchanges()
+        self._max_files = descriptor_shares().exchanges
+        self._unused: list[Exchange] = []
         self._used_bytes = 0
+        self._num_used = 0
         self._line = FairQueue(1)  # those that wait for memory
         self._freed = asyncio.Event()
 
@@ -117,15 +88,18 @@ class ExchangeRoom:
             Overloaded: the machine has no such memory.
         """
         async with self._line.turn_of(claims, num_bytes):
-            while self._used_bytes and self._used_bytes + num_bytes > self._max_bytes:
+            while self._num_used and (
+                self._used_bytes + num_bytes > self._max_bytes or self._num_used >= self._max_files
+            ):
                 self._freed.clear()
                 await self._freed.wait()
             self._used_bytes += num_bytes
+            self._num_used += 1
         exchange = None
         try:
-            exchange = self._exchanges.take(num_bytes)
+            exchange = self._take(num_bytes)
             yield exchange
-            self._exchanges.give_back(exchange)
+            self._give_back(exchange)
         except BaseException:
             # A storage or a process may still write to it: nobody else must get it.
             if exchange:
@@ -133,8 +107,28 @@ class ExchangeRoom:
             raise
         finally:
             self._used_bytes -= num_bytes
+            self._num_used -= 1
             self._freed.set()
 
     def close(self) -> None:
         """Give back the files that are not held."""
-        self._exchanges.close()
+        while self._unused:
+            self._unused.pop().close()
+
+    def _take(self, num_bytes: int) -> Exchange:
+        """A file of at least this size, which counts as used already."""
+        size = max(_MIN_FILE_BYTES, 1 << (num_bytes - 1).bit_length())
+        for place, exchange in enumerate(self._unused):
+            if exchange.num_bytes == size:
+                return self._unused.pop(place)
+        while self._unused and self._num_used + len(self._unused) > self._max_files:
+            self._unused.pop(0).close()
+        return Exchange(size)
+
+    def _give_back(self, exchange: Exchange) -> None:
+        """Keep a file for later, or close it."""
+        kept_bytes = sum(each.num_bytes for each in self._unused)
+        if kept_bytes + exchange.num_bytes > _MAX_KEPT_BYTES:
+            exchange.close()
+        else:
+            self._unused.append(exchange)

@@ -1,11 +1,14 @@
 """The local shards that are open and mapped.
 
-The operating system limits both, so only the most recently used ones stay open.
+The operating system limits both, so only the most recently used ones stay open, and none of a
+dataset that no job reads any more.
 """
 
+import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +27,9 @@ from gyre_daemon.storage.stamps import Stamp
 # Every dataset may have this many shards open, even if there are too many datasets for the
 # descriptors: with one, a read of two shards would open and close files all the time.
 _MIN_OPEN = 2
+# The shards of a dataset that was not read for this long are closed. A job that reads again opens
+# those that it needs, some ten microseconds each; with less, a trainer that takes checkpoints does.
+_IDLE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -107,9 +113,25 @@ class OpenFiles:
         for other in list(self._datasets):
             other.trim()
 
+    def expire(self) -> None:
+        """Let `close_idle` close all shards that are not asked for until then."""
+        for dataset in list(self._datasets):
+            dataset.used_at = -math.inf
+
+    def close_idle(self) -> None:
+        """Close the shards of datasets that no job reads any more; waits for the kernel."""
+        now = time.monotonic()
+        for dataset in list(self._datasets):
+            if now - dataset.used_at >= _IDLE_S:
+                dataset.close()
+
 
 class OpenShards:
-    """Opens the shards of one dataset when they are needed. Safe for several threads."""
+    """Opens the shards of one dataset when they are needed. Safe for several threads.
+
+    Attributes:
+        used_at: when a shard was last asked for, in seconds of the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -131,6 +153,7 @@ class OpenShards:
         self._shards = shards
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._lock = threading.Lock()
+        self.used_at = time.monotonic()
         self._open_files = open_files or OpenFiles()
         self._open_files.add(self)
 
@@ -145,6 +168,12 @@ class OpenShards:
             while len(self._open) > self.max_open:
                 self._open.popitem(last=False)
 
+    def close(self) -> None:
+        """Close all; those that a thread reads from close when it has read."""
+        with self._lock:
+            opened, self._open = self._open, OrderedDict()
+        opened.clear()
+
     def get(self, shard: int) -> OpenShard:
         """An open shard; the caller keeps it while it reads.
 
@@ -152,6 +181,7 @@ class OpenShards:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
             CorruptSample: it is not what was listed.
         """
+        self.used_at = time.monotonic()
         with self._lock:
             found = self._open.get(shard)
             if found:
