@@ -29,6 +29,12 @@ def log_event(
     _LOGGER.log(level, event, extra={"facts": dict(facts or {})})
 
 
+def debug_event(event: str, facts: Mapping[str, object]) -> None:
+    """Write one line where `log_level` is `debug`."""
+    if _LOGGER.isEnabledFor(logging.DEBUG):
+        log_event(event, facts, logging.DEBUG)
+
+
 def start_log(level: str, style: str = "json") -> None:
     """Send events of this level and above to standard error.
 

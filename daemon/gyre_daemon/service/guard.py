@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from gyre_daemon.access.principal import ANONYMOUS
 from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.runtime.connections import Connections
+from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.service.authentication import Authenticator, is_local
 from gyre_daemon.service.status import Context, abort
 
@@ -55,6 +56,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:  # there is no such method
             return None
         is_open = handler_call_details.method.startswith(_OPEN_TO_ALL)
+        if not is_open:
+            debug_event("call", {"method": handler_call_details.method.rpartition("/")[2]})
         return self._guarded(handler, is_open=is_open)
 
     def _guarded(self, handler: Handler, *, is_open: bool) -> Handler:

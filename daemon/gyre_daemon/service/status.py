@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from gyre_daemon import errors
-from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.events import debug_event, log_event
 
 DOMAIN = "gyre"
 STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
@@ -102,6 +102,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         log_event("internal error", {"error": repr(error)}, logging.ERROR)
         logging.getLogger("gyre_daemon").debug("internal error", exc_info=error)
         error = errors.GyreError(f"the daemon failed: {error!r}; see its log")
+    debug_event("call refused", {"error": type(error).__name__, "reason": error})
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort returned")

@@ -21,6 +21,7 @@ from gyre_daemon.order.skipping import in_words
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
+from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.sessions.allowance import Taken, allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
@@ -120,6 +121,9 @@ class SessionTable:
             self.close(session.session_id, GyreError("the session could not start"))
             raise
         audit_event("session open", _facts(session))
+        facts = {"session": session.handle, "first_step": session.first_step}
+        facts |= {"window": session.window_size, "sharing": session.num_sharing}
+        debug_event("session reads", facts | {"reserved_bytes": session.share.reserved_bytes})
         return session
 
     async def compute(

@@ -14,12 +14,15 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from gyre_client import Loader
+from gyre_client.errors import UnknownDataset
 from gyre_common.counts import counted
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import GyredCommand, StartDaemon, to_toml
+from tests.waiting import until
 
 SERVICE = "gyre_protos.v1.Loader"
 HOMELESS_UID = 54321
@@ -412,3 +415,27 @@ def test_a_user_without_a_home_is_told_which_key_to_set(tmp_path: Path, key: str
         shutil.rmtree(folder)
     assert checked.returncode == (0 if key else 2), checked.stderr
     assert ("set `index_dir`, or XDG_CACHE_HOME" in checked.stderr) == (not key)
+
+
+def test_the_log_of_debug_says_what_the_daemon_does(gyred: StartDaemon, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 100)
+    config = {"datasets": {"x": {"uri": str(tmp_path / "a.jsonl")}}, "log_level": "debug"}
+    daemon = gyred(config)
+    with Loader("x", batch_size=10, address=daemon.address) as loader:
+        assert len(list(loader)) == 10
+    with pytest.raises(UnknownDataset):
+        Loader("absent", batch_size=10, address=daemon.address)
+    daemon.reconfigure(daemon.config_path.read_text())
+    until(lambda: any(event["event"] == "shards closed" for event in daemon.events()))
+    lines = [event for event in daemon.events() if event["level"] == "debug"]
+    assert {line["event"] for line in lines} == {
+        "call",
+        "call refused",
+        "session reads",
+        "shard indexed",
+        "shards closed",
+    }
+    (refused,) = (line for line in lines if line["event"] == "call refused")
+    assert refused["error"] == "UnknownDataset"
+    assert "OpenSession" in [line.get("method") for line in lines]
+    assert len(lines) < 30

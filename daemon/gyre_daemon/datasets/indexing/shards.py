@@ -28,6 +28,7 @@ from gyre_daemon.datasets.indexing.shard_files import open_shard, until
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest
+from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -286,6 +287,8 @@ class ShardIndexer:
             save = self._sidecars.save if changes else self._sidecars.try_to_save
             await asyncio.to_thread(save, key, local, arrays)
         num_samples = opening.scan.num_samples(arrays)
+        facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}
+        debug_event("shard indexed", facts | {"was_kept": bool(found and is_fresh)})
         if opening.listed:
             opening.listed.check(shard, num_samples)
         opening.scans[shard] = arrays

@@ -26,6 +26,7 @@ from gyre_daemon.monitoring.metrics import (
     RequestKind,
     RequestLabels,
 )
+from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.fair import FairQueue, Flow
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
@@ -39,6 +40,7 @@ from gyre_daemon.storage.response import (
     Verdict,
     classify,
     deadline_error,
+    describe,
     final_error,
     stalled_error,
 )
@@ -213,6 +215,9 @@ class Endpoint:
         if not request.attempts:
             is_refresh = verdict is Verdict.REFRESH
             pause = 0.0 if is_refresh else pause_s(request.num_attempts, random.random())
+            facts = {"endpoint": self.name, "shard": request.wanted.shard.name}
+            facts |= {"attempt": request.num_attempts, "reason": describe(response)}
+            debug_event("request is sent again", facts)
             self._retry_at(now + pause, request)
 
     def _succeed(self, attempt: Attempt, response: Response, now: float) -> None:

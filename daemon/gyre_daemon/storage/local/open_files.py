@@ -18,6 +18,7 @@ import numpy as np
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 from gyre_daemon.errors import GyreError
+from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import file_error
@@ -172,7 +173,10 @@ class OpenShards:
         """Close all; those that a thread reads from close when it has read."""
         with self._lock:
             opened, self._open = self._open, OrderedDict()
+        num_open = len(opened)
         opened.clear()
+        if num_open:
+            debug_event("shards closed", {"shards": num_open, "first": self._shards[0].name})
 
     def get(self, shard: int) -> OpenShard:
         """An open shard; the caller keeps it while it reads.
