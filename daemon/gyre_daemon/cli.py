@@ -31,11 +31,11 @@ from gyre_daemon.config import (
     DaemonConfig,
     EffectiveConfig,
     load,
+    rendered,
 )
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.rendering import rendered
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
     DescriptorShares,
@@ -52,7 +52,7 @@ from gyre_daemon.runtime.listen import (
 )
 from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import Owner, serve
-from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.location import parse_location, redact
 
 # New objects before a pass of the garbage collector, then passes before one of an older
 # generation. With Python's default of 700, passes over the objects of thousands of requests in
@@ -230,7 +230,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
     Credentials.of(effective.config)
     check_folders(effective.config)
     _index_dir(effective.config)
-    print(rendered(effective))
+    print(rendered(effective, redact))
     for text in effective.warnings:
         print(f"gyred: warning: {text}", file=sys.stderr)
     if parsed.open:

@@ -13,7 +13,8 @@ from gyre_daemon.config.load import (
     parse_limits,
     parse_pack,
 )
-from gyre_daemon.config.mixtures import KEYS_OF_DATASETS, mixture_height, sources_below
+from gyre_daemon.config.mixtures import mixture_height, sources_below
+from gyre_daemon.config.rendering import rendered
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
     DaemonConfig,
@@ -29,7 +30,6 @@ from gyre_daemon.config.tables import check_keys, parse_options
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
-    "KEYS_OF_DATASETS",
     "MAX_PREFETCH_BATCHES",
     "SCALAR_KEYS",
     "DaemonConfig",
@@ -49,5 +49,6 @@ __all__ = [
     "parse_options",
     "parse_pack",
     "parse_size",
+    "rendered",
     "sources_below",
 ]

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 from gyre_common.toml import MAX_KEY_PARTS, parse_toml
-from gyre_daemon.config import DaemonConfig, DatasetConfig, MixtureConfig, PackConfig, load
+from gyre_daemon.config import (
+    DaemonConfig,
+    DatasetConfig,
+    MixtureConfig,
+    PackConfig,
+    load,
+    rendered,
+)
 from gyre_daemon.config.schema import JobLimits, UserLimits
-from gyre_daemon.rendering import rendered
+from gyre_daemon.storage.location import redact
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +77,7 @@ def loaded(folder: Path, text: str) -> DaemonConfig:
 def printed(folder: Path, table: dict[str, Any]) -> str:
     path = folder / "gyre.toml"
     path.write_text(to_toml(table))
-    return rendered(load(path, {}, {}))
+    return rendered(load(path, {}, {}), redact)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_any_name_and_any_text_is_printed_as_toml(
         effective = load(folder / "any.toml", {}, {})
     except (UnicodeEncodeError, ValueError):
         return  # half a character, which TOML cannot hold
-    printed = rendered(effective)
+    printed = rendered(effective, redact)
     assert all(each.isprintable() or each == "\n" for each in printed)
     assert tomllib.loads(printed)["datasets"][name]["note"] == text
 

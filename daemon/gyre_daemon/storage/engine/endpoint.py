@@ -215,8 +215,12 @@ class Endpoint:
         if not request.attempts:
             is_refresh = verdict is Verdict.REFRESH
             pause = 0.0 if is_refresh else pause_s(request.num_attempts, random.random())
-            facts = {"endpoint": self.name, "shard": request.wanted.shard.name}
-            facts |= {"attempt": request.num_attempts, "reason": describe(response)}
+            facts: dict[str, object] = {
+                "endpoint": self.name,
+                "shard": request.wanted.shard.name,
+                "attempt": request.num_attempts,
+                "reason": describe(response),
+            }
             debug_event("request is sent again", facts)
             self._retry_at(now + pause, request)
 

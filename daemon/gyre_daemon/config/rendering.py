@@ -5,24 +5,29 @@ It walks over what was parsed, so a key that the daemon reads cannot be missing.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from gyre_daemon.config import KEYS_OF_DATASETS, SCALAR_KEYS, DatasetConfig, EffectiveConfig
+from gyre_daemon.config.load import SCALAR_KEYS, EffectiveConfig
+from gyre_daemon.config.mixtures import KEYS_OF_DATASETS
+from gyre_daemon.config.schema import DatasetConfig
 from gyre_daemon.config.secrets import is_secret
-from gyre_daemon.storage.location import redact
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 # Fields of a dataset that are printed in another way than under their names.
 _SPREAD = ("uri", "options", "storage", "mixture")
 
 
-def rendered(effective: EffectiveConfig) -> str:
+def rendered(effective: EffectiveConfig, redact: Callable[[str], str]) -> str:
     """The configuration in force.
 
     TOML that says the same as the sources together, except for secrets, of which it says no more
     than their keys. Keys that are not set and have no default stand in comments.
+
+    Args:
+        effective: from `load`.
+        redact: takes credentials out of a URI.
     """
     config = effective.config
     lines = [
@@ -39,11 +44,13 @@ def rendered(effective: EffectiveConfig) -> str:
         if table := getattr(config, name):
             lines += _table(name, table, table)
     for name, dataset in sorted(config.datasets.items()):
-        lines += _dataset(name, dataset, given)
+        lines += _dataset(name, dataset, given, redact(dataset.uri))
     return "\n".join(lines)
 
 
-def _dataset(name: str, dataset: DatasetConfig, given: Mapping[str, Any]) -> Iterator[str]:
+def _dataset(
+    name: str, dataset: DatasetConfig, given: Mapping[str, Any], uri: str
+) -> Iterator[str]:
     """The table of a dataset or a mixture, then the tables in it."""
     kind = "mixtures" if dataset.mixture else "datasets"
     title, its = f"{kind}.{_key(name)}", given.get(kind, {}).get(name, {})
@@ -54,7 +61,7 @@ def _dataset(name: str, dataset: DatasetConfig, given: Mapping[str, Any]) -> Ite
             each.name: getattr(dataset.mixture, each.name) for each in fields(dataset.mixture)
         }
     else:
-        values = {"uri": redact(dataset.uri)} | values
+        values = {"uri": uri} | values
         values |= {key: _hidden(each, key) for key, each in dataset.options.items()}
     values["transforms"] = _hidden(dataset.transforms, "transforms")
     tables = {key: value for key, value in values.items() if is_dataclass(value)}
