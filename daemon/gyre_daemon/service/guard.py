@@ -75,7 +75,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         def admit(request: Any, context: Context, ended: contextlib.ExitStack) -> Any:
             """The request, or the requests of a stream, with the checks in front."""
-            check = _check
+            check: Callable[[Any], Any] = _check
             if not (is_open or is_local(context)):
                 check = self._check_caller(context, ended)
             return _each(request, check) if streams else check(request)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -121,7 +122,7 @@ class Failed(grpc.RpcError):
     def details(self) -> str:
         return str(self._status.details)
 
-    def trailing_metadata(self) -> object:
+    def trailing_metadata(self) -> Any:
         return self._status.trailing_metadata
 
 
