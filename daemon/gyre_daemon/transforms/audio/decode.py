@@ -1,9 +1,10 @@
 """From the bytes of a sound file to its samples."""
 
 import io
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,17 +12,28 @@ import soundfile
 import soxr
 from msgspec import Meta
 
+from gyre_daemon.transforms.audio.streams import Stream, streams_of
 from gyre_daemon.transforms.transform import Field, OfField, Sample
 
-# The header of an MP3 file says about how long it is; those of the others say it exactly.
-_ESTIMATED = ("MP3", "MPEG")
+_Sound = npt.NDArray[np.float32]
+# What libsndfile says of a FLAC file whose header has no length is more than this.
+_UNKNOWN = 1 << 60
+_BLOCK = 1 << 20  # samples that are read at once from such a file
 # What decoded and resampled sound may take together. A process may allocate twice as much.
 _MAX_BYTES = 1 << 30
 
 
+class _Forward(soundfile.SoundFile):  # type: ignore[misc]
+    """A file that is read once: after each read soundfile seeks, which some FLAC files cannot."""
+
+    def seekable(self) -> bool:
+        """False, as for a pipe."""
+        return False
+
+
 @dataclass(frozen=True)
 class DecodeAudio(OfField):
-    """Decodes WAV, FLAC, MP3, Ogg and what else libsndfile reads.
+    """Decodes WAV, FLAC, MP3, Ogg and what else libsndfile reads, whole or not at all.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
@@ -32,6 +44,8 @@ class DecodeAudio(OfField):
             takes more than 1 GiB.
         quality: of resampling, as soxr names it.
     """
+
+    version: ClassVar[int] = 2  # 1 cut what a header hides
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"
@@ -52,35 +66,70 @@ class DecodeAudio(OfField):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        try:
-            with soundfile.SoundFile(io.BytesIO(sample.pop(self.field).data)) as file:
-                rate, sound = file.samplerate, self._read(file)
-        except soundfile.SoundFileError as error:
-            raise ValueError(f"it is no sound that can be decoded: {error}") from error
+        data = sample.pop(self.field).data
+        sounds = [self._decoded(stream) for stream in streams_of(data)]
+        rate, sound = sounds[0]
+        if len(sounds) > 1:
+            sound = self._joined(sounds)
         if self.channels == 1:
             sound = sound.mean(axis=1, dtype=np.float32)
         if rate != self.rate:
             sound = soxr.resample(sound, rate, self.rate, quality=self.quality)
         self.put(self.to, sound, sample, out)
 
-    def _read(self, file: Any) -> npt.NDArray[np.float32]:
-        """All of a file, float32 [n, channels]; its declared size is looked at first."""
-        num, most = file.frames, self.max_seconds * file.samplerate
-        if not 0 <= num <= most:
-            raise ValueError(
-                f"it declares {num} samples at {file.samplerate} Hz; at most {self.max_seconds:g} "
-                "seconds are decoded (max_seconds)"
-            )
-        num_bytes = 4 * num * file.channels * (1 + self.rate / file.samplerate)
-        if num_bytes > _MAX_BYTES:
-            raise ValueError(
-                f"it declares {num} samples of {file.channels} channels at {file.samplerate} Hz, "
-                f"which take {num_bytes:.0f} bytes at {self.rate} Hz and before; at most "
-                f"{_MAX_BYTES} are decoded"
-            )
+    def _decoded(self, stream: Stream) -> tuple[int, _Sound]:
+        """The rate and the sound of a stream, float32 [n, channels]."""
+        try:
+            with _Forward(io.BytesIO(stream.data)) as file:
+                return file.samplerate, self._read(file, stream)
+        except soundfile.SoundFileError as error:
+            reason = re.sub(r"Error opening <.*?>: ", "", str(error))
+            raise ValueError(f"it is no sound that can be decoded: {reason}") from error
+
+    def _joined(self, sounds: Sequence[tuple[int, _Sound]]) -> _Sound:
+        """Streams one after the other, as players play them."""
+        kinds = {(rate, sound.shape[1]) for rate, sound in sounds}
+        if len(kinds) > 1:
+            found = " and ".join(f"{rate} Hz (channels: {num})" for rate, num in sorted(kinds))
+            raise ValueError(f"it has streams of {found}; write one file of each")
+        rate, _ = sounds[0]
+        joined = np.concatenate([sound for _, sound in sounds])
+        self._check_length(len(joined), rate, joined.shape[1])
+        return joined
+
+    def _read(self, file: Any, stream: Stream) -> _Sound:
+        """All of a stream; the size that its header declares is looked at first."""
         if self.channels > 1 and file.channels != self.channels:
             raise ValueError(f"it has {file.channels} channels, and `channels` is {self.channels}")
-        sound: npt.NDArray[np.float32] = file.read(num, "float32", always_2d=True)
-        if len(sound) < num and file.format not in _ESTIMATED:
-            raise ValueError(f"it ends after {len(sound)} of {num} samples")
-        return sound
+        is_known = not stream.least and file.frames < _UNKNOWN
+        num = file.frames if is_known else stream.least
+        self._check_length(num, file.samplerate, file.channels)
+        sound: _Sound = (
+            file.read(num, "float32", always_2d=True) if is_known else self._read_blocks(file)
+        )
+        if len(sound) < num:
+            raise ValueError(f"it is cut: it ends after {len(sound)} of {num} samples")
+        return sound[: stream.most or None]
+
+    def _read_blocks(self, file: Any) -> _Sound:
+        """All of a stream whose length is not known."""
+        blocks, total = [np.empty((0, file.channels), np.float32)], 0
+        while len(block := file.read(_BLOCK, "float32", always_2d=True)):
+            blocks.append(block)
+            total += len(block)
+            self._check_length(total, file.samplerate, file.channels)
+        return np.concatenate(blocks)
+
+    def _check_length(self, num: int, rate: int, channels: int) -> None:
+        if not 0 <= num <= self.max_seconds * rate:
+            raise ValueError(
+                f"it declares {num} samples at {rate} Hz; at most {self.max_seconds:g} seconds "
+                "are decoded (max_seconds)"
+            )
+        num_bytes = 4 * num * channels * (1 + self.rate / rate)
+        if num_bytes > _MAX_BYTES:
+            raise ValueError(
+                f"it declares {num} samples of {channels} channels at {rate} Hz, which take "
+                f"{num_bytes:.0f} bytes at {self.rate} Hz and before; at most {_MAX_BYTES} are "
+                "decoded"
+            )
