@@ -86,6 +86,17 @@ TAR_SHARDS: dict[str, tuple[bytes, tuple[str, str], str]] = {
     "a size of text": (with_size(b"manybytes!!"), CORRUPT, "x.tar"),
     "a negative size": (with_size(b"\xff" * 12), CORRUPT, "x.tar"),
     "a size of 2^63": (with_size(b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7), CORRUPT, "x.tar"),
+    "a size of 512 TiB": (with_size(b"\x80" + (1 << 49).to_bytes(11, "big")), CORRUPT, "the size"),
+    "a hard link": (
+        tar(member("0.cls"), member("1.cls", b"", type=tarfile.LNKTYPE, linkname="0.cls")),
+        CORRUPT,
+        "hard link",
+    ),
+    "members that lie apart": (
+        tar(member("0.cls"), member("1.cls"), member("0.jpg"), member("1.jpg")),
+        CORRUPT,
+        "lie apart",
+    ),
     "one key twice": (
         tar(member("0.cls"), member("0.cls"), member("1.cls")),
         CORRUPT,

@@ -95,7 +95,8 @@ TWO = [("a.txt", b"one"), ("a.cls", b"1"), ("b.txt", b"two"), ("b.cls", b"2")]
         (with_size(member("a.txt"), base256(-512)) + END, "has the size -512"),
         (with_size(member("a.txt"), base256(-(1 << 70))) + END, "has the size -"),
         (with_size(member("a.txt"), base256(1 << 62)) + END, f"has the size {1 << 62}"),
-        (with_size(member("a.txt"), base256(1 << 49)) + END, "unexpected end of data"),
+        (with_size(member("a.txt"), base256(1 << 49)) + END, f"has the size {1 << 49}"),
+        (with_size(member("a.txt"), base256(1 << 40)) + END, "unexpected end of data"),
         (with_size(member("a.txt"), b"99999999999\0") + END, "no sound tar archive: "),
         (with_size(member("././@LongLink", type=b"L"), base256(-512)) + END, "has the size -512"),
         (
@@ -143,7 +144,7 @@ TWO = [("a.txt", b"one"), ("a.cls", b"1"), ("b.txt", b"two"), ("b.cls", b"2")]
             r"member a\.npy: an npy array of '\|O' is no tensor",
         ),
     ],
-    ids=range(32),
+    ids=range(33),
 )
 def test_bad_shards(data: bytes, sentence: str) -> None:
     with pytest.raises(CorruptSample, match=rf"shard 0\.tar at byte \d+: .*({sentence})") as caught:
@@ -162,13 +163,14 @@ def test_an_archive_without_members(data: bytes) -> None:
 
 
 def test_members_that_are_no_sample_are_passed_over() -> None:
-    link = tarfile.TarInfo("c.txt")
     odd = [
         member("../../etc/", type=tarfile.DIRTYPE),
-        member("c.txt", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-        member("d.txt", type=tarfile.LNKTYPE, linkname="a.txt"),
-        member("e.txt", type=tarfile.CHRTYPE),
-        member("f.txt", type=tarfile.FIFOTYPE),
+        member("folder.d/", type=tarfile.DIRTYPE),
+        member("folder.d/", type=b"D"),
+        member("set.2026", type=b"V"),
+        member("latest", type=tarfile.SYMTYPE, linkname="0001"),
+        member("._c.txt", type=tarfile.LNKTYPE, linkname="a.txt"),
+        member("__meta__/e.txt", type=tarfile.FIFOTYPE),
         member("__index__", b"{}"),
         member("__meta__/x.txt", b"no"),
         member("._a.txt", b"a Mac was here"),
@@ -177,7 +179,6 @@ def test_members_that_are_no_sample_are_passed_over() -> None:
         member("dir.d/README", b"no extension"),
         member("trailing.", b"no extension"),
     ]
-    assert link.isreg()
     data = (
         b"".join(odd)
         + member("__x.txt", b"kept")
@@ -192,6 +193,71 @@ def test_members_that_are_no_sample_are_passed_over() -> None:
         data[start : start + size]
         for (start,), (size,) in zip(extents.start, extents.size, strict=True)
     ] == [b"kept", b"kept too"]
+
+
+LINK = {"type": tarfile.LNKTYPE}
+SYMLINK = {"type": tarfile.SYMTYPE}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        (
+            "c.txt",
+            {**LINK, "linkname": "a.txt"},
+            r"c\.txt is a hard link to a\.txt; write the shard",
+        ),
+        ("c.txt", {**LINK, "linkname": "./a.txt"}, r"is a hard link to \./a\.txt"),
+        ("c.txt", {**SYMLINK, "linkname": "a.txt"}, r"c\.txt is a symbolic link to a\.txt; write"),
+        ("c.txt", {**SYMLINK, "linkname": "c.txt"}, r"is a symbolic link to c\.txt"),
+        ("d/c.txt", {**SYMLINK, "linkname": "/etc/passwd"}, "is a symbolic link to /etc/passwd"),
+        ("c.txt", {**SYMLINK, "linkname": "x" * 300}, "is a symbolic link to xxx"),
+        ("n" * 120 + ".txt", {**LINK, "linkname": "a.txt"}, r"nnn\.txt is a hard link to a\.txt"),
+        ("c.txt", {"type": tarfile.FIFOTYPE}, r"c\.txt is a pipe, and no file; leave it out"),
+        ("c.txt", {"type": tarfile.CHRTYPE}, "is a device"),
+        ("c.txt", {"type": tarfile.BLKTYPE}, "is a device"),
+        ("c.txt", {"type": b"M"}, "is the rest of a file that begins in another volume"),
+        ("c.txt", {"type": b"Q"}, "is of the type b'Q'"),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_is_no_file_is_not_lost(
+    name: str, changes: dict[str, Any], sentence: str, is_last: bool
+) -> None:
+    """Whether what a link names comes before or after it."""
+    files, odd = member("a.txt", b"one") + member("b.txt", b"two"), member(name, **changes)
+    data = (files + odd if is_last else odd + files) + END
+    with pytest.raises(
+        CorruptSample, match=rf"0\.tar at byte {len(files) * is_last}: .*{sentence}"
+    ):
+        index_of(data)
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_links_of_tarfile(tar_format: int) -> None:
+    """With names that are so long that they lie in headers before."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tar_format) as archive:
+        link = tarfile.TarInfo("d" * 150 + "/c.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "e" * 150 + "/a.txt"
+        archive.addfile(link)
+    with pytest.raises(CorruptSample, match=r"d/c\.txt is a symbolic link to eee"):
+        index_of(stream.getvalue())
+
+
+def test_members_of_a_sample_lie_together() -> None:
+    """Apart, each would be half a sample, and to call a field optional would serve the halves."""
+    apart = [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"3"), ("b.cls", b"4")]
+    wanted = r"at byte 2560: .* \.jpg and \.cls of one sample lie apart, at byte 512 .*--sort=name"
+    for options in ({}, {"optional": ["cls"]}, {"fields": ["jpg"]}):
+        with pytest.raises(CorruptSample, match=wanted):
+            index_of(tar_of(apart), **options)
+    assert index_of(tar_of(sorted(apart))).num_samples == 2
+    # one key of two samples
+    assert index_of(tar_of([*TWO, TWO[0], TWO[1]])).num_samples == 3
+    folders = [("images/a.jpg", b"1"), ("images/b.jpg", b"2"), ("labels/a.cls", b"3")]
+    with pytest.raises(CorruptSample, match=r"`labels/a` has no member .*: every sample has one"):
+        index_of(tar_of(folders))
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

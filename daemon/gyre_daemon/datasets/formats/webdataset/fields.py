@@ -155,6 +155,12 @@ def check_complete(shard: TarShard, field: TarField) -> None:
             f"sample `{key}` has no member {field.members}; name the fields that all samples have "
             f'(`fields`), or those that some may lack (`optional = ["{field.name}"]`)'
         )
+        if all(len(kind[0]) == 1 for kind in shard.meta["kinds"]) and len(extensions) > 1:
+            reason = (
+                f"sample `{key}` has no member {field.members}: every sample has one member. Those "
+                "of a sample have one name up to its first dot, folders included, and follow each "
+                "other; name them so and write the shard with `tar --sort=name`"
+            )
         raise corrupt(shard.name, offset, reason, field=field.name, key=key)
 
 

@@ -1,10 +1,11 @@
 """Indexes one tar shard in one pass over its headers.
 
-The scan follows the conventions of the WebDataset library: a member that is no regular file, or
-whose name begins with `__...__`, belongs to no sample. Unlike the library it also passes over
-hidden files (`._0001.txt`) and over names that end with a dot. It reads every number and every npy
-header, since these decide whether the shards make one dataset, and the first text and JSON of a
-shard.
+The scan follows the conventions of the WebDataset library: members that follow each other and have
+one key make a sample, and one whose name begins with `__...__` belongs to none. Unlike the library
+it also passes over hidden files (`._0001.txt`) and over names that end with a dot. It refuses what
+the library loses or tears apart: links and other members that are no files, and samples whose
+members lie apart. It reads every number and every npy header, since these decide whether the shards
+make one dataset, and the first text and JSON of a shard.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from gyre_daemon.datasets.formats.values import (
 from gyre_daemon.datasets.formats.webdataset.tar import TarReader
 from gyre_daemon.errors import CorruptSample
 
-SCAN_VERSION = "webdataset/3"
+SCAN_VERSION = "webdataset/4"
 
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -41,6 +42,16 @@ _CODECS: dict[str, CodecName] = {
     "npy": "npy",
 }
 _GZIP = b"\x1f\x8b"
+_NO_FILE = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.FIFOTYPE: "a pipe",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    b"M": "the rest of a file that begins in another volume",
+}
+# Directories, and the label of a volume, which is text of `tar --label`.
+_NO_MEMBER = (tarfile.DIRTYPE, b"D", b"V")
 _CHECKS = {"text": check_text, "json": check_json}
 # The first text and JSON of a shard are read into memory up to this size; longer ones are checked
 # when they are served.
@@ -128,6 +139,7 @@ class _IndexBuilder:
     sizes: "array[int]" = field(default_factory=_numbers)
     members: "array[int]" = field(default_factory=_numbers)  # the extension of each
     firsts: "array[int]" = field(default_factory=_numbers)
+    keys: "array[int]" = field(default_factory=_numbers)  # the hash of that of each sample
     arrays_at: "array[int]" = field(default_factory=_numbers)
     dims: "array[int]" = field(default_factory=lambda: array("q", [0]))
     shapes: "array[int]" = field(default_factory=_numbers)
@@ -140,12 +152,13 @@ class _IndexBuilder:
         if not match or _NO_SAMPLE.match(member.name):
             return
         key, extension = match[1], match[2].lower()
-        if member.issparse():
-            reason = f"member {member.name} is a sparse file; write the shard without --sparse"
-            raise corrupt(self.shard, member.offset, reason)
+        if not member.isreg() or member.issparse():
+            self._check_kind(member)
+            return
         if key != self.key:
             self._end_sample()
             self.key = key
+            self.keys.append(hash(key))
             self.firsts.append(len(self.starts))
         number = self.extensions.setdefault(extension, len(self.extensions))
         if len(self.extensions) > MAX_EXTENSIONS:
@@ -162,8 +175,43 @@ class _IndexBuilder:
         self.sizes.append(member.size)
         self.members.append(number)
 
+    def _check_kind(self, member: tarfile.TarInfo) -> None:
+        """Refuse what has the name of a member of a sample and is no file: it would be lost."""
+        if member.type in _NO_MEMBER:
+            return
+        name = _printable(member.name)
+        if member.issparse():
+            reason = f"member {name} is a sparse file; write the shard without --sparse"
+        elif member.islnk() or member.issym():
+            reason = (
+                f"member {name} is {_NO_FILE[member.type]} to {_printable(member.linkname)}; write "
+                "the shard with `tar --dereference --hard-dereference`"
+            )
+        else:
+            kind = _NO_FILE.get(member.type, f"of the type {member.type!r}")
+            reason = f"member {name} is {kind}, and no file; leave it out of the shard"
+        raise corrupt(self.shard, member.offset, reason)
+
+    def _check_together(self) -> None:
+        """Refuse a sample whose members lie apart: its parts would be samples."""
+        keys = np.array(self.keys, np.int64)
+        order = np.argsort(keys, kind="stable")
+        same = np.flatnonzero(np.diff(keys[order]) == 0)
+        ends = [*self.firsts, len(self.starts)]
+        for first, again in zip(order[same].tolist(), order[same + 1].tolist(), strict=True):
+            parts = [set(self.members[ends[each] : ends[each + 1]]) for each in (first, again)]
+            if parts[0].isdisjoint(parts[1]):
+                names = list(self.extensions)
+                here, there = (names[min(part)] for part in parts)
+                reason = (
+                    f"the members .{here} and .{there} of one sample lie apart, at byte "
+                    f"{self.starts[ends[first]]} and here; write the shard with `tar --sort=name`"
+                )
+                raise corrupt(self.shard, self.starts[ends[again]], reason)
+
     def finish(self) -> Arrays:
         self._end_sample()
+        self._check_together()
         meta = {
             "extensions": list(self.extensions),
             "npy": self.headers,

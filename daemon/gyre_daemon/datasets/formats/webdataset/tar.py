@@ -5,6 +5,7 @@ a size is negative, and accepts extended headers of any length.
 """
 
 import contextlib
+import errno
 import io
 import tarfile
 import zlib
@@ -21,14 +22,14 @@ _EXTENDED_TYPES = (
 # Limits on what a damaged header may claim. An extended header is read into memory; names and times
 # take a few hundred bytes.
 _MAX_EXTENDED_BYTES = 1 << 16
-_MAX_MEMBER_BYTES = 1 << 50
+_MAX_MEMBER_BYTES = 1 << 40
 _MAX_GLOBAL_KEYS = 100
 _READ_BYTES = 1 << 20
 _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 class TarReader:
-    """The regular files of an archive and where their bytes lie, in one pass and bounded memory."""
+    """The members of an archive and where their bytes lie, in one pass and bounded memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Read the first header. The reader seeks if the file can.
@@ -43,15 +44,14 @@ class TarReader:
             )
 
     def __iter__(self) -> Iterator[tarfile.TarInfo]:
-        """The regular files in their order.
+        """The members in their order: files, and whatever else there is.
 
         Raises:
             ValueError: the archive is damaged or truncated, has a sparse file, or goes on after its
                 end mark.
         """
         while member := self._next():
-            if member.isreg():
-                yield member
+            yield member
         with _damage_is_a_value_error():
             while rest := self._archive.fileobj.read(_READ_BYTES):
                 if rest.count(0) != len(rest):
@@ -197,3 +197,7 @@ def _damage_is_a_value_error() -> Iterator[None]:
         yield
     except (tarfile.TarError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the kernel's word where no file can be that long
+            raise
+        raise ValueError("a member's size leads beyond the end of any file") from error
