@@ -1,32 +1,42 @@
 """From the bytes of an image file to its pixels."""
 
+import contextlib
 import io
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import simplejpeg
 from msgspec import Meta
-from PIL import Image
+from PIL import AvifImagePlugin, Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from gyre_daemon.transforms.images.pixels import Pixels
 from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allocated
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process for each core
 # Others are read by programs that a file could misuse, or are no images.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _JPEG = b"\xff\xd8\xff"
 FACTORS = (2, 4, 8)  # by which a JPEG file can be decoded smaller
-_NO_IMAGE = (OSError, SyntaxError, EOFError)  # what Pillow raises
+# What Pillow raises for files that are damaged or forged.
+_NO_IMAGE = (OSError, SyntaxError, EOFError, AssertionError, struct.error)
+# Tags of TIFF, and values of theirs.
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_WHITE_IS_ZERO, _UNSIGNED = 0, {1, 4}  # 4: not said
 
 
 @dataclass(frozen=True)
 class DecodeImage(OfField):
-    """Decodes JPEG, PNG, WebP, GIF, BMP, TIFF and PPM.
+    """Decodes JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF and JPEG 2000.
 
-    An orientation that a camera has noted is not applied, as in torchvision.
+    An orientation that a camera has noted is not applied, as in torchvision. Levels of more than 8
+    bits keep their upper 8, as Pillow does it for colours. Opacity is left out. Numbers that are no
+    levels, such as floats, are refused.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
@@ -40,6 +50,8 @@ class DecodeImage(OfField):
         min_size: if not 0, a JPEG file is decoded at a half, a quarter or an eighth of its size
             where both lengths are at least this then. Not for `index`: numbers would be mixed.
     """
+
+    version: ClassVar[int] = 2  # 1 made white of nearly all levels of 16 bits
 
     to: str = "image"
     colors: Literal["rgb", "gray", "index"] = "rgb"
@@ -131,23 +143,23 @@ class DecodeImage(OfField):
         return max(factors, default=1)
 
     def _decode_other(self, data: memoryview) -> Pixels:
-        try:
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                self._check_size(image.height, image.width)
-                converted = self._converted(image)
-        except _NO_IMAGE as error:
-            raise ValueError(f"it is no image that can be decoded: {error}") from error
-        pixels = np.asarray(converted, np.uint8)  # single bits become 0 and 1
+        with _opened(data) as image:
+            self._check_size(image.height, image.width)
+            converted = self._converted(image)
+            pixels = np.asarray(converted, np.uint8)  # single bits become 0 and 1
         return pixels if self.colors == "rgb" else pixels[:, :, None]
 
     def _converted(self, image: Image.Image) -> Image.Image:
         if self.colors != "index":
-            return image.convert("RGB" if self.colors == "rgb" else "L")
+            eight_bits = _in_eight_bits(image)
+            eight_bits.info.pop("transparency", None)  # of which Pillow would warn
+            return eight_bits.convert("RGB" if self.colors == "rgb" else "L")
         if image.mode not in ("P", "L", "1"):
             raise ValueError(
                 f"its pixels are {image.mode}, no numbers of a palette, no gray levels of 8 bits "
                 "and not single bits"
             )
+        _check_levels(image)
         image.load()
         return image
 
@@ -179,11 +191,65 @@ def _jpeg_size(data: memoryview) -> tuple[int, int] | None:
 
 
 def _other_size(data: memoryview) -> tuple[int, int]:
+    with _opened(data) as image:
+        return image.height, image.width
+
+
+@contextlib.contextmanager
+def _opened(data: memoryview) -> Iterator[Image.Image]:
+    """An image of which the header was read.
+
+    Raises:
+        ValueError: it is none, or damaged; also for what is raised inside.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return image.height, image.width
+            yield image
+    except UnidentifiedImageError as error:
+        raise ValueError(
+            f"it is no image that can be decoded: it begins with {bytes(data[:12])!r} and is "
+            f"damaged, or none of {', '.join(_FORMATS)}"
+        ) from error
     except _NO_IMAGE as error:
-        raise ValueError(f"it is no image that can be decoded: {error}") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"it is no image that can be decoded: {reason}") from error
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """The image, with gray levels of up to 16 bits cut to 8: Pillow's own conversion clips them.
+
+    Raises:
+        ValueError: its pixels are no levels.
+    """
+    _check_levels(image)
+    if not image.mode.startswith("I"):  # what is "I" now, PPM say, was scaled to 16 bits
+        image.load()
+        return image
+    bits, is_inverted = 16, False
+    if isinstance(
+        image, TiffImageFile
+    ):  # Pillow leaves 12 bits, and an inverted scale, as they are
+        (bits,) = image.tag_v2.get(_BITS, (16,))
+        is_inverted = image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+    levels = np.asarray(image) >> (bits - 8)
+    if is_inverted:
+        levels = 255 - levels
+    return Image.fromarray(levels.astype(np.uint8))
+
+
+def _check_levels(image: Image.Image) -> None:
+    kind = ""
+    if image.mode == "F":
+        kind = "floats"
+    elif isinstance(image, TiffImageFile):
+        if not _UNSIGNED.issuperset(image.tag_v2.get(_SAMPLE_FORMAT, (1,))):
+            kind = "signed numbers"
+        elif image.mode == "I":
+            kind = "numbers of 32 bits"
+    if kind:
+        raise ValueError(
+            f"its pixels are {kind}, no levels of 8 or 16 bits; convert the file, or store npy"
+        )
 
 
 class _TooLargeError(ValueError):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -37,6 +37,8 @@ class DecodeRandomResizedCrop(OfField):
         reducing_gap: as that of `resize` of Pillow: how many pixels a rectangle that is decoded
             smaller has at least, each way, for one pixel of the result.
     """
+
+    version: ClassVar[int] = 2  # that of `DecodeImage`
 
     size: Size
     to: str = "image"
