@@ -124,12 +124,99 @@ def test_a_changed_template_is_another_version(tmp_path: Path) -> None:
     assert Chat("text", path).version != first
 
 
+@pytest.mark.parametrize("extra", [{}, {"tools": TOOLS}])
+def test_conversations_may_have_the_names_of_sharegpt(tmp_path: Path, extra: Any) -> None:
+    path, _ = save(tmp_path, MARKED)
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[each["role"]], "value": each["content"]} for each in TALK]
+    chat = Chat("text", path, key="conversations")
+    found = transformed(chat, json.dumps({"conversations": turns, **extra}))
+    wanted = transformed(Chat("text", path), json.dumps({"messages": TALK, **extra}))
+    assert all(np.array_equal(found[name], wanted[name]) for name in ("tokens", "loss_mask"))
+    same = [{"from": each["role"], "value": each["content"], "weight": 1} for each in TALK]
+    found = transformed(chat, json.dumps({"conversations": same, **extra}))
+    assert np.array_equal(found["tokens"], wanted["tokens"])
+
+
+# Qwen3's way: what was thought before the last message of a user is left out, and what follows it
+# begins with thoughts, be they empty.
+REWRITING = (
+    "{% set last = namespace(user=-1) %}{% for message in messages %}"
+    "{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% set content = message.content or '' %}{% if message.role == 'assistant' %}"
+    "{% set thought = content.split('</think>')[0] if '</think>' in content else '' %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{% if loop.index0 > last.user and (loop.last or thought) %}"
+    "<think>\n{{ thought.split('<think>')[-1] }}</think>\n\n{% endif %}{% endif %}"
+    "{{ content }}{% if message.tool_calls %}{% if content %}{{ '\\n' }}{% endif %}"
+    "{{ message.tool_calls | tojson }}{% endif %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CALL = [{"name": "search"}]
+THINKING = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "<think>\nhm the answer</think>\n\nthe answer"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "the answer", "tool_calls": CALL},
+    {"role": "tool", "content": "the answer"},
+    {"role": "assistant", "content": None, "tool_calls": CALL},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "<think>\nhm</think>\n\nno."},
+]
+CALLED = f"{json.dumps(CALL)}</s>\n"
+
+
+@pytest.mark.parametrize(
+    ("talk", "turns", "learnt"),
+    [
+        (TALK, "all", "the answer</s>\n<think>\n</think>\n\nno.</s>\n"),
+        (TALK, "last", "<think>\n</think>\n\nno.</s>\n"),
+        (
+            THINKING,
+            "all",
+            f"the answer</s>\nthe answer\n{CALLED}{CALLED}<think>\n\nhm</think>\n\nno.</s>\n",
+        ),
+        (THINKING, "last", f"the answer\n{CALLED}{CALLED}<think>\n\nhm</think>\n\nno.</s>\n"),
+        ([{"role": "assistant", "content": "x"}], "last", "<think>\n</think>\n\nx</s>\n"),
+    ],
+)
+def test_a_template_may_render_earlier_turns_otherwise(
+    tmp_path: Path, talk: Any, turns: Any, learnt: str
+) -> None:
+    """All tokens are those of the template, and what counts of an earlier turn is what is there."""
+    path, library = save(tmp_path, REWRITING)
+    sample = transformed(Chat("text", path, turns=turns), json.dumps({"messages": talk}))
+    assert sample["tokens"].tolist() == library.apply_chat_template(talk)
+    counted = sample["tokens"][sample["loss_mask"]].tolist()
+    assert Tokenizer.from_file(path).decode(counted, skip_special_tokens=False) == learnt
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_only_the_last_turn_counts_where_that_is_asked_for(tmp_path: Path, template: str) -> None:
+    path, _ = save(tmp_path, template)
+    document = json.dumps({"messages": TALK})
+    every = transformed(Chat("text", path), document)["loss_mask"]
+    last = transformed(Chat("text", path, turns="last"), document)["loss_mask"]
+    assert last.any()
+    begin = int(np.flatnonzero(last)[0])
+    assert np.array_equal(last[begin:], every[begin:])
+    assert every[:begin].any()
+    assert not last[:begin].any()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting"),
         ("[]", "no object with a list of messages"),
-        ('{"messages": [{"content": "x"}]}', "no object with a list of messages"),
+        ('{"messages": ["x"]}', "no object with a list of messages"),
+        (
+            '{"turns": [{"role": "user"}]}',
+            "under 'messages'; set `key`: it has lists under 'turns'",
+        ),
+        ('{"messages": [{"content": "x"}]}', "message 0 has no `role`, and no `from`"),
+        ('{"messages": [{"from": "bing", "value": "x"}]}', "from 'bing', and known are human, gpt"),
         ('{"messages": [], "tools": "search"}', "'tools' is no list of objects"),
     ],
 )
@@ -155,7 +242,10 @@ def test_templates_that_are_none_are_refused(tmp_path: Path, template: object, r
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ messages | length }}" + TEMPLATE, "message 1 otherwise when others follow"),
+        (
+            "{{ messages | length }}{{ messages[1].content if messages[1] }}" + TEMPLATE,
+            'message 1 otherwise when others follow, .* set turns = "last"',
+        ),
         ("{{ raise_exception('no user') }}", "the chat template refuses it: no user"),
         ("{{ messages.append(1) }}", "the chat template refuses it"),
         ("{{ 1 + 'a' }}", "the chat template refuses it: unsupported operand"),

@@ -1,9 +1,10 @@
 """Conversations: their tokens, and which of them count."""
 
 import json
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from gyre_daemon.transforms.text.tokens import MANY, OfText
 from gyre_daemon.transforms.transform import Field, Sample
 
 _ASSISTANT = "assistant"
+_Message = dict[str, Any]
+# The names of ShareGPT, and those that are the same there.
+_ROLES = {
+    "human": "user",
+    "gpt": _ASSISTANT,
+    **{each: each for each in ("system", "user", _ASSISTANT, "tool")},
+}
 
 
 @dataclass(frozen=True)
@@ -21,14 +29,16 @@ class Chat(OfText):
     """Turns conversations into token ids, and says which of them an assistant wrote.
 
     Attributes:
-        field: JSON: an object whose key `key` has a list of messages with `role` and `content`. Its
-            keys `tools` and `documents`, lists of objects, are given to the template.
+        field: JSON: an object whose key `key` has a list of messages with `role` and `content`, or
+            with `from` and `value` as ShareGPT has them. Its keys `tools` and `documents`, lists of
+            objects, are given to the template.
         tokenizer: the path of a `tokenizer.json`. Beside it is `tokenizer_config.json`, and the
             template is in this file or in `chat_template.jinja`.
         key: of the messages.
         to: the name of the ids, int32 [n].
         mask: the name of bool [n], true for tokens of what the assistant says.
         role: of those whose messages are learnt.
+        turns: `all` of them, or those of the `last` turn: behind the last message of a user.
         template: the name of the template, where there are several.
         variables: what the template is given beside the conversation.
     """
@@ -38,6 +48,7 @@ class Chat(OfText):
     to: str = "tokens"
     mask: str = "loss_mask"
     role: str = _ASSISTANT
+    turns: Literal["all", "last"] = "all"
     template: str = ""
     variables: dict[str, str | int | float | bool] = field(default_factory=dict)
 
@@ -65,8 +76,13 @@ class Chat(OfText):
         messages = _messages(conversation, self.key)
         render = templates.of(conversation)
         whole = render(messages, prompt=False)
-        by_template = render.marks and self.role == _ASSISTANT
-        spans = whole.spans if by_template else self._spans(messages, render, whole)
+        first = _last_turn(messages) if self.turns == "last" else 0
+        spans: Iterable[Span]
+        if render.marks and self.role == _ASSISTANT:
+            begin = len(_beginning(messages, first, render, whole)) if first else 0
+            spans = [span for span in whole.spans if span[0] >= begin]
+        else:
+            spans = self._spans(messages, first, render, whole)
         encoded = loaded.encode(whole.text, add_special_tokens=False)
         begins = np.array([begin for begin, _ in encoded.offsets], np.int64)
         counts = np.zeros(len(begins), np.bool_)
@@ -76,27 +92,102 @@ class Chat(OfText):
         self.put(self.mask, counts, sample, out)
 
     def _spans(
-        self, messages: list[dict[str, Any]], render: Renderer, whole: Rendered
+        self, messages: list[_Message], first: int, render: Renderer, whole: Rendered
     ) -> Iterator[Span]:
         """Where the messages of the role are in the text, after the prompts that open them."""
         for number, message in enumerate(messages):
-            if message["role"] != self.role:
+            if number < first or message["role"] != self.role:
                 continue
             before = render(messages[:number], prompt=True).text
             after = render(messages[: number + 1], prompt=False).text
-            if not (whole.text.startswith(after) and after.startswith(before)):
-                raise ValueError(
-                    f"the chat template renders message {number} otherwise when others follow, "
-                    "so that nobody can say which tokens are its own; a template says it itself "
-                    "with {% generation %}"
-                )
-            yield len(before), len(after)
+            if whole.text.startswith(after) and after.startswith(before):
+                yield len(before), len(after)
+            else:
+                yield _span_inside(messages, number, render, whole.text)
 
 
-def _messages(document: object, key: str) -> list[dict[str, Any]]:
+def _span_inside(messages: list[_Message], number: int, render: Renderer, whole: str) -> Span:
+    """Where a message is that its template renders otherwise once others follow.
+
+    Such templates leave out what was thought in earlier turns. With another content, the text
+    differs in the content alone; what the template puts behind it shows in the beginning of the
+    conversation that ends with the message.
+
+    Raises:
+        ValueError: the text differs elsewhere, too.
+    """
+    mark = f"\ufdd0{secrets.token_hex(8)}"
+    marked = {**messages[number], "content": mark}
+    text = render([*messages[:number], marked, *messages[number + 1 :]], prompt=False).text
+    alone = render([*messages[:number], marked], prompt=False).text
+    before, _, behind = text.partition(mark)
+    _, _, own = alone.partition(mark)
+    following = behind[len(own) :]
+    end = len(whole) - len(following)
+    is_exact = (
+        text.count(mark) == alone.count(mark) == 1
+        and behind.startswith(own)
+        and whole.startswith(before)
+        and whole.endswith(following)
+        and len(before) <= end
+    )
+    if not is_exact:
+        raise ValueError(
+            f"the chat template renders message {number} otherwise when others follow, and which "
+            'of its tokens count cannot be told; set turns = "last", or put {% generation %} and '
+            "{% endgeneration %} around what counts in the template"
+        )
+    return len(before), end
+
+
+def _last_turn(messages: list[_Message]) -> int:
+    """The number of the message after the last one of a user; 0 without one."""
+    users = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    return users[-1] + 1 if users else 0
+
+
+def _beginning(messages: list[_Message], num: int, render: Renderer, whole: Rendered) -> str:
+    """The text of the first messages.
+
+    Raises:
+        ValueError: the template renders them otherwise when others follow.
+    """
+    text = render(messages[:num], prompt=False).text
+    if not whole.text.startswith(text):
+        raise ValueError(
+            "the chat template renders the messages before the last turn otherwise when it "
+            'follows, so that `turns = "last"` cannot be told; leave it out'
+        )
+    return text
+
+
+def _messages(document: object, key: str) -> list[_Message]:
     found = document.get(key) if isinstance(document, dict) else None
-    if not isinstance(found, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) for each in found
-    ):
-        raise ValueError(f"its JSON is no object with a list of messages under {key!r:.100}")
-    return found
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        reason = f"its JSON is no object with a list of messages under {key!r:.100}"
+        if isinstance(document, dict):
+            lists = [name for name, value in document.items() if isinstance(value, list) and value]
+            keys = ", ".join(map(repr, lists or document))
+            reason += f"; set `key`: it has {'lists under ' if lists else ''}{keys:.200}"
+        raise ValueError(reason)
+    return [_message(number, each) for number, each in enumerate(found)]
+
+
+def _message(number: int, found: _Message) -> _Message:
+    """A message with its role; one of ShareGPT with the names that templates know.
+
+    Raises:
+        ValueError: it has no role, or one that is not known.
+    """
+    if isinstance(found.get("role"), str):
+        return found
+    source = found.get("from")
+    if not isinstance(source, str):
+        raise ValueError(f"message {number} has no `role`, and no `from` as ShareGPT has it")
+    if source not in _ROLES:
+        raise ValueError(
+            f"message {number} is from {source!r:.100}, and known are {', '.join(_ROLES)}; write "
+            "it with `role` and `content`"
+        )
+    rest = {name: value for name, value in found.items() if name not in ("from", "value")}
+    return {**rest, "role": _ROLES[source], "content": found.get("value")}

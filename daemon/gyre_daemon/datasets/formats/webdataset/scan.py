@@ -198,7 +198,8 @@ class _IndexBuilder:
         order = np.argsort(keys, kind="stable")
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         ends = [*self.firsts, len(self.starts)]
-        for first, again in zip(order[same].tolist(), order[same + 1].tolist(), strict=True):
+        pairs = np.stack((order[same + 1], order[same]), axis=1).tolist()
+        for again, first in sorted(pairs):
             parts = [set(self.members[ends[each] : ends[each + 1]]) for each in (first, again)]
             if parts[0].isdisjoint(parts[1]):
                 names = list(self.extensions)
