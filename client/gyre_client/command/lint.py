@@ -31,6 +31,8 @@ def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "num_shards": last.num_shards,
         "num_samples": last.num_samples,
         "num_bytes": last.num_bytes,
+        "num_decoded": last.num_decoded,
+        "not_decoded": dict(last.not_decoded),
         "num_findings": len(findings) + num_left_out,
         "findings": [_to_plain(each) for each in findings],
     }
@@ -46,11 +48,20 @@ def _to_plain(finding: pb.LintFinding) -> dict[str, Any]:
     return {**plain(finding), "kind": _kind(finding)}
 
 
+def _media(last: pb.LintProgress) -> str:
+    """How many images and sounds were decoded, and why others were not."""
+    parts = [f"{last.num_decoded:,} decoded"]
+    for reason, num in sorted(last.not_decoded.items()):
+        parts.append(f"{num:,} not decoded: {printable(reason)}")
+    return "; ".join(parts)
+
+
 def _text(last: pb.LintProgress, findings: Iterable[pb.LintFinding], num_left_out: int) -> str:
     listed = list(findings)
     pairs = [
         ("shards", f"{last.num_shards:,}"),
         ("samples", f"{last.num_samples:,} checked, {size(last.num_bytes)} of fields with checks"),
+        *([("media", _media(last))] if last.num_decoded or last.not_decoded else []),
         ("found", f"{len(listed) + num_left_out:,}" if listed else "nothing"),
     ]
     if not listed:

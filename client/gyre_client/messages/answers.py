@@ -136,7 +136,7 @@ def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintPro
                 f"the daemon sent message {number} about the checks of {num_shards} shards, which "
                 "does not fit those before"
             )
-        for name in ("num_samples", "num_bytes", "num_left_out"):
+        for name in ("num_samples", "num_bytes", "num_left_out", "num_decoded"):
             _check_count(f"the checks' {name}", getattr(progress, name), 0, MAX_COUNT)
         yield progress
 

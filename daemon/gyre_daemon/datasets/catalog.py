@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gyre_daemon.config import DatasetConfig, PackConfig
 from gyre_daemon.datasets.ad_hoc import name_of
+from gyre_daemon.datasets.checks.damage import CheckMedia
 from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
@@ -284,15 +285,18 @@ class Catalog:
         names = {shard.name for shard in shards}
         yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
-    async def lint(self, name: str, config: DatasetConfig) -> AsyncGenerator[LintProgress, None]:
+    async def lint(
+        self, name: str, config: DatasetConfig, check_media: CheckMedia
+    ) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
 
         Args:
             name: from `resolve`.
             config: from `resolve`.
+            check_media: see `lint_dataset`.
         """
         async with self._lint_locks.setdefault(name, asyncio.Lock()):
-            linting = lint_dataset(self._indexer, self._shown(name), config)
+            linting = lint_dataset(self._indexer, self._shown(name), config, check_media)
             async with contextlib.aclosing(linting) as progress:
                 async for each in progress:
                     yield each

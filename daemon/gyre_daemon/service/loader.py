@@ -37,6 +37,7 @@ from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.location import shown_uri
 from gyre_daemon.transforms.declared import Transforms
+from gyre_daemon.transforms.media import check_media
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # With its frame, a chunk is a message of at most 1 MiB, as the protocol says.
@@ -139,7 +140,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
         with self._long_calls.one(caller, name):
-            async with contextlib.aclosing(unheld(self._catalog.lint(name, config))) as linting:
+            checking = self._catalog.lint(name, config, check_media)
+            async with contextlib.aclosing(unheld(checking)) as linting:
                 async for progress in linting:
                     yield convert.from_lint_progress(progress)
 

@@ -135,6 +135,10 @@ class Transform(ABC):
             sample[name] = value
 
 
+class TooLarge(ValueError):
+    """A file may be sound, and declares more than is decoded."""
+
+
 @dataclass(frozen=True)
 class OfField(Transform):
     """A transform that makes others of one field, which samples no longer have afterwards.

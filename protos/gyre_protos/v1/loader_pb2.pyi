@@ -1002,6 +1002,26 @@ Global___LintDatasetRequest: _TypeAlias = LintDatasetRequest  # noqa: Y015
 class LintProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NotDecodedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUM_SCANNED_FIELD_NUMBER: _builtins.int
     NUM_CHECKED_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
@@ -1009,6 +1029,8 @@ class LintProgress(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    NUM_DECODED_FIELD_NUMBER: _builtins.int
+    NOT_DECODED_FIELD_NUMBER: _builtins.int
     num_scanned: _builtins.int
     """shards whose structure was read so far"""
     num_checked: _builtins.int
@@ -1020,9 +1042,15 @@ class LintProgress(_message.Message):
     """of the fields that were checked so far"""
     num_left_out: _builtins.int
     """new findings that are not named"""
+    num_decoded: _builtins.int
+    """images and sounds that were decoded so far"""
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___LintFinding]:
         """new ones, at most 1,000"""
+
+    @_builtins.property
+    def not_decoded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """those that were not, by the reason"""
 
     def __init__(
         self,
@@ -1034,10 +1062,12 @@ class LintProgress(_message.Message):
         num_bytes: _builtins.int = ...,
         findings: _abc.Iterable[Global___LintFinding] | None = ...,
         num_left_out: _builtins.int = ...,
+        num_decoded: _builtins.int = ...,
+        not_decoded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "not_decoded", b"not_decoded", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_decoded", b"num_decoded", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,11 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import soundfile
 import zstandard
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample
 from gyre_daemon.order.cursor import decode_cursor
+from PIL import Image
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.conftest import SERVE, Daemon, to_toml
@@ -30,6 +32,25 @@ BAD_LINES, BAD_RECORDS, BAD_MEMBERS = [3, 31, 59], [7, 8], [0, 10, 33]
 BAD_GROUPS, BAD_BATCHES = [*range(20, 30), *range(40, 50)], [*range(10, 20)]
 
 LINES = ['{"n": 1, "t": "wörd"}', "", '{"n": 3, "t": "x"}']
+
+
+def store_media(folder: Path) -> None:
+    """Images and sounds of which some are cut, and what nobody decodes."""
+    folder.mkdir()
+    image, large, sound = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    Image.fromarray(np.arange(60_000, dtype=np.uint8).reshape(100, 200, 3)).save(image, "PNG")
+    Image.new("1", (20_000, 10_000)).save(large, "PNG")
+    soundfile.write(sound, np.zeros(1000), 16_000, format="WAV")
+    pictures = [image.getvalue(), image.getvalue(), image.getvalue()[:200], large.getvalue()]
+    sounds = [sound.getvalue()] * 4
+    sounds[1] = sounds[1][:-99]
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for number, (picture, heard) in enumerate(zip(pictures, sounds, strict=True)):
+            members = {"png": picture, "wav": heard, "mp4": b"x", "m4a": b"y"}
+            for extension, data in members.items():
+                member = tarfile.TarInfo(f"{number}.{extension}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
 
 
 class Node(NamedTuple):
@@ -67,9 +88,9 @@ def store_members(folder: Path) -> None:
         for number in range(NUM_SAMPLES):
             document = b"{" if number == BAD_MEMBERS[0] else b"{}"
             label = b"cat" if number == BAD_MEMBERS[1] else b"%d" % number
-            members = {"jpg": bytes(number), "cls": label, "json": document}
+            members = {"bin": bytes(number), "cls": label, "json": document}
             if number == BAD_MEMBERS[2]:
-                del members["jpg"]
+                del members["bin"]
             for extension, data in members.items():
                 member = tarfile.TarInfo(f"{number:04}.{extension}")
                 member.size = len(data)
@@ -154,12 +175,14 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
         datasets[name] = {**uri, "on_corrupt": "replace", "max_corrupt": 20}
         datasets[f"{name}_fail"] = uri
         datasets[f"{name}_few"] = {**uri, "on_corrupt": "replace", "max_corrupt": 0.02}
+    store_media(folder / "media")
     (folder / "clean").mkdir()
     (folder / "clean/a.jsonl").write_text('{"a": 1}\n\n[2]\n')
     (folder / "line").mkdir()
     (folder / "line/a.jsonl").write_text("\n".join([*LINES, '{"n": 2, "t": "wo', *LINES]))
     datasets["line"] = {"uri": str(folder / "line")}
     datasets["keys"] = {"uri": str(folder / "line"), "columns": ["*"]}
+    datasets["media"] = {"uri": str(folder / "media")}
     datasets["clean"] = {"uri": str(folder / "clean")}
     datasets["broken"] = {"uri": str(folder / "broken"), "format": "webdataset"}
     datasets["rows"] = {"uri": str(folder / "rows")}
@@ -214,7 +237,7 @@ def records(node: Node, name: str) -> list[dict[str, Any]]:
     [
         ("lines", BAD_LINES, "field json: "),
         ("records", BAD_RECORDS, "checksum differs"),
-        ("members", BAD_MEMBERS, "field json: .*|field cls: .*|the sample has no member .jpg"),
+        ("members", BAD_MEMBERS, "field json: .*|field cls: .*|the sample has no member .bin"),
         ("groups", BAD_GROUPS, "CRC"),
         ("batches", BAD_BATCHES, "cannot be read"),
         ("frames", BAD_LINES, "field json: "),
@@ -306,9 +329,35 @@ def test_lint_names_what_is_corrupt(node: Node, capsys: pytest.CaptureFixture[st
     assert sorted(number for *_, number in named if number is not None) == BAD_MEMBERS
     assert lint(node, "clean", capsys) == (
         0,
-        {"num_shards": 1, "num_samples": 2, "num_bytes": 11, "num_findings": 0, "findings": []},
+        {
+            "num_shards": 1,
+            "num_samples": 2,
+            "num_bytes": 11,
+            "num_decoded": 0,
+            "not_decoded": {},
+            "num_findings": 0,
+            "findings": [],
+        },
         [],
     )
+
+
+def test_lint_decodes_images_and_sounds(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says of which files it did not."""
+    code, found, named = lint(node, "media", capsys)
+    assert (code, found["num_samples"], found["num_decoded"]) == (1, 4, 5)
+    assert found["not_decoded"] == {
+        "audio/mp4 is not decoded here": 4,
+        "video is not decoded here": 4,
+        "it declares 20000 x 10000 pixels; at most 100000000 are decoded (max_pixels)": 1,
+    }
+    assert named == [("corrupt", "a.tar", 1), ("corrupt", "a.tar", 2)]
+    assert [each["reason"] for each in found["findings"]] == [
+        "field wav: it is cut: its header says 2000 bytes of sound, and 1901 are there",
+        "field png: it is no image that can be decoded: image file is truncated",
+    ]
+    assert main(["lint", "media", "--address", node.daemon.address]) == 1
+    assert "media    5 decoded; 4 not decoded: audio/mp4 is not" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["line", "keys"])

@@ -1,7 +1,8 @@
 """Samples that are damaged: found in a shard's bytes, kept, counted and reported."""
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -13,6 +14,9 @@ from gyre_daemon.datasets.codecs import check_field, has_checks
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, array_of
 from gyre_daemon.errors import CorruptSample
 
+CheckMedia = Callable[[str, memoryview], str]  # see `transforms.media.check_media`
+_MEDIA = ("image", "audio", "video")
+_MAX_KINDS = 20  # of reasons why media were not decoded
 _Integers = npt.NDArray[np.int64]
 
 # Reasons that are kept of one shard. Beyond it, only the numbers of damaged samples are.
@@ -83,6 +87,7 @@ class ShardFields:
         size: int64 [n, F], stored bytes.
         reserved: int64 [n, F], the bytes that each takes in its tensor.
         skipped: bool [n, F], which are not there, or are known to be damaged.
+        check_media: decodes images and sounds; None where their bytes are not looked at.
     """
 
     specs: tuple[FieldSpec, ...]
@@ -90,9 +95,10 @@ class ShardFields:
     size: _Integers
     reserved: _Integers
     skipped: npt.NDArray[np.bool_]
+    check_media: CheckMedia | None = None
 
     def run(self, shard: str, file: BinaryIO) -> Arrays:
-        """Check every field of every sample; see `to_arrays` for what it returns.
+        """Check every field of every sample; see `to_arrays` for what it returns, with media.
 
         Args:
             shard: its name.
@@ -103,6 +109,7 @@ class ShardFields:
         """
         reader = _ForwardReader(shard, file)
         found: dict[int, Damage] = {}
+        media: Counter[str] = Counter()  # by why they were not decoded; empty for those that were
         order = np.argsort(self.start, axis=None, kind="stable")
         order = order[~self.skipped.ravel()[order]]
         columns = (order, self.start.ravel()[order], self.size.ravel()[order])
@@ -112,11 +119,29 @@ class ShardFields:
         ):
             sample, number = divmod(place, len(self.specs))
             spec = self.specs[number]
+            if spec.media_type.startswith("video/"):
+                media["video is not decoded here"] += 1
+                continue
             try:
+                if self.check_media and is_media(spec):
+                    media[self.check_media(spec.media_type, reader.read(start, size))] += 1
+                    continue
                 check_field(spec, reader.read(start, size), room)
             except ValueError as error:
                 found.setdefault(sample, Damage(sample, start, f"field {spec.name}: {error}"))
-        return to_arrays([found[sample] for sample in sorted(found)])
+        arrays = to_arrays([found[sample] for sample in sorted(found)])
+        kinds = media.most_common(_MAX_KINDS)
+        return {**arrays, "media": np.frombuffer(json.dumps(kinds).encode(), np.uint8)}
+
+
+def media_of(arrays: Arrays) -> dict[str, int]:
+    """How many images and sounds were decoded, under "", and how many not, by the reason.
+
+    Raises:
+        ValueError: the arrays are not those of a check.
+    """
+    text = array_of(arrays, "media", np.uint8)
+    return dict(msgspec.json.decode(text.tobytes(), type=list[tuple[str, int]]))
 
 
 class _ForwardReader:
@@ -157,6 +182,15 @@ class _ForwardReader:
         return data
 
 
-def checkable(specs: Sequence[FieldSpec]) -> list[int]:
+def is_media(spec: FieldSpec) -> bool:
+    """Whether a field has encoded images, sounds or videos."""
+    return spec.codec == "bytes" and spec.media_type.partition("/")[0] in _MEDIA
+
+
+def checkable(specs: Sequence[FieldSpec], *, with_media: bool) -> list[int]:
     """The numbers of the stored fields whose bytes can be wrong."""
-    return [number for number, spec in enumerate(specs) if has_checks(spec)]
+    return [
+        number
+        for number, spec in enumerate(specs)
+        if has_checks(spec) or (with_media and is_media(spec))
+    ]

@@ -7,14 +7,14 @@ shards that can be read are checked. All formats go through the same two seams, 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.checks.damage import Damage
+from gyre_daemon.datasets.checks.damage import CheckMedia, Damage
 from gyre_daemon.datasets.checks.samples import CheckedShard
 from gyre_daemon.datasets.chunks.checks import DecodedShards
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
@@ -73,6 +73,8 @@ class LintProgress:
         num_bytes: of the samples that were checked so far.
         findings: that are new.
         num_left_out: findings that are new and not named.
+        media: how many images and sounds were decoded so far, under an empty text, and how many
+            not, by the reason.
     """
 
     num_scanned: int
@@ -82,10 +84,11 @@ class LintProgress:
     num_bytes: int = 0
     findings: Sequence[Finding] = ()
     num_left_out: int = 0
+    media: Mapping[str, int] = field(default_factory=dict)
 
 
 async def lint_dataset(
-    indexer: Indexer, name: str | None, config: DatasetConfig
+    indexer: Indexer, name: str | None, config: DatasetConfig, check_media: CheckMedia
 ) -> AsyncGenerator[LintProgress, None]:
     """Check a dataset, and report each shard once it is scanned and once it is checked.
 
@@ -93,6 +96,7 @@ async def lint_dataset(
         indexer: opens datasets.
         name: for messages; None for an ad-hoc dataset.
         config: its definition.
+        check_media: decodes images and sounds; it is called in other processes.
 
     Raises:
         ConfigError, InvalidRequest: the definition makes no sense.
@@ -128,7 +132,13 @@ async def lint_dataset(
     if isinstance(index, ChunkedIndex):
         decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
     checking = indexer.checker.run(
-        opening.location, decoded or shards, index, known, fields, refresh=True
+        opening.location,
+        decoded or shards,
+        index,
+        known,
+        fields,
+        refresh=True,
+        check_media=check_media,
     )
     async with contextlib.aclosing(checking) as checked:
         async for shard in checked:
@@ -275,9 +285,13 @@ class _Tally:
             num_checked=progress.num_checked + 1,
             num_samples=progress.num_samples + shard.num_samples,
             num_bytes=progress.num_bytes + shard.num_bytes,
+            media={
+                reason: progress.media.get(reason, 0) + shard.media.get(reason, 0)
+                for reason in [*progress.media, *shard.media]
+            },
         )
 
-    def _next(self, findings: Sequence[Finding], **counts: int) -> LintProgress:
+    def _next(self, findings: Sequence[Finding], **counts: int | Mapping[str, int]) -> LintProgress:
         self.progress = replace(self.progress, **counts)  # type: ignore[arg-type]
         num_kept = min(_MAX_FINDINGS, _MAX_NAMED - self._num_named)
         named, num_left_out = findings[:num_kept], max(0, len(findings) - num_kept)

@@ -9,15 +9,22 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.checks.damage import Damage, ShardFields, checkable, from_arrays
+from gyre_daemon.datasets.checks.damage import (
+    CheckMedia,
+    Damage,
+    ShardFields,
+    checkable,
+    from_arrays,
+    media_of,
+)
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
@@ -45,6 +52,8 @@ class CheckedShard:
         damages: its damaged samples by their number in the shard, in rising order.
         failure: why it could not be checked; empty if it could.
         chunk_failures: why chunks of it cannot be decoded, where samples are rows of chunks.
+        media: how many images and sounds were decoded, under an empty text, and how many not, by
+            the reason.
     """
 
     number: int
@@ -54,6 +63,7 @@ class CheckedShard:
     damages: Sequence[Damage]
     failure: CorruptSample | None = None
     chunk_failures: Sequence[CorruptSample] = ()
+    media: Mapping[str, int] = field(default_factory=dict)
 
 
 class ShardFiles(Protocol):
@@ -92,6 +102,7 @@ class SampleChecker:
         fields: Sequence[FieldSpec],
         *,
         refresh: bool,
+        check_media: CheckMedia | None = None,
     ) -> AsyncGenerator[CheckedShard, None]:
         """Check all shards, several at once, in whatever order they are done.
 
@@ -102,12 +113,13 @@ class SampleChecker:
             known: int64 [C], ids that are damaged already, in rising order; they are not checked.
             fields: of the dataset, renamed and cast.
             refresh: check the shards even if what was found before is kept.
+            check_media: decodes images and sounds; None where their bytes are not looked at.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
         """
         bounds = await asyncio.to_thread(shard_bounds, index, len(storage.shards))
-        work = _Work(location, storage, index, known, bounds, fields, refresh=refresh)
+        work = _Work(location, storage, index, known, bounds, fields, check_media, refresh=refresh)
         results: asyncio.Queue[CheckedShard | Exception] = asyncio.Queue()
         numbers = iter(range(len(storage.shards)))
         num_workers = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(storage.shards))
@@ -146,12 +158,18 @@ class SampleChecker:
                     try:
                         arrays = await _check_shard(process, work.storage, number, fields)
                     except CorruptSample as failure:
+                        if process.has_died:
+                            process.kill()
+                            process = None
                         results.put_nowait(work.result(number, failure=failure))
                         continue
                     local = work.storage.local_file(number)
                     await asyncio.to_thread(self._sidecars.try_to_save, key, local, arrays)
                 damages = from_arrays(arrays, work.num_samples(number))
-                results.put_nowait(work.result(number, int(fields.size.sum()), damages))
+                media = media_of(arrays) if work.check_media else {}
+                is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
+                num_bytes = int(fields.size[:, is_read].sum())
+                results.put_nowait(work.result(number, num_bytes, damages, media=media))
         except Exception as error:
             results.put_nowait(error)
         finally:
@@ -173,6 +191,7 @@ class _Work:
     known: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
     fields: Sequence[FieldSpec]
+    check_media: CheckMedia | None
     refresh: bool
 
     def num_samples(self, number: int) -> int:
@@ -187,7 +206,7 @@ class _Work:
         schema = self.index.locate(np.array([first])).schema
         if schema is not None:
             specs = [spec.form(int(schema[0])) for spec in specs]
-        columns = checkable(specs)
+        columns = checkable(specs, with_media=self.check_media is not None)
         if not columns:
             return None
         extents = self.index.locate(np.arange(first, stop))
@@ -204,6 +223,7 @@ class _Work:
             np.ascontiguousarray(extents.size[:, columns]),
             np.where(is_ragged, extents.tensor_bytes, fixed)[:, columns],
             np.ascontiguousarray(skipped[:, columns]),
+            self.check_media,
         )
 
     def key(self, number: int, fields: ShardFields) -> SidecarKey:
@@ -234,9 +254,12 @@ class _Work:
         num_bytes: int = 0,
         damages: Sequence[Damage] = (),
         failure: CorruptSample | None = None,
+        media: Mapping[str, int] | None = None,
     ) -> CheckedShard:
         first, num_samples = int(self.bounds[number]), self.num_samples(number)
-        return CheckedShard(number, first, num_samples, num_bytes, damages, failure)
+        return CheckedShard(
+            number, first, num_samples, num_bytes, damages, failure, media=media or {}
+        )
 
 
 def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:

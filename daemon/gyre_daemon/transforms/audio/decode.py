@@ -13,7 +13,7 @@ import soxr
 from msgspec import Meta
 
 from gyre_daemon.transforms.audio.streams import Stream, streams_of
-from gyre_daemon.transforms.transform import Field, OfField, Sample
+from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 
 _Sound = npt.NDArray[np.float32]
 # What libsndfile says of a FLAC file whose header has no length is more than this.
@@ -66,16 +66,21 @@ class DecodeAudio(OfField):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
-        data = sample.pop(self.field).data
-        sounds = [self._decoded(stream) for stream in streams_of(data)]
-        rate, sound = sounds[0]
-        if len(sounds) > 1:
-            sound = self._joined(sounds)
+        rate, sound = self.decoded(sample.pop(self.field).data)
         if self.channels == 1:
             sound = sound.mean(axis=1, dtype=np.float32)
         if rate != self.rate:
             sound = soxr.resample(sound, rate, self.rate, quality=self.quality)
         self.put(self.to, sound, sample, out)
+
+    def decoded(self, data: memoryview) -> tuple[int, _Sound]:
+        """The rate and the sound of a file, float32 [n, channels].
+
+        Raises:
+            ValueError: it is no sound that can be decoded, or too long.
+        """
+        sounds = [self._decoded(stream) for stream in streams_of(data)]
+        return sounds[0] if len(sounds) == 1 else self._joined(sounds)
 
     def _decoded(self, stream: Stream) -> tuple[int, _Sound]:
         """The rate and the sound of a stream, float32 [n, channels]."""
@@ -86,7 +91,7 @@ class DecodeAudio(OfField):
             reason = re.sub(r"Error opening <.*?>: ", "", str(error))
             raise ValueError(f"it is no sound that can be decoded: {reason}") from error
 
-    def _joined(self, sounds: Sequence[tuple[int, _Sound]]) -> _Sound:
+    def _joined(self, sounds: Sequence[tuple[int, _Sound]]) -> tuple[int, _Sound]:
         """Streams one after the other, as players play them."""
         kinds = {(rate, sound.shape[1]) for rate, sound in sounds}
         if len(kinds) > 1:
@@ -95,7 +100,7 @@ class DecodeAudio(OfField):
         rate, _ = sounds[0]
         joined = np.concatenate([sound for _, sound in sounds])
         self._check_length(len(joined), rate, joined.shape[1])
-        return joined
+        return rate, joined
 
     def _read(self, file: Any, stream: Stream) -> _Sound:
         """All of a stream; the size that its header declares is looked at first."""
@@ -122,13 +127,13 @@ class DecodeAudio(OfField):
 
     def _check_length(self, num: int, rate: int, channels: int) -> None:
         if not 0 <= num <= self.max_seconds * rate:
-            raise ValueError(
+            raise TooLarge(
                 f"it declares {num} samples at {rate} Hz; at most {self.max_seconds:g} seconds "
                 "are decoded (max_seconds)"
             )
         num_bytes = 4 * num * channels * (1 + self.rate / rate)
         if num_bytes > _MAX_BYTES:
-            raise ValueError(
+            raise TooLarge(
                 f"it declares {num} samples of {channels} channels at {rate} Hz, which take "
                 f"{num_bytes:.0f} bytes at {self.rate} Hz and before; at most {_MAX_BYTES} are "
                 "decoded"

@@ -251,7 +251,8 @@ def _mpeg(data: Bytes) -> list[Stream]:
                 tagged = _tagged(data, frames[number], tag_at)
                 if tagged is not None:
                     _add(found, frames[first : number + 1])
-                    found.append(_Mpeg(*frames[number : number + 2], 0, tagged, frames[number + 1]))
+                    second = frames[number + 1]
+                    found.append(_Mpeg(frames[number], second, 0, tagged, second))
                     first = number + 1
         _add(found, frames[first:])
     return [_mpeg_stream(memoryview(data), each) for each in found] or [Stream(data)]

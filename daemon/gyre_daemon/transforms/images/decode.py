@@ -15,7 +15,7 @@ from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from gyre_daemon.transforms.images.pixels import Pixels
-from gyre_daemon.transforms.transform import Field, OfField, Sample
+from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 
 Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allocated
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process for each core
@@ -130,7 +130,7 @@ class DecodeImage(OfField):
                 fastupsample=not self.exact,
                 buffer=self._scratch.of(height * width * channels),
             )
-        except _TooLargeError:
+        except TooLarge:
             raise
         except ValueError:
             return None
@@ -165,7 +165,7 @@ class DecodeImage(OfField):
 
     def _check_size(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
-            raise _TooLargeError(
+            raise TooLarge(
                 f"it declares {width} x {height} pixels; at most {self.max_pixels} are decoded "
                 "(max_pixels)"
             )
@@ -250,10 +250,6 @@ def _check_levels(image: Image.Image) -> None:
         raise ValueError(
             f"its pixels are {kind}, no levels of 8 or 16 bits; convert the file, or store npy"
         )
-
-
-class _TooLargeError(ValueError):
-    """An image declares more pixels than are decoded."""
 
 
 class _Scratch:
