@@ -20,9 +20,9 @@ _ID3, _ID3_HEAD = b"ID3", 10
 # pipes: ffmpeg writes 0xFFFFFFFF, and SoX 0x7FFFF000.
 _UNKNOWN_32 = 0x7FFF_F000
 _W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
+_CHUNK_NAME = re.compile(rb"[A-Za-z0-9 _()]{4}")
 _FLAC = re.compile(rb"fLaC[\0\x80]\0\0\x22")  # the marker, and the header of STREAMINFO
 _OGG_FIRST, _OGG_LAST = 2, 4  # flags of a page: the first one of a stream, the last one
-_OGG_NO_POSITION = (1 << 64) - 1
 _MPEG_KBITS = {  # by version 1 or not, and layer; index 0 is no fixed rate, and 15 is invalid
     (True, 1): (0, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
     (True, 2): (0, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
@@ -63,14 +63,16 @@ def streams_of(data: Bytes) -> list[Stream]:
     Raises:
         ValueError: the file is cut, or has more in it than its header says.
     """
+    begin = 0
+    while bytes(data[begin : begin + 3]) == _ID3 and begin + _ID3_HEAD < len(data):
+        begin = _id3_end(data, begin)  # before sound of any kind
+    data = memoryview(data)[begin:] if begin else data
     magic = bytes(data[:4])
-    if magic[:3] == _ID3 and len(data) > _ID3_HEAD:
-        return streams_of(memoryview(data)[_id3_end(data, 0) :])
     if magic in _CHUNKED:
         return [Stream(_chunked(data, _CHUNKED[magic]))]
     if magic in _STREAMED:
         return _STREAMED[magic](data)
-    return _mpeg(data) if magic[:1] == b"\xff" else [Stream(data)]
+    return _mpeg(data) if begin or magic[:1] == b"\xff" else [Stream(data)]
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,7 @@ def _chunks(data: Bytes, kind: _Chunked) -> Iterator[tuple[bytes, int, int, int]
         name = bytes(data[at : at + kind.name_bytes])
         (size,) = kind.size.unpack_from(data, at + kind.name_bytes)
         size -= head if kind.counts_header else 0
-        is_name = name[:4].replace(b" ", b"").isalnum() and name[:4] not in _CHUNKED
-        if size < 0 or not is_name:
+        if size < 0 or not _CHUNK_NAME.match(name) or name[:4] in _CHUNKED:
             return
         yield name, at, at + head, size
         at = _next_chunk(data, at + head + size, kind)
