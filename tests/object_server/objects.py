@@ -3,8 +3,8 @@
 import hashlib
 import mmap
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
@@ -19,12 +19,14 @@ class Stored:
     Attributes:
         data: its bytes.
         etag: quoted.
-        modified: as HTTP writes dates.
+        modified: in seconds since 1970.
+        version: a number that counts the objects that were put.
     """
 
     data: memoryview
     etag: str
-    modified: str
+    modified: int
+    version: int = 0
 
 
 class Objects:
@@ -32,14 +34,17 @@ class Objects:
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
+        self._started_at, self._num_put = int(time.time()), 0
 
     def get(self, path: str) -> Stored | None:
         return self._stored.get(path)
 
     def put(self, path: str, data: bytes) -> None:
-        self._stored[path] = Stored(
-            memoryview(data), f'"{hashlib.md5(data).hexdigest()}"', formatdate(usegmt=True)
-        )
+        """Store an object, a second later by the server's clock than the one before."""
+        self._num_put += 1
+        etag = f'"{hashlib.md5(data).hexdigest()}"'
+        modified = self._started_at + self._num_put
+        self._stored[path] = Stored(memoryview(data), etag, modified, self._num_put)
 
     def delete(self, path: str) -> None:
         self._stored.pop(path, None)
@@ -53,10 +58,10 @@ class Objects:
                     b"" if empty else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
                 )
             etag = f'"{file.stat().st_mtime_ns:x}-{len(data):x}"'
-            self._stored[f"/{file.relative_to(root)}"] = Stored(data, etag, formatdate(usegmt=True))
+            self._stored[f"/{file.relative_to(root)}"] = Stored(data, etag, self._started_at)
 
-    def list_bucket(self, bucket: str, query: str) -> bytes:
-        """One page of ListObjectsV2."""
+    def list_bucket(self, bucket: str, query: str, tells: Collection[str]) -> bytes:
+        """One page of ListObjectsV2, which tells the `etag` of objects, or leaves it out."""
         wanted = {key: values[0] for key, values in parse_qs(query, keep_blank_values=True).items()}
         prefix, delimiter = wanted.get("prefix", ""), wanted.get("delimiter", "")
         after = wanted.get("continuation-token", wanted.get("start-after", ""))
@@ -67,7 +72,7 @@ class Objects:
         entries = [
             f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
             if name in folders
-            else _entry(name, keys[name])
+            else _entry(name, keys[name], tells)
             for name in page
         ]
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
@@ -93,9 +98,11 @@ class Objects:
         return keys, folders
 
 
-def _entry(key: str, stored: Stored) -> str:
-    modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+def _entry(key: str, stored: Stored, tells: Collection[str]) -> str:
+    seconds = stored.modified if "modified" in tells else 0  # it cannot be left out
+    modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
+    etag = f"<ETag>{escape(stored.etag)}</ETag>" if "etag" in tells else ""
     return (
-        f"<Contents><Key>{escape(key)}</Key><LastModified>{modified}</LastModified><ETag>{escape(stored.etag)}</ETag>"
+        f"<Contents><Key>{escape(key)}</Key><LastModified>{modified}</LastModified>{etag}"
         f"<Size>{len(stored.data)}</Size><StorageClass>STANDARD</StorageClass></Contents>"
     )

@@ -7,12 +7,14 @@ import json
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import ClassVar, cast
 from urllib.parse import unquote
 
 from tests.object_server.objects import Objects, Stored
-from tests.object_server.script import Counts, Director, Rule, Script
+from tests.object_server.script import Counts, Director, Rule, Script, Tells
 
 ADMIN = "/-/"
 _METADATA = "/latest/"
@@ -72,7 +74,8 @@ class Connection(asyncio.Protocol):
         elif path.startswith(_METADATA):
             self._send(200, _metadata(path, self._director.script.issued_key))
         elif not self._is_allowed(head):
-            self._send(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+            refusal = self._director.script.refusal
+            self._send(403, f"<Error><Code>{refusal}</Code></Error>".encode())
         elif method == "PUT":
             self._objects.put(path, body)
             self._send(200, b"")
@@ -80,9 +83,12 @@ class Connection(asyncio.Protocol):
             self._objects.delete(path)
             self._send(204, b"")
         elif "list-type=2" in query:
-            self._send(200, self._objects.list_bucket(path.strip("/"), query))
+            self._send(200, self._list(path, query))
         else:
             self._answer_read(method, path, head)
+
+    def _list(self, path: str, query: str) -> bytes:
+        return self._objects.list_bucket(path.strip("/"), query, self._director.script.lists)
 
     def _is_allowed(self, head: bytes) -> bool:
         accepted = self._director.script.accepted_key
@@ -128,7 +134,7 @@ class Connection(asyncio.Protocol):
             return
         body = stored.data[begin:end]
         etag = '"another"' if rule and rule.fault == "other etag" else stored.etag
-        about = f"ETag: {etag}\r\nLast-Modified: {stored.modified}\r\nAccept-Ranges: bytes\r\n"
+        about = _told(self._director.script.tells, stored, etag) + "Accept-Ranges: bytes\r\n"
         status = 200
         if is_part:
             status, about = 206, about + f"Content-Range: bytes {begin}-{end - 1}/{size}\r\n"
@@ -195,6 +201,19 @@ class Connection(asyncio.Protocol):
         for each in self.open_connections - {self}:
             with contextlib.suppress(OSError):
                 each._transport.abort()
+
+
+def _told(tells: list[Tells], stored: Stored, etag: str) -> str:
+    """The fields of an answer that tell one version of an object from another."""
+    rfc850 = time.strftime("%A, %d-%b-%y %H:%M:%S GMT", time.gmtime(stored.modified))
+    fields = {
+        "etag": f"ETag: {etag}",
+        "weak etag": f"ETag: W/{etag}",
+        "version": f"x-amz-version-id: v{stored.version}",
+        "modified": f"Last-Modified: {formatdate(stored.modified, usegmt=True)}",
+        "modified as RFC 850": f"Last-Modified: {rfc850}",
+    }
+    return "".join(f"{fields[each]}\r\n" for each in tells)
 
 
 @functools.lru_cache(1024)

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Tells = Literal["etag", "weak etag", "version", "modified", "modified as RFC 850"]
 Fault = Literal["status", "reset", "truncate", "short", "other etag", "silence", "delay", "slow"]
 _SIGMAS_TO_P99 = 2.3263
 
@@ -48,6 +49,9 @@ class Script:
         accepted_key: the only access key that is served; empty for all and for requests without
             one.
         issued_key: what the instance's metadata service hands out.
+        refusal: the code in the body of a 403.
+        tells: which validators the answers have.
+        lists: which ones the listings have: etag, modified.
     """
 
     first_byte_p50_s: float = 0.0
@@ -55,6 +59,9 @@ class Script:
     rules: list[Rule] = field(default_factory=list)
     accepted_key: str = ""
     issued_key: str = ""
+    refusal: str = "InvalidAccessKeyId"
+    tells: list[Tells] = field(default_factory=lambda: ["etag", "modified"])
+    lists: list[Tells] = field(default_factory=lambda: ["etag", "modified"])
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Script":

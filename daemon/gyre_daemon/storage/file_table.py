@@ -1,4 +1,4 @@
-"""The single files of a dataset as arrays: names, sizes and versions. A value without I/O.
+"""The single files of a dataset as arrays: names, sizes and times. A value without I/O.
 
 A dataset of images may have ten million files. An object for each would take gigabytes; here a file
 takes 32 bytes and its name.
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.validators import UNKNOWN, Validators
 
 Integers = npt.NDArray[np.int64]
 
@@ -74,14 +75,14 @@ class FileTable:
     Attributes:
         names: relative to the dataset's root, in UTF-8, in the dataset's order.
         sizes: int64 [n], in bytes.
-        versions: of remote files: their etags, empty where there is none. None for local ones.
+        validators: of remote files, each `Validators.encoded`. None for local ones.
         stamps: of local files: int64 [n, 2], modification and change times in ns. None for remote
             ones.
     """
 
     names: Texts
     sizes: Integers
-    versions: Texts | None = None
+    validators: Texts | None = None
     stamps: Integers | None = None
 
     def __len__(self) -> int:
@@ -96,10 +97,9 @@ class FileTable:
         """A file as it was listed."""
         if self.stamps is not None:
             modified_ns, changed_ns = self.stamps[number].tolist()
-            version = f"{modified_ns}.{changed_ns}"
-        else:
-            version = self.versions[number].decode() if self.versions else ""
-        return Shard(self.name(number), int(self.sizes[number]), version)
+            return Shard(self.name(number), int(self.sizes[number]), f"{modified_ns}.{changed_ns}")
+        told = Validators.decoded(self.validators[number]) if self.validators else UNKNOWN
+        return Shard(self.name(number), int(self.sizes[number]), told.text, validators=told)
 
     def top_folders(self, limit: int = 1000) -> list[str]:
         """The first folders of the paths, at most `limit`, if the files are sorted by name."""
@@ -122,10 +122,11 @@ class FileTable:
         for array in (self.names.ends, self.sizes, self.stamps):
             digest.update(b"" if array is None else array.tobytes())
         digest.update(self.names.data)
-        if self.versions is not None:
-            if not self.versions.sizes.all():
+        if self.validators is not None:
+            if not self.validators.sizes.all():
                 return ""
-            digest.update(self.versions.data)
+            for number in range(len(self)):
+                digest.update(Validators.decoded(self.validators[number]).text.encode())
         return digest.hexdigest()
 
 

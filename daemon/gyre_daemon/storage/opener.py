@@ -38,14 +38,15 @@ from gyre_daemon.storage.remote_listing import (
     entries_of,
     list_tree,
     listing_error,
+    look_again,
     stat_names,
-    version_of,
 )
 from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
 from gyre_daemon.storage.sources.web_files import WebFileSystem
+from gyre_daemon.storage.validators import Validators
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4
@@ -131,10 +132,11 @@ class StorageOpener:
                     f"{pattern}"
                 )
             paths = [path for path, _ in entries]
-            return paths, [
-                Shard(name, int(info["size"]), version_of(info), info.get("digest", ""))
-                for name, (_, info) in zip(relative_names(paths), entries, strict=True)
-            ]
+            shards = []
+            for name, (_, info) in zip(relative_names(paths), entries, strict=True):
+                told = Validators.in_info(info)
+                shards.append(Shard(name, int(info["size"]), told.text, told.digest, told))
+            return paths, shards
 
         return await self._open_remote(
             location, settings, list_all_shards, options, may_be_absent=may_be_absent
@@ -286,7 +288,8 @@ class StorageOpener:
             filesystem, location.scheme, settings, paths[0], num_connections, options
         )
         self._sources.add(source)
-        return RemoteStorage(source, endpoint, paths, shards)
+        look = functools.partial(look_again, filesystem)
+        return RemoteStorage(source, endpoint, paths, shards, look)
 
     async def _listed(
         self, location: Location, listing: Awaitable[Result], *, may_be_absent: bool

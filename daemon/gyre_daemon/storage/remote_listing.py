@@ -21,6 +21,7 @@ from gyre_daemon.storage.patterns import matches_any, patterns_of
 from gyre_daemon.storage.response import access_error, describe, response_from_error
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
+from gyre_daemon.storage.validators import Validators
 
 # How long a listing may take: of a few paths, or of one page of a folder with any number.
 LISTING_DEADLINE_S = 60.0
@@ -99,7 +100,7 @@ async def list_tree(
     prefix = folder.partition("://")[2]
     names: list[bytes] = []
     sizes: list[int] = []
-    versions: list[bytes] = []
+    validators: list[bytes] = []
     pages = aiter(_pages(filesystem, folder))
     while True:
         async with asyncio.timeout(LISTING_DEADLINE_S):
@@ -113,15 +114,15 @@ async def list_tree(
             if parts[-1] and is_wanted(parts[-1]) and not is_hidden:
                 names.append(name.encode())
                 sizes.append(int(info["size"]))
-                versions.append(version_of(info).encode())
+                validators.append(Validators.in_info(info).encoded())
     if not names:
         raise ShardMissing(f"no file below {redact(folder)} is one of those that are wanted")
     if any(before > after for before, after in itertools.pairwise(names)):
         order = sorted(range(len(names)), key=names.__getitem__)
         names = [names[number] for number in order]
         sizes = [sizes[number] for number in order]
-        versions = [versions[number] for number in order]
-    return FileTable(Texts.of(names), np.array(sizes, np.int64), versions=Texts.of(versions))
+        validators = [validators[number] for number in order]
+    return FileTable(Texts.of(names), np.array(sizes, np.int64), Texts.of(validators))
 
 
 async def stat_names(
@@ -139,7 +140,7 @@ async def stat_names(
         ShardMissing: one of them is not there; otherwise see `listing_error`.
     """
     sizes = np.zeros(len(names), np.int64)
-    versions = [b""] * len(names)
+    validators = [b""] * len(names)
     if len(names) > _MAX_ASKED and not folder.startswith(WEB_SCHEMES):
         table = await list_tree(filesystem, folder, lambda _: True, with_hidden=True)
         rows = {table.names[number]: number for number in range(len(table))}
@@ -148,8 +149,8 @@ async def stat_names(
             if row is None:
                 raise _missing(names[number].decode())
             sizes[number] = table.sizes[row]
-            versions[number] = table.versions[row] if table.versions else b""
-        return FileTable(names, sizes, versions=Texts.of(versions))
+            validators[number] = table.validators[row] if table.validators else b""
+        return FileTable(names, sizes, Texts.of(validators))
     waiting = iter(range(len(names)))
 
     async def ask() -> None:
@@ -162,12 +163,13 @@ async def stat_names(
                 failure = listing_error(redact(folder + name), error)
                 missing = isinstance(failure, ShardMissing)
                 raise (_missing(name) if missing else failure) from error
-            sizes[number], versions[number] = int(info["size"]), version_of(info).encode()
+            sizes[number] = int(info["size"])
+            validators[number] = Validators.in_info(info).encoded()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(max_at_once, len(names))):
             group.create_task(ask())
-    return FileTable(names, sizes, versions=Texts.of(versions))
+    return FileTable(names, sizes, Texts.of(validators))
 
 
 def _missing(name: str) -> ShardMissing:
@@ -188,6 +190,24 @@ async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entr
     yield [(path.rpartition("://")[2].lstrip("/"), info) for path, info in found.items()]
 
 
+async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Validators]:
+    """Size and validators of an object as it is now, past what the driver remembers.
+
+    Raises:
+        GyreError: see `listing_error`.
+    """
+    driver = getattr(filesystem, "sync_fs", filesystem)
+    try:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            driver.invalidate_cache(driver._parent(path))
+            info = await filesystem._info(path)
+        return int(info["size"]), Validators.in_info(info)
+    except GyreError:
+        raise
+    except Exception as error:
+        raise listing_error(redact(path), error) from error
+
+
 def listing_error(location: str, error: Exception) -> GyreError:
     """The error for a driver's exception about a location."""
     response, facts = response_from_error(error), {"location": location}
@@ -200,13 +220,6 @@ def listing_error(location: str, error: Exception) -> GyreError:
             f"the storage did not answer for {location} within {LISTING_DEADLINE_S:g} s", facts
         )
     return StorageUnavailable(f"the storage failed for {location}: {describe(response)}", facts)
-
-
-def version_of(info: Mapping[str, Any]) -> str:
-    """What changes with an object: its etag, or the time of its last change."""
-    etags = ("e_tag", "ETag", "etag", "version")
-    times = ("last_modified", "LastModified", "mtime", "created")
-    return next((str(info[key]) for key in (*etags, *times) if info.get(key)), "")
 
 
 def no_driver(scheme: str, error: ImportError) -> ConfigError:

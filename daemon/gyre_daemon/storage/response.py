@@ -18,6 +18,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, truncated
+from gyre_daemon.storage.validators import is_same
 
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -42,7 +43,7 @@ class Response:
         status: the HTTP status, with 206 for a successful read over any other protocol, and 0 where
             the connection or the driver failed.
         data: the body, possibly incomplete.
-        etag: of the object as it is now; empty if the storage did not send one.
+        etag: of the object as it is now; empty if the storage did not send one; see `Validators`.
         object_bytes: the size of the whole object; -1 if the storage did not send it.
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
@@ -50,6 +51,8 @@ class Response:
         retry_after_s: how long to wait before the next request, if it says so; 0 otherwise.
         refused: why no other answer will come: a redirect is not followed, a certificate is not
             trusted, or a driver cannot do what was asked; empty otherwise.
+        version: of the object as it is now, as `etag`.
+        modified: when it was last changed, as `etag`.
     """
 
     status: int
@@ -61,6 +64,8 @@ class Response:
     location: str = ""
     refused: str = ""
     retry_after_s: float = 0.0
+    version: str = ""
+    modified: str = ""
 
 
 class ByteRange(NamedTuple):
@@ -249,19 +254,12 @@ def _last_failure(last: Response | None) -> str:
 
 
 def _is_changed(wanted: ByteRange, response: Response) -> bool:
-    """Whether the object's etag or size differs from the listing."""
-    listed, size = wanted.shard.version, response.object_bytes
-    if size not in (-1, wanted.shard.size_bytes):
+    """Whether the object's size or a validator differs from the listing."""
+    if response.object_bytes not in (-1, wanted.shard.size_bytes):
         return True
-    is_etag = listed.endswith('"') and response.etag
-    return bool(is_etag) and _bare(response.etag) != _bare(listed)
+    return is_same(wanted.shard.validators, response) is False
 
 
 def _ignores_range(wanted: ByteRange, response: Response) -> bool:
     """Whether the server sent the whole object although a part was requested."""
     return response.status == 200 and (wanted.start, wanted.stop) != (0, wanted.shard.size_bytes)
-
-
-def _bare(etag: str) -> str:
-    """An etag without the weak prefix and the quotes, which servers add as they like."""
-    return etag.removeprefix("W/").strip('"')

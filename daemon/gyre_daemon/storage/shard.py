@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.validators import UNKNOWN, Validators
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,14 @@ class Shard:
             the shard does.
         digest: of the content, if the storage knows one that is the same for every copy of it;
             otherwise empty.
+        validators: what its storage told; answers are compared with it. Unknown for local files.
     """
 
     name: str
     size_bytes: int
     version: str
     digest: str = ""
+    validators: Validators = UNKNOWN
 
     def place_of(self, offset: int) -> tuple[str, int]:
         """The name of the file that has a byte of the shard, and which byte of that file it is."""

@@ -14,11 +14,12 @@ from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import OnResponse
+from gyre_daemon.storage.validators import Validators
 
 from tests.contract.places import noise, run
 
 DATA = noise(3, 4096)
-SHARD = Shard("0.bin", len(DATA), '"v1"')
+SHARD = Shard("0.bin", len(DATA), '"v1"', validators=Validators('"v1"'))
 FORBIDDEN = Response(403)
 JOB = Flow("a")
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 from zlib import crc32
@@ -19,6 +20,7 @@ class ObjectServer:
             or "no ranges".
         max_open: how many requests were being answered at once.
         delay_s: how long each answer takes.
+        tells: `ETag` or `Last-Modified`, or nothing of the version of an object.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,7 @@ class ObjectServer:
         self.faults: deque[int | str] = deque()
         self.max_open = 0
         self.delay_s = 0.0
+        self.tells = "ETag"
         self.closing = threading.Event()
         self._num_open = 0
         self._lock = threading.Lock()
@@ -91,6 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_object(self, data: bytes, fault: int | str | None, *, with_body: bool) -> None:
         etag = f'"{crc32(data):08x}-{len(data)}"'
+        tells = self.server.owner.tells
+        told = {"ETag": etag, "Last-Modified": formatdate(crc32(data) // 2, usegmt=True)}
+        about = {tells: told[tells]} if tells else {}
         wanted = self.headers.get("Range", "")
         if self.headers.get("If-Match", etag) != etag:
             self._send(412, b"changed", {})
@@ -100,10 +106,10 @@ class _Handler(BaseHTTPRequestHandler):
             if begin >= len(data):
                 self._send(416, b"", {})
                 return
-            headers = {"ETag": etag, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+            headers = {**about, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
             self._send(206, data[begin:end], headers, cut=fault == "half a body")
         else:
-            self._send(200, data, {"ETag": etag, "Accept-Ranges": "bytes"}, with_body=with_body)
+            self._send(200, data, {**about, "Accept-Ranges": "bytes"}, with_body=with_body)
 
     def _send(
         self,

@@ -138,6 +138,15 @@ class CachedContract(StorageContract):
 
     @pytest.mark.parametrize("size", [100, 50, 150])
     def test_a_shard_that_changes(self, place: Place, opener: Any, size: int) -> None:
+        self.check_changed(place, opener, size)
+
+    def test_a_shard_of_which_only_times_are_told_changes(
+        self, place: Place, opener: Any, object_server: ObjectServer
+    ) -> None:
+        object_server.tells = "Last-Modified"
+        self.check_changed(place, opener, 100)
+
+    def check_changed(self, place: Place, opener: Any, size: int) -> None:
         """Cached blocks are still served as they were listed; all others are an error."""
         held, fetched = Targets().add(0, 40, 20), Targets().add(0, 2 * BLOCK, 20)
         before = noise(0, 3 * BLOCK)

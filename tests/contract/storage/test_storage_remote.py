@@ -17,8 +17,6 @@ from tests.object_server.process import ObjectServerProcess, object_server
 
 
 class TestMemory(StorageContract):
-    notices_changes = False
-
     @pytest.fixture
     def place(self) -> Iterator[Place]:
         place = MemoryPlace()

@@ -278,16 +278,19 @@ def test_expired_credentials_are_refreshed(gyred: StartDaemon, server: ObjectSer
         check_epoch(reading)
 
 
-@pytest.mark.parametrize("change", ["vanished", "replaced", "grown", "lies"])
+@pytest.mark.parametrize("change", ["vanished", "replaced", "no etags", "grown", "lies"])
 def test_an_object_that_is_no_longer_what_was_listed(
     daemon: Daemon, server: ObjectServerProcess, change: str
 ) -> None:
     changes: dict[str, Any] = {
         "vanished": lambda: server.delete("/data/2.bin"),
         "replaced": lambda: server.put("/data/2.bin", bytes(SHARD_SAMPLES * LENGTH * 4)),
+        "no etags": lambda: server.put("/data/2.bin", bytes(SHARD_SAMPLES * LENGTH * 4)),
         "grown": lambda: server.put("/data/2.bin", bytes(SHARD_SAMPLES * LENGTH * 4 + 1)),
         "lies": lambda: server.misbehave(Rule("other etag", match="/2.bin")),
     }
+    if change == "no etags":
+        server.follow(Script(tells=["modified"]))
     error = ShardMissing if change == "vanished" else CorruptSample
     sentence = r"2\.bin does not exist" if change == "vanished" else r"2\.bin has changed"
     with loader(daemon) as reading, pytest.raises(error, match=sentence) as caught:

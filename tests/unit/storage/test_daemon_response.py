@@ -18,8 +18,9 @@ from gyre_daemon.storage.response import (
     response_from_error,
 )
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.validators import Validators
 
-SHARD = Shard("a/0.tar", 1000, '"v1"')
+SHARD = Shard("a/0.tar", 1000, '"v1"', validators=Validators('"v1"'))
 WANTED = ByteRange(SHARD, 100, 150)
 WHOLE = ByteRange(SHARD, 0, 1000)
 
@@ -62,9 +63,15 @@ def test_a_body_that_stays_too_short_is_a_truncated_shard_unless_its_size_is_rig
     )
 
 
-def test_a_version_that_is_a_time_is_not_compared_with_etags() -> None:
-    wanted = ByteRange(Shard("a", 1000, "2026-01-01 00:00:00"), 100, 150)
-    assert classify(wanted, Response(206, bytes(50), '"v2"'), 1) is Verdict.OK
+def test_a_time_is_compared_with_times_alone() -> None:
+    listed = Validators(modified="2026-01-01 00:00:00+00:00")
+    wanted = ByteRange(Shard("a", 1000, listed.text, validators=listed), 100, 150)
+    told = Response(206, bytes(50), '"v2"')
+    assert classify(wanted, told, 1) is Verdict.OK
+    told.modified = "Thu, 01 Jan 2026 00:00:00 GMT"
+    assert classify(wanted, told, 1) is Verdict.OK
+    told.modified = "Thu, 01 Jan 2026 00:00:01 GMT"
+    assert classify(wanted, told, 1) is Verdict.FAILED
 
 
 @pytest.mark.parametrize(

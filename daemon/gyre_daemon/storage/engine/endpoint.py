@@ -44,6 +44,7 @@ from gyre_daemon.storage.response import (
     final_error,
     stalled_error,
 )
+from gyre_daemon.storage.validators import Validators
 
 # The timer: a longer tick delays retries and hedges, a shorter one costs processor time while
 # anything is in flight. Deadlines are checked once in this many ticks.
@@ -236,7 +237,7 @@ class Endpoint:
         if request.num_retries:
             self.budget.give_back()
         request.sent_at, request.first_byte_at = attempt.sent_at, first_byte_at
-        request.ended_at = now
+        request.ended_at, request.told = now, Validators.of(response)
         self._end(request, "hedged")
         count = self._count("ok", request, request.num_bytes)
         count.first_byte_s += first_byte_s

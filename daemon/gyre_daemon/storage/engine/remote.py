@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError
@@ -12,6 +12,7 @@ from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.engine.changes import ChangeCheck, Look
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.request import RangeRequest
@@ -37,9 +38,24 @@ class RemoteStorage:
     block_cache = None
 
     def __init__(
-        self, source: Source, endpoint: Endpoint, paths: Sequence[str], shards: Sequence[Shard]
+        self,
+        source: Source,
+        endpoint: Endpoint,
+        paths: Sequence[str],
+        shards: Sequence[Shard],
+        look: Look | None = None,
     ) -> None:
+        """Read listed objects.
+
+        Args:
+            source: carries the requests.
+            endpoint: sends them.
+            paths: of the objects, as the source knows them.
+            shards: as listed.
+            look: see `ChangeCheck`.
+        """
         self.shards = shards
+        self._changes = ChangeCheck(endpoint.name, paths, shards, look)
         self._credentials = CredentialRefresh(source)
         self._endpoint = endpoint
         self._paths = paths
@@ -100,7 +116,7 @@ class RemoteStorage:
         """The bytes `[start, stop)` of a shard."""
         arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        def finish(data: Body, error: GyreError | None) -> None:
+        def deliver(data: Body, error: GyreError | None) -> None:
             if arrived.done():
                 return
             if error:
@@ -109,7 +125,7 @@ class RemoteStorage:
                 arrived.set_result(bytes(data))
 
         request = self._request((shard, start, stop), "stream", NO_JOB, 0, time.monotonic())
-        request.finish = finish
+        request.finish = functools.partial(self._checked, request, shard, deliver)
         self._endpoint.submit(request)
         try:
             return await arrived
@@ -135,8 +151,23 @@ class RemoteStorage:
         request = self._request(key, "read", reads.flow, reads.urgency, pending.asked_at)
         shared = self._in_flight[key] = _SharedRequest(key, request, [(pending, pieces)])
         pending.shared_requests[shared] = None
-        request.finish = functools.partial(self._finish, shared)
+        deliver = functools.partial(self._finish, shared)
+        request.finish = functools.partial(self._checked, request, key[0], deliver)
         self._endpoint.submit(request)
+
+    def _checked(
+        self,
+        request: RangeRequest,
+        shard: int,
+        deliver: Callable[[Body, GyreError | None], None],
+        data: Body,
+        error: GyreError | None,
+    ) -> None:
+        """Deliver a range, if it is of the version that was listed."""
+        if error:
+            deliver(data, error)
+        else:
+            self._changes.check(shard, request.told, functools.partial(deliver, data))
 
     def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
         """Somebody needs the ranges of a read."""
@@ -151,7 +182,8 @@ class RemoteStorage:
 
     def _finish(self, shared: "_SharedRequest", data: Body, error: GyreError | None) -> None:
         """A range has arrived or failed."""
-        del self._in_flight[shared.key]
+        if self._in_flight.get(shared.key) is shared:  # it may have been left meanwhile
+            del self._in_flight[shared.key]
         for pending, pieces in shared.waiting:
             pending.shared_requests.pop(shared, None)
             pending.take(shared.request, pieces, data, error)

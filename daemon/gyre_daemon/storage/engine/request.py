@@ -10,6 +10,7 @@ from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.response import Body, ByteRange, Response
 from gyre_daemon.storage.source import SentRequest
+from gyre_daemon.storage.validators import UNKNOWN, Validators
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -38,6 +39,7 @@ class RangeRequest:
         first_byte_at: when its response began.
         ended_at: when its last byte arrived; 0 before.
         is_over: it succeeded, failed, or was abandoned.
+        told: by the answer that succeeded, of the object.
     """
 
     credentials: CredentialRefresh
@@ -63,6 +65,7 @@ class RangeRequest:
     first_byte_at: float = 0.0
     ended_at: float = 0.0
     is_over: bool = False
+    told: Validators = UNKNOWN
 
     def __post_init__(self) -> None:
         """Count the bytes."""

@@ -26,6 +26,7 @@ from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_source import PlainSource
+from gyre_daemon.storage.validators import Validators
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
@@ -71,15 +72,39 @@ class ObjectFileSystem(FsspecStore):
             return {"name": path, "type": "directory", "size": 0}
         if self.protocol not in _NO_LISTING:
             info: dict[str, Any] = await super()._info(path, **kwargs)
-            return info
+            if info["type"] != "file":
+                return info
+            found = _described(info["name"], info)
+            return found if Validators.in_info(found) else await self._listed(bucket, key) or found
         store: ObjectStore = self._construct_store(bucket)
-        head = await store.head_async(key)
-        return {"name": path, "type": "file", "size": head["size"], "e_tag": head["e_tag"]}
+        return _described(path, await store.head_async(key))
 
     async def _glob(self, path: str, **kwargs: Any) -> Any:
         if self.protocol in _NO_LISTING:
             raise no_listing(path)
         return await super()._glob(path, **kwargs)
+
+    async def _ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        bucket, key = self._split_path(path)
+        store: ObjectStore = self._construct_store(bucket)
+        found = await store.list_with_delimiter_async(key)
+        files = [_described(f"{bucket}/{each['path']}", each) for each in found["objects"]]
+        files += [
+            {"name": f"{bucket}/{prefix}", "type": "directory", "size": 0}
+            for prefix in found["common_prefixes"]
+        ]
+        if not files:
+            raise FileNotFoundError(path)
+        return files if detail else sorted(each["name"] for each in files)
+
+    async def _listed(self, bucket: str, key: str) -> dict[str, Any] | None:
+        """An object as a listing of its folder shows it; some storages tell more there."""
+        store: ObjectStore = self._construct_store(bucket)
+        folder = key.rpartition("/")[0] or None
+        async for page in obstore.list(store, folder, offset=key[:-1], chunk_size=_PAGE_OBJECTS):
+            found = next((each for each in page if each["path"] == key), None)
+            return found and _described(f"{bucket}/{key}", found)
+        return None
 
     async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
         """The objects below a folder: path without a scheme, and info; a page at a time."""
@@ -88,7 +113,16 @@ class ObjectFileSystem(FsspecStore):
         bucket, prefix = self._split_path(folder)
         store: ObjectStore = self._construct_store(bucket)
         async for page in obstore.list(store, prefix, chunk_size=_PAGE_OBJECTS):
-            yield [(f"{bucket}/{each['path']}", each) for each in page]
+            described = [_described(f"{bucket}/{each['path']}", each) for each in page]
+            yield [(each["name"], each) for each in described]
+
+
+def _described(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """An object as fsspec describes it."""
+    told = {key: meta[key] for key in ("e_tag", "version", "last_modified")}
+    if not told["last_modified"].timestamp():  # it was not told
+        del told["last_modified"]
+    return {"name": name, "type": "file", "size": meta["size"], **told}
 
 
 class ObjectSource:
@@ -159,7 +193,9 @@ class _ObjectRequest:
             self._on_response(response_from_error(error))
             return
         result = head.result()
-        self._response.etag = result.meta["e_tag"] or ""
+        told = Validators.in_info(_described("", result.meta))
+        self._response.etag, self._response.version = told.etag, told.version
+        self._response.modified = told.modified
         self._response.object_bytes = result.meta["size"]
         self._awaited = cast("asyncio.Future[Any]", result.bytes_async())
         self._awaited.add_done_callback(self._whole)

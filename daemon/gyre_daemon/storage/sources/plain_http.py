@@ -11,7 +11,7 @@ import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import SplitResult
@@ -22,9 +22,16 @@ from gyre_daemon.storage.sources.connections import ConnectionBudget
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
-    rb"\r\n(content-length|content-range|etag|location|connection|transfer-encoding|retry-after):"
-    rb"[ \t]*([^\r\n]*)",
+    rb"\r\n(content-length|content-range|etag|last-modified|x-amz-version-id|x-goog-generation"
+    rb"|location|connection|transfer-encoding|retry-after):[ \t]*([^\r\n]*)",
     re.IGNORECASE,
+)
+_TEXTS = (
+    (b"etag", "etag"),
+    (b"last-modified", "modified"),
+    (b"x-amz-version-id", "version"),
+    (b"x-goog-generation", "version"),
+    (b"location", "location"),
 )
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
 # What a server may make the daemon hold for a response that is no data.
@@ -290,9 +297,8 @@ class _Connection(asyncio.Protocol):
         if self._get.is_head:
             self._response = Response(
                 status,
-                etag=fields.get(b"etag", b"").decode("latin-1"),
                 object_bytes=int(length) if _is_number(length) else -1,
-                location=fields.get(b"location", b"").decode("latin-1"),
+                **_texts(fields),
             )
             self._num_missing = 0
             self._receive(rest)
@@ -304,9 +310,8 @@ class _Connection(asyncio.Protocol):
         _, _, total = fields.get(b"content-range", b"").rpartition(b"/")
         self._response = Response(
             status,
-            etag=fields.get(b"etag", b"").decode("latin-1"),
             object_bytes=int(total) if _is_number(total) else -1,
-            location=fields.get(b"location", b"").decode("latin-1"),
+            **_texts(fields),
             retry_after_s=_seconds(fields.get(b"retry-after", b"")),
         )
         self._num_missing = int(length)
@@ -373,6 +378,11 @@ class _Connection(asyncio.Protocol):
 
 def _is_redirect(response: Response) -> bool:
     return response.status in (301, 302, 303, 307, 308) and bool(response.location)
+
+
+def _texts(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The fields of a head that a response repeats."""
+    return {name: fields[field].decode("latin-1") for field, name in _TEXTS if field in fields}
 
 
 def _seconds(text: bytes) -> float:

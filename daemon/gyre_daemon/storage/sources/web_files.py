@@ -78,8 +78,12 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
             raise NotAllowed(f"{path} is refused: {response.refused}", {"location": path})
         if response.status != 200 or response.object_bytes < 0:
             raise WebError(response)
-        etag = response.etag or None
-        return {"name": path, "type": "file", "size": response.object_bytes, "e_tag": etag}
+        told = {
+            "e_tag": response.etag,
+            "version": response.version,
+            "last_modified": response.modified,
+        }
+        return {"name": path, "type": "file", "size": response.object_bytes, **told}
 
     async def _glob(self, path: str, **_: Any) -> Any:
         raise no_listing(path)
