@@ -139,7 +139,7 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     keys = [each.name for each in fields(DatasetConfig) if each.name not in _NO_KEYS]
     common = {key: rest.pop(key) for key in keys if key in rest}
     packing = common.pop("pack", None)
-    config = build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
+    config = build(DatasetConfig, common | {"options": rest}, where)
     if packing is None:
         return config
     return replace(config, pack=parse_pack(packing, f"{where}.pack"))
@@ -152,7 +152,7 @@ def parse_pack(table: object, where: str) -> PackConfig:
         ConfigError: a key is unknown or missing, a value is out of range, or sequences of the
             lengths do not fit into each other.
     """
-    config = build(PackConfig, convert(table, dict[str, Any], where), where, f"{where}.{{}}")
+    config = build(PackConfig, convert(table, dict[str, Any], where), where)
     wrong = _misfit(config.lengths)
     if wrong:
         raise ConfigError(
@@ -183,8 +183,8 @@ def parse_limits(table: object) -> LimitsConfig:
         ConfigError: a key is unknown, or a value is out of range.
     """
     tables = _converted_tables(table)
-    user = build(UserLimits, tables.get("user", {}), "limits.user", "limits.user.{}")
-    job = build(JobLimits, tables.get("job", {}), "limits.job", "limits.job.{}")
+    user = build(UserLimits, tables.get("user", {}), "limits.user")
+    job = build(JobLimits, tables.get("job", {}), "limits.job")
     users = {}
     for pattern, entry in tables.get("users", {}).items():
         where = f"limits.users.{pattern}"

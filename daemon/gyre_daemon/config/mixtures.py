@@ -22,7 +22,7 @@ def parse_mixture(name: str, table: object) -> DatasetConfig:
     where = f"mixtures.{name}"
     rest = dict(convert(table, dict[str, Any], where))
     common = {key: rest.pop(key) for key in KEYS_OF_DATASETS if key in rest}
-    mixture = build(MixtureConfig, rest, where, f"{where}.{{}}")
+    mixture = build(MixtureConfig, rest, where)
     given = [key for key in ("weights", "epochs", "temperature") if getattr(mixture, key)]
     if len(given) != 1:
         raise ConfigError(
@@ -41,7 +41,7 @@ def parse_mixture(name: str, table: object) -> DatasetConfig:
     steps = [each.step for each in mixture.schedule]
     if steps != sorted(set(steps)):
         raise ConfigError(f"{where}.schedule has the steps {steps}; they must rise")
-    config = build(DatasetConfig, common | {"uri": f"{FORMAT}:{name}"}, where, f"{where}.{{}}")
+    config = build(DatasetConfig, common | {"uri": f"{FORMAT}:{name}"}, where)
     return replace(config, format=FORMAT, mixture=replace(mixture, sources=sources))
 
 

@@ -26,12 +26,18 @@ def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> O
     Raises:
         ConfigError: names the key, and the nearest known one where it is unknown.
     """
-    return build(cls, table, where, f"{{}} in {where}")
+    return _built(cls, table, where, {key: f"{key} in {where}" for key in table})
 
 
-def build(cls: type[Options], table: Mapping[str, Any], where: str, name: str) -> Options:
-    """The dataclass with the values of a table, where `name` is how an error calls the key {}."""
-    values = converted(cls, table, where, {key: name.format(key) for key in table})
+def build(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
+    """As `parse_options`, for a table of the configuration; errors call its keys `where.key`."""
+    return _built(cls, table, where, {key: f"{where}.{key}" for key in table})
+
+
+def _built(
+    cls: type[Options], table: Mapping[str, Any], where: str, names: Mapping[str, str]
+) -> Options:
+    values = converted(cls, table, where, names)
     for each in fields(cls):  # type: ignore[arg-type]
         if each.name not in values and each.default is each.default_factory:  # both are MISSING
             raise ConfigError(f"`{each.name}` is missing in {where}")

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,16 @@ def test_a_mistake_in_options_is_named(table: dict[str, Any], sentence: str) -> 
     with pytest.raises(ConfigError, match=sentence) as caught:
         parse_options(Options, table, "here")
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("where", ["dataset `{0,1,2}.jsonl`", "{}", "{0.x}", "}{", "%s {key!r}"])
+def test_braces_in_names_are_no_places_for_keys(where: str) -> None:
+    assert parse_options(Options, {"length": 3}, where).length == 3
+    with pytest.raises(ConfigError, match=re.escape(f"length in {where} is 'a'")):
+        parse_options(Options, {"length": "a"}, where)
+    assert parse_dataset(where, {"uri": "x", "stride": 2}).options == {"stride": 2}
+    with pytest.raises(ConfigError, match=re.escape(f"datasets.{where}.uri")):
+        parse_dataset(where, {"uri": 3})
 
 
 def test_parsing_a_dataset_leaves_its_table_unchanged() -> None:
