@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec.registry import available_protocols
+from gyre_common.printable import printable
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.braces import expand
@@ -131,8 +132,27 @@ def redact(text: str) -> str:
     return _QUERY.sub("?...", _CREDENTIALS.sub("//***@", text))
 
 
+def encoded_name(name: str) -> bytes:
+    """The name of a file in UTF-8.
+
+    Raises:
+        InvalidRequest: a file system has it in other bytes.
+    """
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        shown = printable(name.encode(errors="surrogateescape").decode(errors="backslashreplace"))
+        raise InvalidRequest(f"the file name {shown} is not UTF-8; rename the file") from error
+
+
 def relative_names(paths: list[str]) -> list[str]:
-    """The paths relative to the deepest folder that contains all of them."""
+    """The paths relative to the deepest folder that contains all of them.
+
+    Raises:
+        InvalidRequest: a name is not UTF-8, so that no message and no index can have it.
+    """
+    for path in paths:
+        encoded_name(path)
     split = [
         path.partition("://")[2].split("/") if "://" in path else path.split("/") for path in paths
     ]

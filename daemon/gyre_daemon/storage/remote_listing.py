@@ -16,11 +16,11 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.location import encoded_name, redact
 from gyre_daemon.storage.patterns import matches_any, patterns_of
 from gyre_daemon.storage.response import access_error, describe, response_from_error
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
-from gyre_daemon.storage.splits import check_one_set, check_subfolders
+from gyre_daemon.storage.splits import check_one_set, no_match
 from gyre_daemon.storage.validators import Validators
 
 # How long a listing may take: of a few paths, or of one page of a folder with any number.
@@ -74,8 +74,12 @@ async def _check_folder(
     check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
     if not found:
         entries = await filesystem._ls(path, detail=True)
-        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
-        check_subfolders(shown, [name.rstrip("/").rpartition("/")[2] for name in folders], pattern)
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        folder, below = path.rstrip("/") + "/", []
+        async for page in _pages(filesystem, folder):
+            below = [name.removeprefix(folder.partition("://")[2]) for name, _ in page]
+            break  # for a message, the first are enough
+        raise no_match(shown, pattern, names, [name for name in below if "/" in name])
 
 
 async def list_tree(
@@ -112,7 +116,7 @@ async def list_tree(
             parts = name.split("/")
             is_hidden = not with_hidden and any(part.startswith(".") for part in parts)
             if parts[-1] and is_wanted(parts[-1]) and not is_hidden:
-                names.append(name.encode())
+                names.append(encoded_name(name))
                 sizes.append(int(info["size"]))
                 validators.append(Validators.in_info(info).encoded())
     if not names:

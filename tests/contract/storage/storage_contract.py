@@ -142,6 +142,27 @@ class StorageContract:
         with pytest.raises(ShardMissing):
             run(first_of(opener(place.root + rest, place.settings)))
 
+    @pytest.mark.parametrize(
+        ("names", "text", "fix"),
+        [
+            (["x/a.bin", "y/b.bin"], r"such as x/a\.bin: name \S+/\*\*/\*\.bin$", "/**/*.bin"),
+            (["x/y/a.bin"], r"such as x/y/a\.bin: name \S+/\*\*/\*\.bin$", "/**/*.bin"),
+            (["test/a.bin", "train/b.bin"], "such as [^ ]+/train, or ", "/train"),
+            (["train/x/a.bin"], r"such as \S+/train/\*\*/\*\.bin, or", "/train/**/*.bin"),
+            (["a.txt", ".b.txt"], "but 1 other, such as a.txt; correct `format`", ""),
+        ],
+    )
+    def test_a_folder_without_a_shard_says_what_would_match(
+        self, place: Place, opener: Any, names: list[str], text: str, fix: str
+    ) -> None:
+        if not self.lists:
+            pytest.skip("this storage cannot list")
+        for name in names:
+            place.put(name, b"1")
+        with pytest.raises(ShardMissing, match=text):
+            run(first_of(opener(place.root, place.settings)))
+        assert not fix or run(opener(place.root + fix, place.settings)).shards
+
     def test_reads_land_where_they_belong(
         self, place: Place, opener: Any, metrics: Metrics
     ) -> None:

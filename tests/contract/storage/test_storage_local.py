@@ -15,6 +15,7 @@ import pytest
 from gyre_daemon.errors import (
     CorruptSample,
     GyreError,
+    InvalidRequest,
     NotAllowed,
     ShardMissing,
     StorageUnavailable,
@@ -50,6 +51,15 @@ class TestLocal(StorageContract):
         storage = run(opener(place.root, {}))
         assert storage.local_file(0).path == tmp_path / "data" / "a.bin"
         assert storage.is_node_local
+
+    @pytest.mark.parametrize("rest", ["", "/*.bin", "/**/*.bin"])
+    def test_a_name_that_is_not_utf_8_is_refused_by_name(
+        self, place: Place, opener: Any, rest: str
+    ) -> None:
+        place.put("good.bin", b"1")
+        Path(os.fsdecode(place.root.encode() + b"/\xff.bin")).write_bytes(b"2")
+        with pytest.raises(InvalidRequest, match=r"/\\xff\.bin is not UTF-8; rename the file"):
+            run(opener(place.root + rest, {}))
 
     def test_a_file_replaced_or_deleted_after_its_first_read(
         self, place: Place, opener: Any, tmp_path: Path

@@ -13,11 +13,12 @@ from pathlib import PurePath
 
 import numpy as np
 
-from gyre_daemon.errors import InvalidRequest, NotAllowed
+from gyre_daemon.errors import NotAllowed
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.beneath import NotRegular, Root
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.location import encoded_name
 
 _Entry = tuple[bytes, os.stat_result | None]  # a name, with a slash if it is a folder
 
@@ -141,14 +142,14 @@ def _entries(
                     continue
                 if entry.is_file(follow_symlinks=False):
                     if is_wanted(name):
-                        entries.append((_encoded(name), entry.stat(follow_symlinks=False)))
+                        entries.append((encoded_name(name), entry.stat(follow_symlinks=False)))
                 elif entry.is_dir(follow_symlinks=False):
-                    entries.append((_encoded(name) + b"/", None))
+                    entries.append((encoded_name(name) + b"/", None))
                 elif entry.is_symlink() and (status := _followed(root, folder, name)):
                     if stat.S_ISDIR(status.st_mode):
-                        entries.append((_encoded(name) + b"/", None))
+                        entries.append((encoded_name(name) + b"/", None))
                     elif is_wanted(name):
-                        entries.append((_encoded(name), status))
+                        entries.append((encoded_name(name), status))
                 else:
                     found.num_odd += 1
     except OSError as error:
@@ -190,10 +191,3 @@ def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:
             {"path": root.folder / path},
         )
     return status
-
-
-def _encoded(name: str) -> bytes:
-    try:
-        return name.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the file name {name!a} is no UTF-8; rename it") from error

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import stat
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,12 +22,13 @@ from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
 from gyre_daemon.storage.location import relative_names
 from gyre_daemon.storage.patterns import checked_glob, patterns_of
 from gyre_daemon.storage.shard import Shard, changed
-from gyre_daemon.storage.splits import check_one_set, check_subfolders
+from gyre_daemon.storage.splits import check_one_set, no_match
 from gyre_daemon.storage.stamps import Stamp
 
 _MAGIC = frozenset("*?[")
 
 _Kind = Literal["file", "folder", "link", "other"]
+_MAX_LOOKED_AT = 10_000  # entries of folders, for a message
 _MAX_NAMED = 5  # of the entries that a listing passed over
 
 
@@ -55,7 +57,15 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
         files = _matches(path, pattern, odd, follow_links=follow_links)
         exists = bool(files) or path.exists()
         if is_folder:
-            _check_folder(path, files, pattern)
+            # a folder means all of its files, so they must be one dataset; see `splits`
+            check_one_set(str(path), [file.path.name for file in files], pattern)
+        if is_folder and not files and not odd:
+            names = [
+                name
+                for name, kind in _entries(Root(path, follow_links), "", "*")
+                if kind != "folder"
+            ]
+            raise no_match(str(path), pattern, names, _below(Root(path, follow_links)))
     except OSError as error:
         raise file_error(str(path), error) from error
     except GyreError:
@@ -75,10 +85,9 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
             f"or a link that leads to nothing: {_first(odd)}",
             {"path": path},
         )
-    why = "nothing is there"
-    if is_folder:
-        why = "the folder has no file" + ("" if pattern == "*" else f" that matches {pattern}")
-    raise ShardMissing(f"no shard at {path}: {why}; correct the dataset's URI", {"path": path})
+    raise ShardMissing(
+        f"no shard at {path}: nothing is there; correct the dataset's URI", {"path": path}
+    )
 
 
 def list_shards(
@@ -156,12 +165,20 @@ def file_error(name: str, error: OSError) -> GyreError:
     return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
 
 
-def _check_folder(path: Path, files: Sequence[LocalFile], pattern: str) -> None:
-    """A folder means all of its files, so they must be one dataset; see `splits`."""
-    check_one_set(str(path), [file.path.name for file in files], pattern)
-    if not files:
-        folders = [entry.name for entry in path.iterdir() if entry.is_dir()]
-        check_subfolders(str(path), folders, pattern)
+def _below(root: Root) -> list[str]:
+    """Files in the folders of a folder, at any depth, for a message; not all of many."""
+    found: list[str] = []
+    folders = deque([""])
+    num_left = _MAX_LOOKED_AT
+    while folders and num_left > 0:
+        folder = folders.popleft()
+        for name, kind in _entries(root, folder, "*"):
+            num_left -= 1
+            if kind == "folder":
+                folders.append(f"{name}/")
+            elif kind == "file" and folder:
+                found.append(name)
+    return found
 
 
 def _first(names: Collection[str]) -> str:
