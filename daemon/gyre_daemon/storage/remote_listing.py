@@ -217,7 +217,7 @@ def listing_error(location: str, error: Exception) -> GyreError:
     response, facts = response_from_error(error), {"location": location}
     if response.refused:
         return NotAllowed(f"{location} is refused: {response.refused}", facts)
-    if (known := access_error(location, response.status, facts)) is not None:
+    if (known := access_error(location, response, facts)) is not None:
         return known
     if isinstance(error, TimeoutError):
         return StorageUnavailable(

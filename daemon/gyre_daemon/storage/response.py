@@ -27,6 +27,43 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"""<Code>\s*([A-Za-z0-9.]{1,64})\s*<|"(?:reason|code)"\s*:\s*"(\w{1,64})\"""")
 _MARKUP = re.compile(r"[<{]")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
+_SELF_SIGNED = (
+    "the server's certificate is that of an authority (CA:TRUE), which obstore, the client that "
+    "lists object storages, takes from no server; make one with `openssl req -x509 ... -addext "
+    "basicConstraints=critical,CA:FALSE`, and name that as `ca_file`"
+)
+_USUAL_FIX = "check the daemon's credentials"
+_NO_PERMISSION = (
+    "the credentials are valid but may not read it: grant them reading of objects and listing (on "
+    "S3 `s3:GetObject` and `s3:ListBucket`)"
+)
+_WRONG_SECRET = (
+    "the secret does not fit the key: check `secret_access_key`, `region` and `endpoint` of the "
+    "dataset's `storage` table"
+)
+_RENEW = "the session's token has expired: give the daemon a new one, or a role that renews it"
+_CLOCK = "the clock of this machine is wrong: set it, for example with `timedatectl set-ntp true`"
+# What to do about a storage's own codes: those of S3, of Google's XML interface, and of Azure.
+_FIXES = {
+    "AccessDenied": _NO_PERMISSION,
+    "AllAccessDisabled": "the owner has closed the bucket: ask there",
+    "AccountProblem": "the storage account has a problem: ask the provider",
+    "AuthenticationFailed": "check `account_name` and `account_key` of the dataset's `storage` "
+    "table, and the clock of this machine",
+    "AuthorizationFailure": _NO_PERMISSION + ", or let its firewall admit this host",
+    "AuthorizationHeaderMalformed": "set `region` in the dataset's `storage` table to the bucket's",
+    "AuthorizationPermissionMismatch": "the credentials are valid but lack a role: grant them "
+    "`Storage Blob Data Reader`",
+    "ExpiredToken": _RENEW,
+    "InvalidAccessKeyId": _USUAL_FIX + ": the storage knows no such `access_key_id`",
+    "InvalidObjectState": "the object lies in an archive tier: restore it first",
+    "InvalidToken": _RENEW,
+    "RequestExpired": _CLOCK,
+    "RequestTimeTooSkewed": _CLOCK,
+    "SignatureDoesNotMatch": _WRONG_SECRET,
+    "TokenRefreshRequired": _RENEW,
+    "forbidden": _NO_PERMISSION,
+}
 # A short body without an object size may be a bad connection or a truncated object. With fewer
 # attempts a bad connection fails a batch; with more, a truncated object is reported later.
 _MAX_SHORT_ATTEMPTS = 3
@@ -105,8 +142,7 @@ def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdic
         # If the object still has its listed size, the missing bytes were lost in transit.
         has_size = response.object_bytes >= 0
         return Verdict.RETRY if has_size or num_attempts < _MAX_SHORT_ATTEMPTS else Verdict.FAILED
-    is_expired = status == 400 and any(word in response.detail for word in _EXPIRED)
-    if status in (401, 403) or 300 <= status < 400 or is_expired:
+    if status in (401, 403) or 300 <= status < 400 or _is_expired(response):
         return Verdict.REFRESH
     if status in (429, 503) or response.unreachable:
         return Verdict.THROTTLED
@@ -118,7 +154,7 @@ def final_error(wanted: ByteRange, response: Response) -> GyreError:
     name, status = wanted.shard.name, response.status
     if response.refused:
         return NotAllowed(f"shard {name} is refused: {response.refused}", {"shard": name})
-    if (error := access_error(name, status, {"shard": name})) is not None:
+    if (error := access_error(name, response, {"shard": name})) is not None:
         return error
     if status in (412, 416) or (status in (200, 206) and _is_changed(wanted, response)):
         return changed(name)
@@ -133,17 +169,29 @@ def final_error(wanted: ByteRange, response: Response) -> GyreError:
     return StorageUnavailable(f"the storage failed for {name}: {reason}", {"shard": name})
 
 
-def access_error(name: str, status: int, facts: Mapping[str, object]) -> GyreError | None:
-    """The error for a status that says that a shard or location is missing or forbidden."""
+def access_error(name: str, response: Response, facts: Mapping[str, object]) -> GyreError | None:
+    """The error for a response that says that a shard or location is missing or forbidden."""
+    status = response.status
     if status in (404, 410):
         return ShardMissing(
             f"{name} does not exist; restore it or correct the dataset's URI", facts
         )
-    if status in (401, 403):
-        return NotAllowed(
-            f"the storage refused access to {name}; check the daemon's credentials", facts
-        )
+    if status in (401, 403) or _is_expired(response):
+        code = _code(response.detail)
+        shown, fix = f" ({code})" if code else "", _FIXES.get(code, _USUAL_FIX)
+        return NotAllowed(f"the storage refused access to {name}{shown}; {fix}", facts)
     return None
+
+
+def _is_expired(response: Response) -> bool:
+    """Whether it says that credentials have expired, for which S3 has the status 400."""
+    return response.status == 400 and any(word in response.detail for word in _EXPIRED)
+
+
+def _code(detail: str) -> str:
+    """The storage's own word for an error; empty if there is none."""
+    found = _CODE.search(detail)
+    return (found[1] or found[2]) if found else ""
 
 
 def no_listing(path: str, advice: str = "") -> InvalidRequest:
@@ -214,8 +262,7 @@ def words(detail: str) -> str:
     markup = _MARKUP.search(line)
     if not markup:
         return printable(line[:_MAX_DETAIL_CHARS])
-    found = _CODE.search(detail)
-    code = f"({found[1] or found[2]})" if found else ""
+    code = f"({found})" if (found := _code(detail)) else ""
     words = printable(line[: markup.start()][:_MAX_DETAIL_CHARS])
     return f"{words} {code}".strip()
 
@@ -236,6 +283,8 @@ def response_from_error(error: BaseException) -> Response:
         found = _STATUS.search(str(error))
         status = getattr(error, "status", int(found[1]) if found else 0)
     detail = f"{type(error).__name__}: {error}"
+    if "CaUsedAsEndEntity" in detail:
+        return Response(0, refused=_SELF_SIGNED)
     if bad := _BAD_CERTIFICATE.search(detail):
         return Response(0, refused=untrusted("the server", bad[1]))
     return Response(status if isinstance(status, int) else 0, detail=detail)

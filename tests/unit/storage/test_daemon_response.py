@@ -79,6 +79,31 @@ def test_a_time_is_compared_with_times_alone() -> None:
     [
         (Response(404), ShardMissing, "a/0.tar does not exist"),
         (Response(403), NotAllowed, "refused access to a/0.tar; check the daemon's credentials"),
+        (
+            Response(403, detail="<Error><Code>AccessDenied</Code></Error>"),
+            NotAllowed,
+            r"refused access to a/0.tar \(AccessDenied\); .* grant them .* `s3:ListBucket`",
+        ),
+        (
+            Response(403, detail="<Error><Code>SignatureDoesNotMatch</Code><X>k</X></Error>"),
+            NotAllowed,
+            r"a/0.tar \(SignatureDoesNotMatch\); .* check `secret_access_key`",
+        ),
+        (
+            Response(403, detail='{"error": {"errors": [{"reason": "forbidden"}], "code": 403}}'),
+            NotAllowed,
+            r"a/0.tar \(forbidden\); .* grant them",
+        ),
+        (
+            Response(400, detail="<Error><Code>ExpiredToken</Code></Error>"),
+            NotAllowed,
+            r"a/0.tar \(ExpiredToken\); the session's token has expired",
+        ),
+        (
+            Response(403, detail="<Error><Code>SomethingNew</Code></Error>"),
+            NotAllowed,
+            r"a/0.tar \(SomethingNew\); check the daemon's credentials",
+        ),
         (Response(412), CorruptSample, "a/0.tar has changed"),
         (Response(206, bytes(50), '"v2"'), CorruptSample, "a/0.tar has changed"),
         (Response(200, bytes(9)), StorageUnavailable, "whole objects where a range"),

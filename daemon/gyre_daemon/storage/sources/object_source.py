@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
@@ -71,7 +71,14 @@ class ObjectFileSystem(FsspecStore):
         if not key.strip("/"):
             return {"name": path, "type": "directory", "size": 0}
         if self.protocol not in _NO_LISTING:
-            info: dict[str, Any] = await super()._info(path, **kwargs)
+            try:
+                info: dict[str, Any] = await super()._info(path, **kwargs)
+            except (
+                PermissionDeniedError,
+                UnauthenticatedError,
+            ):  # the answer to a HEAD has no body that would say why
+                await self._cat_file(path, start=0, end=1)
+                raise
             if info["type"] != "file":
                 return info
             found = _described(info["name"], info)

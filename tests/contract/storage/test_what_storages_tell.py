@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fsspec import register_implementation
 from fsspec.registry import known_implementations
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import CorruptSample, NotAllowed
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Storage
@@ -184,6 +184,33 @@ def test_the_same_bytes_put_again_stay_served(server: ObjectServerProcess, opene
     server.put(path, OLD)
     _, after = replaced(opener, uri, settings, lambda: server.put(path, OLD), 1)
     assert after == [OLD[100:600]] * 2
+
+
+@pytest.mark.parametrize("when", ["listed", "listed with its folder", "read"])
+@pytest.mark.parametrize("client", ["s3", "obstore", "gs"])
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ("AccessDenied", "grant them reading of objects and listing"),
+        ("SignatureDoesNotMatch", "check `secret_access_key`"),
+        ("RequestTimeTooSkewed", "the clock of this machine is wrong"),
+    ],
+)
+def test_a_refusal_has_the_code_of_the_storage_and_a_fix(
+    when: str, client: str, code: str, fix: str, server: ObjectServerProcess, opener: Open
+) -> None:
+    server.follow(Script())
+    path, uri, settings = place(server, client)
+    server.put(path, OLD)
+
+    def refuse() -> None:
+        server.follow(Script(accepted_key="other", refusal=code))
+
+    if when != "read":
+        refuse()
+    folder = uri.rpartition("/")[0] if "folder" in when else uri
+    with pytest.raises(NotAllowed, match=rf"refused access to .*\({code}\); .*{fix}"):
+        replaced(opener, folder, settings, refuse, 0)
 
 
 @pytest.fixture
