@@ -28,6 +28,7 @@ class HubServer:
         branches: their commits.
         large: names of files that lie in the storage.
         token: that every request to the hub needs; empty for none.
+        elsewhere: where listings are redirected; empty for nowhere.
         refusals: how many of the next requests to the hub get status 429.
         retry_after_s: what these are told.
         requests: method, server and path of all that came.
@@ -38,7 +39,7 @@ class HubServer:
         self.commits: dict[str, Mapping[str, bytes]] = {}
         self.branches: dict[str, str] = {}
         self.large: set[str] = set()
-        self.token = ""
+        self.token = self.elsewhere = ""
         self.refusals, self.retry_after_s = 0, 1
         self.requests: list[tuple[str, str, str]] = []
         self.tokens_at_storage: list[str] = []
@@ -104,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(429, {"Retry-After": str(hub.retry_after_s)})
         elif hub.token and token != f"Bearer {hub.token}":
             self._send(401, {"X-Error-Code": "RepoNotFound"})
+        elif hub.elsewhere and "/tree/" in path:
+            self._send(307, {"Location": hub.elsewhere})
         elif match := _API.fullmatch(path):
             self._answer(match[1], unquote(match[2]), match[3], body)
         elif match := _FILE.fullmatch(path):
@@ -119,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = hub.commits[sha]
         if kind == "revision":
-            self._send_json({"id": REPOSITORY, "sha": sha, "siblings": [], "tags": []})
+            names = [{"rfilename": name} for name in sorted(files)]
+            self._send_json({"id": REPOSITORY, "sha": sha, "siblings": names, "tags": []})
             return
         if kind == "paths-info":
             wanted = parse_qs(body.decode())["paths"]
@@ -161,11 +165,13 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in files:
             self._send(404, {"X-Error-Code": "EntryNotFound"})
         elif name in hub.large:
-            size = {"X-Linked-Size": str(len(files[name]))}
+            digest = f'"{_entry(hub, name, files[name])["lfs"]["oid"]}"'
+            size = {"X-Linked-Size": str(len(files[name])), "X-Linked-Etag": digest}
             where = f"http://{hub.storage}/{sha}/{name}?signature=secret"
             self._send(302, {"X-Repo-Commit": sha, "Location": where, **size})
         else:
-            self._send_file(files[name], {"X-Repo-Commit": sha})
+            digest = f'"{_entry(hub, name, files[name])["oid"]}"'
+            self._send_file(files[name], {"X-Repo-Commit": sha, "ETag": digest})
 
     def _send_file(self, data: bytes, headers: Mapping[str, str] | None = None) -> None:
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

@@ -24,10 +24,13 @@ from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
 from gyre_daemon.storage.sources.http_options import HttpOptions
-from gyre_daemon.storage.sources.hub_opener import SCHEME as HUB_SCHEME
-from gyre_daemon.storage.sources.hub_opener import HubOpener
+from gyre_daemon.storage.sources.hub import HubClient
+from gyre_daemon.storage.sources.hub_budget import HubBudget
+from gyre_daemon.storage.sources.hub_files import HubFileSystem
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
+
+HUB_SCHEME = "hf"
 
 
 class Drivers:
@@ -41,11 +44,15 @@ class Drivers:
             hub_requests_per_s: see `EndpointOptions`.
         """
         self._connections = ConnectionBudget(max_connections)
-        self._hub = HubOpener(hub_requests_per_s)
+        self._hub = HubBudget(hub_requests_per_s)
 
     def close(self) -> None:
         """Begin nothing more."""
         self._hub.close()
+
+    def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
+        """What asks the hub; see `HubClient` for errors. Reads files."""
+        return HubClient(settings, options, self._hub)
 
     async def filesystem(
         self, location: Location, settings: Mapping[str, Any], options: HttpOptions
@@ -56,7 +63,8 @@ class Drivers:
             if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
                 return WebFileSystem(settings, options, self._connections)
             if scheme == HUB_SCHEME:
-                return await self._hub.open(settings, options, self._connections)
+                client = await asyncio.to_thread(self.hub, settings, options)
+                return HubFileSystem(client, options, self._connections)
             if scheme in OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415

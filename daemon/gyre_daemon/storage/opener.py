@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from gyre_daemon.errors import (
     first_error,
 )
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.drivers import Drivers
+from gyre_daemon.storage.drivers import HUB_SCHEME, Drivers
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
@@ -45,6 +47,14 @@ from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
+from gyre_daemon.storage.sources.hub import HubUnreachable
+from gyre_daemon.storage.sources.hub_cache import (
+    OFFLINE,
+    Snapshot,
+    is_offline,
+    list_cached,
+    snapshot_of,
+)
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
 
@@ -112,9 +122,11 @@ class StorageOpener:
             ShardMissing, NotAllowed, StorageUnavailable: there is no shard, or it cannot be listed.
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
-        scheme = location.scheme
         settings, options = await self._in_thread(take_http_options, settings)
-        if scheme == "file":
+        if location.scheme == HUB_SCHEME and is_offline():
+            found = await self._cached(location, settings, options, OFFLINE)
+            return await self._open_cached(found, pattern)
+        if location.scheme == "file":
             list_all = functools.partial(
                 list_shards, location.paths, pattern, follow_links=follow_links
             )
@@ -138,9 +150,30 @@ class StorageOpener:
                 shards.append(Shard(name, int(info["size"]), told.text, told.digest, told))
             return paths, shards
 
-        return await self._open_remote(
-            location, settings, list_all_shards, options, may_be_absent=may_be_absent
-        )
+        try:
+            return await self._open_remote(
+                location, settings, list_all_shards, options, may_be_absent=may_be_absent
+            )
+        except HubUnreachable as error:
+            found = await self._cached(location, settings, options, str(error))
+            return await self._open_cached(found, pattern)
+
+    async def _open_cached(self, found: Snapshot, pattern: str) -> Storage:
+        """A snapshot of the hub's cache, whose links lead to the cache's files."""
+        list_all = functools.partial(list_cached, found, pattern)
+        files, shards = await self._in_thread(list_all)
+        self._count_listing("file", len(found.location.paths), "ok")
+        return self.local(files, shards, None)
+
+    async def _cached(
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions, why: str
+    ) -> Snapshot:
+        """What the hub's cache has of a location; the log says which snapshot is read."""
+        client = await self._in_thread(self._drivers.hub, settings, options)
+        found = await self._in_thread(snapshot_of, client, location, why)
+        facts = {"location": location.text, "commit": found.commit, "folder": found.folder}
+        log_event("read from the hub's cache", facts | {"reason": why}, logging.WARNING)
+        return found
 
     async def open_files(
         self,
@@ -173,6 +206,9 @@ class StorageOpener:
                 "those of all folders below it: name that folder, or a manifest"
             )
         settings, options = await self._in_thread(take_http_options, settings)
+        if location.scheme == HUB_SCHEME and is_offline():
+            found = await self._cached(location, settings, options, OFFLINE)
+            location, follow_links = found.location, True
         path = location.paths[0]
         if location.scheme == "file":
             root = Root(Path(path), follow_links)
@@ -195,7 +231,11 @@ class StorageOpener:
                 table = await stat_names(filesystem, folder, names, self._max_listings)
             return FilePaths(folder, table), FileShards(table)
 
-        storage = await self._open_remote(location, settings, list_files, options)
+        try:
+            storage = await self._open_remote(location, settings, list_files, options)
+        except HubUnreachable as error:
+            found = await self._cached(location, settings, options, str(error))
+            return await self.open_files(found.location, {}, is_wanted, names, follow_links=True)
         return storage, cast("FileShards", storage.shards).table
 
     def local(
@@ -307,7 +347,7 @@ class StorageOpener:
             raise
         except Exception as raised:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
-            if isinstance(error, GyreError):
+            if isinstance(error, GyreError | HubUnreachable):
                 raise error from raised
             if isinstance(error, NotImplementedError):
                 raise InvalidRequest(

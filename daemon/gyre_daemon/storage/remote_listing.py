@@ -27,7 +27,7 @@ from gyre_daemon.storage.validators import Validators
 LISTING_DEADLINE_S = 60.0
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
-_EXTRAS = {"hf": "hf", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
 # Up to this many files are asked for one by one, at any storage; more are found by listing their
 # folder, where that can be done, a thousand with each request.
 _MAX_ASKED = 1000

@@ -1,6 +1,9 @@
 """Datasets of the Hugging Face Hub, read from a server that speaks the hub's protocol."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,59 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(kind, match=text):
         ids(start(gyred, hub, path, storage=storage))
+
+
+def fill_cache(hub: HubServer, home: Path) -> str:
+    """Download the dataset as the hub's library does, and return the commit."""
+    script = f"""
+from huggingface_hub import snapshot_download
+snapshot_download({REPOSITORY!r}, repo_type="dataset", max_workers=1)
+"""
+    command = [sys.executable, "-c", script]
+    variables = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    subprocess.run(command, check=True, env={**os.environ, **variables}, timeout=120)
+    return hub.branches["main"]
+
+
+@pytest.mark.parametrize("why", ["HF_HUB_OFFLINE", "no route"])
+def test_without_a_way_to_the_hub_its_cache_is_read(
+    why: str, gyred: StartDaemon, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start(gyred, hub, "/data")
+    with Loader("set", batch_size=3, order="sequential", address=daemon.address) as loader:
+        batches, fingerprint = iter(loader), loader.fingerprint
+        next(batches)
+        state = loader.state_dict()
+    daemon.stop()
+    commit = fill_cache(hub, tmp_path / "home")
+    hub.close()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    if why == "HF_HUB_OFFLINE":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    daemon = start(gyred, hub, "/data")
+    with Loader("set", batch_size=3, order="sequential", address=daemon.address) as loader:
+        assert loader.fingerprint == fingerprint
+        loader.load_state_dict(state)
+        found = [each["id"] for batch in loader for each in objects(batch, "json")]
+    assert found == [10, 11, 12, 20, 21, 22]
+    (told,) = [line for line in daemon.log_path.read_text().splitlines() if "hub's cache" in line]
+    assert commit in told
+    for path, text in (("@v2/data", f"at v2; it has the commits {commit}"), ("/none", "no shard")):
+        with pytest.raises(ShardMissing, match=text):
+            ids(start(gyred, hub, path))
+
+
+def test_a_redirect_of_an_answer_to_another_host_carries_no_token(
+    gyred: StartDaemon, hub: HubServer, tmp_path: Path
+) -> None:
+    hub.token, hub.elsewhere = TOKEN, f"http://{hub.storage}/elsewhere"
+    (tmp_path / "token").write_text(TOKEN)
+    with pytest.raises(GyreError, match="redirects to another host"):
+        ids(
+            start(gyred, hub, "/data", storage={"token_file": str(tmp_path / "token")}),
+            reattach_timeout_s=0.2,
+        )
+    assert hub.num_requests("storage") == 0
 
 
 def test_a_token_that_is_missing_is_said(gyred: StartDaemon, hub: HubServer) -> None:

@@ -1,38 +1,38 @@
 """Datasets of the Hugging Face Hub: `hf://datasets/OWNER/NAME[@REVISION]/PATH`.
 
-The hub's library lists files and says where their bytes lie, in threads; our own client reads the
-bytes. A revision is resolved to a commit when a dataset is opened, and only that commit is read. It
-is an extra, imported only if a dataset needs it.
+Four requests of the hub's interface are all that reading takes: which commit a revision is, what a
+folder holds, what a file is, and where its bytes lie. They are sent here, in threads, so that no
+version of the hub's library matters; our own client reads the bytes. A revision is resolved to a
+commit when a dataset is opened, and only that commit is read.
 """
 
-import contextvars
+import json
+import os
 import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
-
-import requests
-from huggingface_hub import HfApi, configure_http_backend, constants, get_token, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from requests.adapters import HTTPAdapter
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote, urlencode, urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub_budget import MAX_WAIT_S, HubBudget, retry_after_s
-from gyre_daemon.storage.sources.redirects import RedirectPolicy, host_of
+from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, host_of
 
 _PATH = re.compile(
     r"(?:hf://)?(datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?)(?:/+(.*))?"
 )
 _KEYS = ("endpoint", "token_file", "revision")
+_ENDPOINT, USUAL_BRANCH = "https://huggingface.co", "main"
 # The hub redirects to hosts of its own, whose names change.
 _OWN_HOSTS = (".hf.co", ".huggingface.co")
+_NEXT_PAGE = re.compile(r'<([^>]*)>; *rel="next"')
 _TIMEOUT_S = 30.0
 _MAX_ATTEMPTS = 5  # of a request that is refused because of too many
-
-Result = TypeVar("Result")
 
 
 class HubError(OSError):
@@ -45,6 +45,10 @@ class HubError(OSError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class HubUnreachable(HubError):
+    """There is no way to the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +98,27 @@ class HubFile:
     digest: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the hub answered: status and headers, and a body unless only those were asked for."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class HubClient:
-    """Asks the hub, in threads of its own, within the node's budget.
+    """Asks the hub, within the node's budget. All but `is_own` waits.
 
     Attributes:
         endpoint: the URL of the hub, without a slash at its end.
         token: what the daemon shows to the hub, and to nobody else; empty for none.
         budget: the node's.
+        revision: which the `storage` table names; empty for none.
     """
 
     def __init__(
-        self,
-        settings: Mapping[str, Any],
-        redirects: RedirectPolicy,
-        budget: HubBudget,
-        threads: ThreadPoolExecutor,
+        self, settings: Mapping[str, Any], options: HttpOptions, budget: HubBudget
     ) -> None:
         """Ask nothing yet. Reads files.
 
@@ -121,38 +131,35 @@ class HubClient:
                     f"the storage settings of a dataset of the hub cannot be used: `{key:.100}` is "
                     f"unknown; known are {', '.join(_KEYS)}"
                 )
-        self.endpoint = str(settings.get("endpoint", constants.ENDPOINT)).rstrip("/")
+        endpoint = settings.get("endpoint") or os.environ.get("HF_ENDPOINT") or _ENDPOINT
+        self.endpoint = str(endpoint).rstrip("/")
         self.token = _token(settings)
         self.budget = budget
-        self._revision = str(settings.get("revision", ""))
-        self._redirects, self._threads = redirects, threads
-        self._host = host_of(urlsplit(self.endpoint))
-        self._api = HfApi(endpoint=self.endpoint, token=self.token or False)
+        self.revision = str(settings.get("revision", ""))
+        self._redirects = options.redirects
+        self._open = build_opener(_NoRedirects, HTTPSHandler(context=options.tls)).open
         self._commits: dict[tuple[str, str], str] = {}
 
     def is_own(self, url: str) -> bool:
         """Whether a URL is one of the hub itself, which limits requests and may see the token."""
-        parts = urlsplit(url)
-        return parts.scheme == urlsplit(self.endpoint).scheme and host_of(parts) == self._host
+        parts, own = urlsplit(url), urlsplit(self.endpoint)
+        return parts.scheme == own.scheme and host_of(parts) == host_of(own)
 
     def files(self, path: HubPath, *, recursive: bool) -> list[HubFile]:
-        """The entries of a folder, or all below it. Waits."""
-        commit = self._commit(path)
-        found = self._ask(
-            lambda: list(
-                self._api.list_repo_tree(
-                    path.repository,
-                    path.name or None,
-                    recursive=recursive,
-                    revision=commit,
-                    repo_type="dataset",
-                )
-            )
-        )
-        return [_file(each) for each in found]
+        """The entries of a folder, or all below it."""
+        folder = f"/{quote(path.name, safe='')}" if path.name else ""
+        wanted = urlencode({"recursive": recursive, "expand": False})
+        page = f"{self._api(path, 'tree')}/{self._commit(path)}{folder}?{wanted}"
+        found: list[HubFile] = []
+        while page:
+            answer = self._ask(page)
+            found += _entries(answer)
+            more = _NEXT_PAGE.search(answer.headers.get("Link", ""))
+            page = more[1] if more else ""
+        return found
 
     def file(self, path: HubPath) -> HubFile:
-        """A file or a folder. Waits.
+        """A file or a folder.
 
         Raises:
             FileNotFoundError: there is none.
@@ -160,85 +167,124 @@ class HubClient:
         commit = self._commit(path)
         if not path.name:
             return HubFile("")
-        found = self._ask(
-            lambda: self._api.get_paths_info(
-                path.repository, [path.name], revision=commit, repo_type="dataset"
-            )
-        )
-        if not found:
+        wanted = urlencode({"paths": path.name, "expand": False}).encode()
+        found = next(_entries(self._ask(f"{self._api(path, 'paths-info')}/{commit}", wanted)), None)
+        if found is None:
             raise FileNotFoundError(path.name)
-        return _file(found[0])
+        return found
 
     def url(self, path: HubPath) -> str:
-        """Where the bytes of a file can be read for some time. Waits.
+        """Where the bytes of a file can be read for some time.
 
         Raises:
             Refused: the hub names a host that the operator does not.
         """
-        url = hf_hub_url(
-            path.repository,
-            path.name,
-            repo_type="dataset",
-            revision=self._commit(path),
-            endpoint=self.endpoint,
-        )
-        metadata = self._ask(lambda: self._api.get_hf_file_metadata(url=url, timeout=_TIMEOUT_S))
-        location = metadata.location
-        if self.is_own(location) or _is_of_the_hub(self.endpoint, location):
-            return location
-        return self._redirects.follow(url, location)
+        where = f"datasets/{path.repository}/resolve/{self._commit(path)}/{quote(path.name)}"
+        url = f"{self.endpoint}/{where}"
+        for _ in range(MAX_REDIRECTS):
+            answer = self._send(url, None, "HEAD")
+            if not 300 <= answer.status < 400:
+                return url
+            target = urljoin(url, answer.headers.get("Location", ""))
+            if not self.is_own(target):
+                is_hubs = _is_of_the_hub(self.endpoint, target)
+                return target if is_hubs else self._redirects.follow(url, target)
+            url = target
+        raise HubError(0, f"{self.endpoint} redirects in a loop")
 
-    def submit(self, work: Callable[..., Result], *arguments: Any) -> Any:
-        """The future of what one of the methods that wait returns."""
-        return self._threads.submit(work, *arguments)
+    def revision_of(self, path: HubPath) -> str:
+        """The branch, tag or commit that a path stands for.
+
+        Raises:
+            InvalidRequest: the path and the `storage` table name two.
+        """
+        if path.revision and self.revision and path.revision != self.revision:
+            raise InvalidRequest(
+                f"the path names the revision {path.revision:.100}, and the `storage` table "
+                f"{self.revision:.100}; leave one of them out"
+            )
+        return path.revision or self.revision or USUAL_BRANCH
+
+    def _api(self, path: HubPath, what: str) -> str:
+        return f"{self.endpoint}/api/datasets/{path.repository}/{what}"
 
     def _commit(self, path: HubPath) -> str:
         """The commit that is read; the first answer counts."""
-        if path.revision and self._revision and path.revision != self._revision:
-            raise InvalidRequest(
-                f"the path names the revision {path.revision:.100}, and the `storage` table "
-                f"{self._revision:.100}; leave one of them out"
-            )
-        revision = path.revision or self._revision or constants.DEFAULT_REVISION
+        revision = self.revision_of(path)
         key = path.repository, revision
         if key not in self._commits:
-            found = self._ask(
-                lambda: self._api.dataset_info(
-                    path.repository, revision=revision, timeout=_TIMEOUT_S
-                )
-            )
-            if not found.sha:
+            answer = self._ask(f"{self._api(path, 'revision')}/{quote(revision, safe='')}")
+            commit = _parsed(answer).get("sha")
+            if not commit:
                 raise HubError(0, f"the hub names no commit for the revision {revision:.100}")
-            self._commits.setdefault(key, found.sha)
+            self._commits.setdefault(key, str(commit))
         return self._commits[key]
 
-    def _ask(self, question: Callable[[], Result]) -> Result:
-        _asking.set(self)
-        try:
-            return question()
-        except EntryNotFoundError as error:
-            raise FileNotFoundError("no such file in this revision") from error
-        except HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else 0
-            raise HubError(status, f"HTTP status {status} of {self.endpoint}") from error
-        except HFValidationError as error:
-            raise InvalidRequest(f"{error!s:.300}") from error
-        except requests.RequestException as error:
-            raise HubError(0, f"{self.endpoint}: {type(error).__name__}") from error
-        finally:
-            _asking.set(None)
+    def _ask(self, url: str, body: bytes | None = None) -> _Answer:
+        """A request that is answered by the hub itself, be it at another path."""
+        for _ in range(MAX_REDIRECTS):
+            answer = self._send(url, body)
+            if not 300 <= answer.status < 400:
+                return answer
+            url = urljoin(url, answer.headers.get("Location", ""))
+        raise HubError(0, f"{self.endpoint} redirects in a loop")
 
-    def check_host(self, url: str) -> None:
-        """Refuse a redirect of the hub's answers to another host."""
+    def _send(self, url: str, body: bytes | None, method: str | None = None) -> _Answer:
+        """Send one request, again where it was refused because of too many.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            HubError: there is no answer, or no success, or this is no URL of the hub.
+        """
         if not self.is_own(url):
-            raise HubError(0, f"{self._host} redirects to another host")
+            raise HubError(0, f"{urlsplit(self.endpoint).netloc} redirects to another host")
+        headers = {"User-Agent": "gyre", "Accept-Encoding": "identity"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        for _ in range(_MAX_ATTEMPTS):
+            _wait(self.budget)
+            request = Request(url, body, headers, method=method)
+            try:
+                with self._open(request, timeout=_TIMEOUT_S) as it:
+                    return _Answer(it.status, it.headers, it.read())
+            except HTTPError as error:
+                answer = _Answer(error.code, error.headers, b"")
+                error.close()
+            except (OSError, HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                raise HubUnreachable(0, f"{self.endpoint}: {reason}") from error
+            if answer.status not in (429, 503):
+                break
+            self.budget.hold(retry_after_s(answer.headers))
+        if 300 <= answer.status < 400:
+            return answer
+        if answer.status == 404:
+            raise FileNotFoundError("no such file in this revision")
+        raise HubError(answer.status, f"HTTP status {answer.status} of {self.endpoint}")
 
 
-def _file(found: Any) -> HubFile:
-    if not hasattr(found, "blob_id"):
-        return HubFile(found.path)
-    digest = found.lfs.sha256 if found.lfs else found.blob_id
-    return HubFile(found.path, int(found.size), digest)
+class _NoRedirects(HTTPRedirectHandler):
+    """Redirects are answers: the token must not follow them to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """See `HTTPRedirectHandler.redirect_request`."""
+
+
+def _entries(answer: _Answer) -> Iterator[HubFile]:
+    """The files and folders that an answer describes."""
+    for entry in _parsed(answer):
+        if entry["type"] == "directory":
+            yield HubFile(entry["path"])
+        else:
+            digest = (entry.get("lfs") or {}).get("oid") or entry["oid"]
+            yield HubFile(entry["path"], int(entry["size"]), digest)
+
+
+def _parsed(answer: _Answer) -> Any:
+    try:
+        return json.loads(answer.body)
+    except ValueError as error:
+        raise HubError(0, "the hub's answer is not JSON") from error
 
 
 def _is_of_the_hub(endpoint: str, url: str) -> bool:
@@ -249,11 +295,24 @@ def _is_of_the_hub(endpoint: str, url: str) -> bool:
     return parts.scheme == "https" and (parts.hostname or "").endswith(_OWN_HOSTS)
 
 
+def hub_home() -> Path:
+    """Where the hub's library keeps its files, by its own variables."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
+
+
 def _token(settings: Mapping[str, Any]) -> str:
-    """The daemon's token: of a file, or as the hub's library finds it."""
+    """The daemon's token: of a file, or where the hub's library looks for it."""
     file = settings.get("token_file", "")
     if not file:
-        return get_token() or ""
+        if named := os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
+            return named.strip()
+        usual = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").expanduser()
+        try:
+            return usual.read_text("ascii").strip()
+        except (OSError, UnicodeError):
+            return ""
     try:
         token = Path(str(file)).read_text("ascii").strip()
     except (OSError, UnicodeError) as error:
@@ -264,27 +323,6 @@ def _token(settings: Mapping[str, Any]) -> str:
     if not token or not token.isprintable() or " " in token:
         raise ConfigError(f"token_file of a dataset's storage names {file!r:.300}: it has no token")
     return token
-
-
-_asking: contextvars.ContextVar[HubClient | None] = contextvars.ContextVar("asking", default=None)
-
-
-class _PacedAdapter(HTTPAdapter):
-    """Sends what the hub's library asks for, within the budget of the one who asks."""
-
-    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> Any:
-        client = _asking.get()
-        if client is None:
-            return super().send(request, *args, **kwargs)
-        client.check_host(request.url or "")
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            _wait(client.budget)
-            response = super().send(request, *args, **kwargs)
-            if response.status_code not in (429, 503) or attempt == _MAX_ATTEMPTS:
-                break
-            client.budget.hold(retry_after_s(response.headers))
-            response.close()
-        return response
 
 
 def _wait(budget: HubBudget) -> None:
@@ -300,13 +338,3 @@ def _wait(budget: HubBudget) -> None:
         if budget.closed.wait(wait_s):
             raise HubError(0, "the daemon is stopping")
         wait_s = budget.held_s()
-
-
-def _session() -> requests.Session:
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, _PacedAdapter())
-    return session
-
-
-configure_http_backend(_session)

@@ -7,6 +7,7 @@ All datasets and jobs of a daemon share one budget. When the hub says that it wa
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 # The hub counts requests in windows of five minutes, so a minute's worth may be asked at once.
 _BURST_S = 60.0
@@ -14,6 +15,7 @@ _BURST_S = 60.0
 _USUAL_HOLD_S = 10.0
 # A request that would wait longer fails, with what the hub said.
 MAX_WAIT_S = 30.0
+_NUM_THREADS = 8
 
 
 class HubBudget:
@@ -21,6 +23,7 @@ class HubBudget:
 
     Attributes:
         closed: set when nobody may ask any more; threads that wait for their turn wait for it, too.
+        threads: wait for the hub's answers, or for their turn, and do nothing else.
     """
 
     def __init__(self, requests_per_s: float) -> None:
@@ -31,9 +34,15 @@ class HubBudget:
         """
         self._per_s = requests_per_s
         self.closed = threading.Event()
+        self.threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gyre-hub")
         self._lock = threading.Lock()
         self._next = 0.0  # when the last request that was let in should be sent, if all are paced
         self._held_until = 0.0
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self.closed.set()
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     def held_s(self) -> float:
         """How long nothing may be sent from now on."""

@@ -1,6 +1,7 @@
 """The files of the hub behind fsspec's interface, and the source that reads them."""
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from gyre_daemon.storage.source import OnResponse, SentRequest
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub import HubClient, HubFile, HubPath
-from gyre_daemon.storage.sources.hub_budget import MAX_WAIT_S
+from gyre_daemon.storage.sources.hub_budget import MAX_WAIT_S, HubBudget
 from gyre_daemon.storage.sources.plain_source import PlainSource
 from gyre_daemon.storage.sources.redirects import Refused
 
@@ -49,7 +50,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         where = HubPath.of(path)
-        return _described(where, await _in_thread(self._client, self._client.file, where))
+        return _described(where, await _in_thread(self._client.budget, self._client.file, where))
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         where = HubPath.of(path)
@@ -76,9 +77,8 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
             yield [(info["name"], info) for info in infos]
 
     async def _files(self, where: HubPath, *, recursive: bool) -> list[HubFile]:
-        return await _in_thread(
-            self._client, lambda: self._client.files(where, recursive=recursive)
-        )
+        list_files = functools.partial(self._client.files, where, recursive=recursive)
+        return await _in_thread(self._client.budget, list_files)
 
 
 class HubSource:
@@ -138,7 +138,7 @@ class HubSource:
         place.task = None
 
     async def _ask(self, path: str, place: "_Place") -> None:
-        url = await _in_thread(self._client, self._client.url, HubPath.of(path))
+        url = await _in_thread(self._client.budget, self._client.url, HubPath.of(path))
         place.url, place.is_own = url, self._client.is_own(url)
         place.asked_at = self._loop.time()
 
@@ -222,9 +222,9 @@ class _HubRequest:
             self._on_response(response)
 
 
-async def _in_thread(client: HubClient, work: Callable[..., Result], *arguments: Any) -> Result:
-    found: Result = await asyncio.wrap_future(client.submit(work, *arguments))
-    return found
+async def _in_thread(budget: HubBudget, work: Callable[..., Result], *arguments: Any) -> Result:
+    """What one of the methods of a client that wait returns."""
+    return await asyncio.wrap_future(budget.threads.submit(work, *arguments))
 
 
 def _first_wildcard(name: str) -> int:
@@ -237,4 +237,4 @@ def _described(where: HubPath, file: HubFile) -> dict[str, Any]:
     path = f"{where.prefix}/{file.name}".rstrip("/")
     kind = "file" if file.digest else "directory"
     info = {"name": path, "type": kind, "size": file.num_bytes}
-    return {**info, "version": file.digest, "digest": file.digest} if file.digest else info
+    return {**info, "digest": file.digest} if file.digest else info
