@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -188,6 +189,29 @@ class TestCachedInMemory(CachedContract):
             metrics.cache.num_joined,
             metrics.cache.num_blocks_fetched,
         ) == (2, 98, 2)
+
+    def test_memory_below_one_block_is_told_with_both_sizes(
+        self,
+        place: Place,
+        opener: Any,
+        metrics: Metrics,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(type(self), "memory_bytes", BLOCK // 2)
+        caplog.set_level(logging.WARNING, "gyre_daemon")
+        place.put("0.bin", noise(0, 10_000))
+
+        async def read() -> None:
+            storage = await opener(f"{place.root}/0.bin", place.settings)
+            for _ in range(3):
+                await storage.read(Targets().add(0, 0, 10).reads())
+
+        run(read())
+        (told,) = (each for each in caplog.records if "below one block" in each.getMessage())
+        facts = told.facts  # type: ignore[attr-defined]
+        assert (facts["cache_memory_bytes"], facts["largest_block_bytes"]) == (BLOCK // 2, BLOCK)
+        assert metrics.cache.num_hits == 0
 
     def test_a_cancelled_read_takes_nothing_from_the_others(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer

@@ -3,9 +3,13 @@
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import numpy as np
+
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -50,6 +54,7 @@ class CachedStorage:
         self._bounds = ShardBounds(storage.shards)
         self._cache = cache
         self._block_map = block_map
+        self._location = location
         self._identity = _identity(location, storage.shards)
         self._block_bytes = block_bytes
         self._shared_block_bytes = shared_block_bytes(storage.shards)
@@ -111,7 +116,19 @@ class CachedStorage:
 
     async def _open(self, block_bytes: int) -> Volume:
         blocks = await asyncio.to_thread(self._block_map, block_bytes)
-        return await self._cache.open_volume(self._identity, self._storage, blocks, block_bytes)
+        volume = await self._cache.open_volume(self._identity, self._storage, blocks, block_bytes)
+        too_large = volume.memory_sizes > self._cache.memory_bytes
+        if too_large.any():
+            facts = {
+                "dataset": self._location,
+                "cache_memory_bytes": self._cache.memory_bytes,
+                "largest_block_bytes": int(volume.memory_sizes.max()),
+                "blocks": f"{np.count_nonzero(too_large)} of {len(too_large)} are larger",
+                "reason": "every read of such a block (a row group, a chunk) fetches and decodes "
+                "it again; set cache_memory to several times the largest, or write smaller ones",
+            }
+            log_event("cache_memory is below one block", facts, logging.WARNING)
+        return volume
 
 
 def shared_block_bytes(shards: Sequence[Shard]) -> int:

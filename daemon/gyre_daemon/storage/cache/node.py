@@ -54,7 +54,11 @@ class _Fetch(NamedTuple):
 
 
 class NodeCache:
-    """All blocks that a daemon holds. Used from one event loop."""
+    """All blocks that a daemon holds. Used from one event loop.
+
+    Attributes:
+        memory_bytes: the most that blocks take in memory.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class NodeCache:
         counts: CacheCounts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.memory_bytes = memory_bytes
         self._workers = workers
         self._counts = counts
         self._placement = Placement(memory_bytes, disk.free_bytes if disk else 0, counts)
