@@ -76,6 +76,29 @@ class Authority:
         return pair
 
 
+def self_signed(folder: Path, *, is_authority: bool) -> Certified:
+    """A certificate of 127.0.0.1 that signed itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=None)
+    certificate = (
+        _builder("itself", "itself", key.public_key(), days=1)
+        .add_extension(host, critical=False)
+        .add_extension(constraints, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pair = Certified(folder / "itself.pem", folder / "itself.key")
+    pair.certificate.write_bytes(_pem(certificate))
+    pair.key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return pair
+
+
 def _builder(
     name: str, issuer: str, key: ec.EllipticCurvePublicKey, days: float
 ) -> x509.CertificateBuilder:

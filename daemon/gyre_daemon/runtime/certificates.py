@@ -94,7 +94,8 @@ def _check_pair(chain: bytes, key: bytes, chain_name: str, key_name: str) -> Non
 
 def _check_roots(roots: bytes, name: str) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii"))
+        ascii_text = roots.decode("ascii", errors="ignore")  # comments may say anything
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ascii_text)
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{name} holds no certificates in PEM: {_reason(error)}") from error
 

@@ -27,6 +27,7 @@ from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub import HubClient
 from gyre_daemon.storage.sources.hub_budget import HubBudget
 from gyre_daemon.storage.sources.hub_files import HubFileSystem
+from gyre_daemon.storage.sources.tls_relay import TlsRelay, needs_relay
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
@@ -45,10 +46,13 @@ class Drivers:
         """
         self._connections = ConnectionBudget(max_connections)
         self._hub = HubBudget(hub_requests_per_s)
+        self._relays: dict[str, tuple[TlsRelay, str]] = {}  # by the roots that they trust
 
     def close(self) -> None:
         """Begin nothing more."""
         self._hub.close()
+        for relay, _ in self._relays.values():
+            relay.close()
 
     def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
         """What asks the hub; see `HubClient` for errors. Reads files."""
@@ -69,7 +73,8 @@ class Drivers:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
-                return open_objects(scheme, settings, location.paths[0], options.roots)
+                relay = await self._relay(settings, options)
+                return open_objects(scheme, settings, location.paths[0], options.roots, relay)
             driver = fsspec.get_filesystem_class(scheme)
             if driver.async_impl:
                 return driver(**settings, asynchronous=True, skip_instance_cache=True)
@@ -114,5 +119,21 @@ class Drivers:
 
         general = ObjectSource(scheme, settings, path, options.roots)
         return await plain_source(
-            general, scheme, settings, path, self._connections, num_connections, options
+            general,
+            scheme,
+            settings,
+            path,
+            self._connections,
+            num_connections,
+            options,
+            await self._relay(settings, options),
         )
+
+    async def _relay(self, settings: Mapping[str, Any], options: HttpOptions) -> str:
+        """The URL of a `TlsRelay`, if obstore needs one; each set of roots has one."""
+        if not await asyncio.to_thread(needs_relay, settings, options):
+            return ""
+        if options.roots not in self._relays:
+            relay = TlsRelay(options.tls)
+            self._relays[options.roots] = relay, await relay.start()
+        return self._relays[options.roots][1]

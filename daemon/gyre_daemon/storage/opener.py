@@ -52,8 +52,8 @@ from gyre_daemon.storage.sources.hub_cache import (
     OFFLINE,
     Snapshot,
     is_offline,
-    list_cached,
     snapshot_of,
+    with_digests,
 )
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
@@ -160,7 +160,11 @@ class StorageOpener:
 
     async def _open_cached(self, found: Snapshot, pattern: str) -> Storage:
         """A snapshot of the hub's cache, whose links lead to the cache's files."""
-        list_all = functools.partial(list_cached, found, pattern)
+
+        def list_all() -> tuple[Sequence[LocalFile], Sequence[Shard]]:
+            files, shards = list_shards(found.location.paths, pattern, follow_links=True)
+            return files, with_digests(files, shards)
+
         files, shards = await self._in_thread(list_all)
         self._count_listing("file", len(found.location.paths), "ok")
         return self.local(files, shards, None)

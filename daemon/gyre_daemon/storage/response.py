@@ -27,11 +27,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"""<Code>\s*([A-Za-z0-9.]{1,64})\s*<|"(?:reason|code)"\s*:\s*"(\w{1,64})\"""")
 _MARKUP = re.compile(r"[<{]")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
-_SELF_SIGNED = (
-    "the server's certificate is that of an authority (CA:TRUE), which obstore, the client that "
-    "lists object storages, takes from no server; make one with `openssl req -x509 ... -addext "
-    "basicConstraints=critical,CA:FALSE`, and name that as `ca_file`"
-)
 _USUAL_FIX = "check the daemon's credentials"
 _NO_PERMISSION = (
     "the credentials are valid but may not read it: grant them reading of objects and listing (on "
@@ -283,8 +278,6 @@ def response_from_error(error: BaseException) -> Response:
         found = _STATUS.search(str(error))
         status = getattr(error, "status", int(found[1]) if found else 0)
     detail = f"{type(error).__name__}: {error}"
-    if "CaUsedAsEndEntity" in detail:
-        return Response(0, refused=_SELF_SIGNED)
     if bad := _BAD_CERTIFICATE.search(detail):
         return Response(0, refused=untrusted("the server", bad[1]))
     return Response(status if isinstance(status, int) else 0, detail=detail)

@@ -19,7 +19,7 @@ from gyre_daemon.storage.sources.http_options import take_http_options
 from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
 from gyre_daemon.storage.sources.plain_source import PlainSource
 
-from tests.certificates import Authority
+from tests.certificates import Authority, self_signed
 from tests.contract.places import Place, Targets, noise, run, unique
 from tests.contract.storage.remote_contract import RemoteContract
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -85,6 +85,35 @@ class TestS3OverTls(RemoteContract):
             told = r"certificate of the server is not trusted \(\w+\); .*`ca_file`"
             with pytest.raises(NotAllowed, match=told):
                 run(opener("s3://b/0.bin", settings))
+
+    @pytest.mark.parametrize("is_authority", [True, False], ids=["CA:TRUE", "CA:FALSE"])
+    @pytest.mark.parametrize("general", [False, True], ids=["our client", "obstore"])
+    @pytest.mark.parametrize("rest", ["", "/0.bin"])
+    def test_a_self_signed_certificate_that_is_named(
+        self, opener: Any, tmp_path: Path, is_authority: bool, general: bool, rest: str
+    ) -> None:
+        """As `openssl req -x509` makes it; the file has a comment that is not ASCII."""
+        pair = self_signed(tmp_path, is_authority=is_authority)
+        roots = tmp_path / "roots.pem"
+        roots.write_bytes("# Schlüssel\n".encode() + pair.certificate.read_bytes())
+        with object_server(tls=(pair.certificate, pair.key)) as process:
+            process.put("/b/x/0.bin", DATA)
+            process.put("/b/x/1.bin", DATA[::-1])
+            settings = {**process.storage_settings, "ca_file": str(roots)}
+            settings |= {"unsigned_payload": "true"} if general else {}
+
+            async def scene() -> None:
+                storage = await opener(f"s3://b/x{rest}", settings)
+                targets = Targets()
+                for shard in range(len(storage.shards)):
+                    targets.add(shard, 100, 300)
+                await storage.read(targets.reads())
+                targets.check([DATA, DATA[::-1]])
+
+            run(scene())
+            other = Authority(tmp_path / "other")
+            with pytest.raises(NotAllowed, match="not trusted"):
+                run(opener(f"s3://b/x{rest}", {**settings, "ca_file": str(other.path)}))
 
     def test_a_proxy(
         self, place: SecurePlace, opener: Any, proxy: "Proxy", monkeypatch: pytest.MonkeyPatch

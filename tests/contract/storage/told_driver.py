@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from fsspec.spec import AbstractFileSystem
 
 
-class ToldFileSystem(AbstractFileSystem):
+class ToldFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Files of this process.
 
     Attributes:

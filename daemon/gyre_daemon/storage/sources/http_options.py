@@ -1,6 +1,7 @@
 """What a dataset's `storage` table says to Gyre's own HTTP client."""
 
 import functools
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
 
 CA_FILE = "ca_file"
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class HttpOptions:
     tls: ssl.SSLContext
     roots: str = ""
 
+    def root_certificates(self) -> list[bytes]:
+        """The roots, each in DER."""
+        return [ssl.PEM_cert_to_DER_cert(each) for each in _CERTIFICATE.findall(self.roots)]
+
 
 def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
     """Split storage settings into the driver's own and ours. Reads files.
@@ -41,8 +47,10 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     if not ca_file:
         return rest, HttpOptions(redirects, _system_tls())
     try:
-        roots = Path(ca_file).read_text("ascii")
+        # between certificates a file may say anything
+        roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
         tls = ssl.create_default_context()
+        tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as Python does since 3.13
         tls.load_verify_locations(cadata=roots)
     except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(

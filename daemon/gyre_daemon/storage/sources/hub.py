@@ -246,9 +246,9 @@ class HubClient:
             request = Request(url, body, headers, method=method)
             try:
                 with self._open(request, timeout=_TIMEOUT_S) as it:
-                    return _Answer(it.status, it.headers, it.read())
+                    return _Answer(it.status, dict(it.headers), it.read())
             except HTTPError as error:
-                answer = _Answer(error.code, error.headers, b"")
+                answer = _Answer(error.code, dict(error.headers), b"")
                 error.close()
             except (OSError, HTTPException) as error:
                 reason = getattr(error, "reason", error)

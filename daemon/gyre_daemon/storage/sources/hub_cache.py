@@ -6,12 +6,12 @@ dataset has one fingerprint, wherever it is read.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local.listing import list_shards
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.hub import HubClient, HubPath, hub_home
@@ -76,13 +76,10 @@ def snapshot_of(client: HubClient, location: Location, why: str) -> Snapshot:
     return Snapshot(local, commit, snapshot)
 
 
-def list_cached(found: Snapshot, pattern: str) -> tuple[list[LocalFile], list[Shard]]:
-    """The files of a snapshot with their digests; see `list_shards` for errors."""
-    files, shards = list_shards(found.location.paths, pattern, follow_links=True)
+def with_digests(files: Sequence[LocalFile], shards: Sequence[Shard]) -> list[Shard]:
+    """The files of a snapshot, as shards with the digests that the hub tells of them."""
     digests = (_digest_of(file.path) for file in files)
-    return files, [
-        replace(shard, digest=digest) for shard, digest in zip(shards, digests, strict=True)
-    ]
+    return [replace(shard, digest=digest) for shard, digest in zip(shards, digests, strict=True)]
 
 
 def _digest_of(path: Path) -> str:

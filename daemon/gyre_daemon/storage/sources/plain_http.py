@@ -298,8 +298,8 @@ class _Connection(asyncio.Protocol):
             self._response = Response(
                 status,
                 object_bytes=int(length) if _is_number(length) else -1,
-                **_texts(fields),
             )
+            _tell(self._response, fields)
             self._num_missing = 0
             self._receive(rest)
             return
@@ -311,9 +311,9 @@ class _Connection(asyncio.Protocol):
         self._response = Response(
             status,
             object_bytes=int(total) if _is_number(total) else -1,
-            **_texts(fields),
             retry_after_s=_seconds(fields.get(b"retry-after", b"")),
         )
+        _tell(self._response, fields)
         self._num_missing = int(length)
         if self._num_missing > (self._get.max_bytes if status < 300 else _MAX_DETAIL_BYTES):
             self._is_last, self._num_missing = True, 0
@@ -380,9 +380,11 @@ def _is_redirect(response: Response) -> bool:
     return response.status in (301, 302, 303, 307, 308) and bool(response.location)
 
 
-def _texts(fields: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The fields of a head that a response repeats."""
-    return {name: fields[field].decode("latin-1") for field, name in _TEXTS if field in fields}
+def _tell(response: Response, fields: Mapping[bytes, bytes]) -> None:
+    """Repeat fields of a head as texts of the response."""
+    for field, name in _TEXTS:
+        if field in fields:
+            setattr(response, name, fields[field].decode("latin-1"))
 
 
 def _seconds(text: bytes) -> float:
