@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.loader.storage.objects import write_objects
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
 
-FIRST_BYTE_S = {"first_byte_p50_s": 0.02, "first_byte_p99_s": 0.2}
+FIRST_BYTE_S: dict[str, Any] = {"first_byte_p50_s": 0.02, "first_byte_p99_s": 0.2}
 VICTIM = "/data/0001.bin"
 DISK_BYTES = 512 << 20
 _CACHE = ('cache_memory = "16MiB"',)

@@ -71,7 +71,7 @@ def _obstore(place: Place) -> Source:
 
 def _obstore_ranges(place: Place) -> Source:
     roots = place.roots.read_text() if place.roots else ""
-    filesystem = open_objects("s3", place.server.storage_settings, URI, roots, 0)
+    filesystem = open_objects("s3", place.server.storage_settings, URI, roots, max_retries=0)
     return RangesSource(filesystem._construct_store("data"), "x.bin")
 
 

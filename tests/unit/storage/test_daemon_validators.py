@@ -1,6 +1,7 @@
 """Whether two statements of a storage are about one version of an object."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,9 +53,10 @@ def decided(listed: Validators, *told: Validators) -> list[bool]:
 
     async def whole() -> list[bool]:
         found: list[GyreError | None] = []
-        changes = ChangeCheck("there", ["a"], [Shard("a", 10, "", validators=listed)], None)
+        shard = Shard("a", 10, "", validators=listed)
+        changes = ChangeCheck("there", ["a"], [shard], None)
         for each in told:
-            changes.check(0, each, found.append)
+            changes.check(0, shard, each, found.append)
         return [error is None for error in found]
 
     return asyncio.run(whole())
@@ -67,3 +69,46 @@ def test_answers_of_replicas_agree_with_each_other_where_the_listing_tells_nothi
     assert decided(UNKNOWN, one, Validators(modified=TIME), time) == [True, True, False]
     assert decided(UNKNOWN, UNKNOWN, one, UNKNOWN, other) == [True, True, True, False]
     assert decided(one, one, other) == [True, False]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    # The condition reads lists, which signal nothing.
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_a_look_begins_after_the_bytes_that_it_decides_about() -> None:
+    listed, newer = Validators('"1"'), Validators('"2"')
+    shard = Shard("a", 10, "", validators=listed)
+
+    async def scene() -> None:
+        looks: list[asyncio.Future[tuple[int, Validators]]] = []
+
+        async def look(_: str) -> tuple[int, Validators]:
+            looks.append(asyncio.get_running_loop().create_future())
+            return await looks[-1]
+
+        found: list[tuple[str, GyreError | None]] = []
+        changes = ChangeCheck("there", ["a"], [shard], look)
+        changes.check(0, shard, UNKNOWN, lambda error: found.append(("first", error)))
+        await asyncio.sleep(0)
+        for name in ("second", "third"):
+            changes.check(0, shard, UNKNOWN, lambda error, name=name: found.append((name, error)))
+        await asyncio.sleep(0)
+        assert len(looks) == 1
+        looks[0].set_result((10, listed))
+        await until(lambda: len(looks) == 2)
+        assert found == [("first", None)]
+        looks[1].set_result((10, newer))
+        await until(lambda: len(found) == 3)
+        assert [(name, str(error)[:19]) for name, error in found[1:]] == [
+            ("second", "shard a has changed"),
+            ("third", "shard a has changed"),
+        ]
+        changes.check(0, shard, UNKNOWN, lambda error: found.append(("fourth", error)))
+        await until(lambda: len(looks) == 3)
+        looks[2].set_result((9, listed))
+        await until(lambda: len(found) == 4)
+        assert found[3][1] is not None
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

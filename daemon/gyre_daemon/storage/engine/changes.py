@@ -10,8 +10,10 @@ change cannot be noticed, and the log says so once.
 """
 
 import asyncio
+import itertools
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
@@ -25,7 +27,7 @@ Look = Callable[[str], Awaitable[tuple[int, Validators]]]
 # Called with the error, or None if the bytes are those of the listed version.
 Decide = Callable[[GyreError | None], None]
 
-_MAX_LOOKS = 5  # until one succeeds
+_MAX_LOOK_S = 20.0  # after which a look that fails is not tried again
 
 
 class ChangeCheck:
@@ -48,20 +50,20 @@ class ChangeCheck:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_warned = False
 
-    def check(self, number: int, told: Validators, decide: Decide) -> None:
+    def check(self, number: int, shard: Shard, told: Validators, decide: Decide) -> None:
         """Decide about bytes of an object that came with these validators, now or later."""
-        listed = self._shards[number].validators
-        known = self._known.get(number, listed)
+        known = self._known.get(number, shard.validators)
         same = is_same(known, told)
         if same is not None:
-            decide(None if same else changed(self._shards[number].name))
-        elif listed and self._look:
-            waiting = self._waiting.setdefault(number, [])
-            waiting.append((told, decide))
-            if len(waiting) == 1:
-                task = asyncio.get_running_loop().create_task(self._look_again(number))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            decide(None if same else changed(shard.name))
+        elif shard.validators and self._look:
+            if number in self._waiting:  # and so a task looks
+                self._waiting[number].append((told, decide))
+                return
+            self._waiting[number] = [(told, decide)]
+            task = asyncio.get_running_loop().create_task(self._look_again(number))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
             self._learn(number, known, told)
             decide(None)
@@ -73,9 +75,7 @@ class ChangeCheck:
             error, now = await self._see(number)
             for told, decide in waiting:
                 decide(error or self._compared(number, now, told))
-            if not self._waiting[number]:
-                del self._waiting[number]
-                return
+        del self._waiting[number]
 
     def _compared(self, number: int, now: Validators, told: Validators) -> GyreError | None:
         """The error if the bytes or the object as it is now are not what was listed."""
@@ -94,11 +94,12 @@ class ChangeCheck:
         shard, look = self._shards[number], self._look
         if look is None:
             return None, UNKNOWN
-        for attempt in range(1, _MAX_LOOKS + 1):
+        until = time.monotonic() + _MAX_LOOK_S
+        for attempt in itertools.count(1):
             try:
                 size, now = await look(self._paths[number])
             except GyreError as error:
-                if not isinstance(error, StorageUnavailable) or attempt == _MAX_LOOKS:
+                if not isinstance(error, StorageUnavailable) or time.monotonic() > until:
                     return error, UNKNOWN
                 await asyncio.sleep(pause_s(attempt, random.random()))
             else:

@@ -167,7 +167,8 @@ class RemoteStorage:
         if error:
             deliver(data, error)
         else:
-            self._changes.check(shard, request.told, functools.partial(deliver, data))
+            decide = functools.partial(deliver, data)
+            self._changes.check(shard, request.wanted.shard, request.told, decide)
 
     def _hasten(self, pending: "_PendingRead", flow: Flow, urgency: int) -> None:
         """Somebody needs the ranges of a read."""

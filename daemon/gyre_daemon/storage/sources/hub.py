@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ class _Answer:
     """What the hub answered: status and headers, and a body unless only those were asked for."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Message
     body: bytes
 
 
@@ -246,16 +247,16 @@ class HubClient:
             request = Request(url, body, headers, method=method)
             try:
                 with self._open(request, timeout=_TIMEOUT_S) as it:
-                    return _Answer(it.status, dict(it.headers), it.read())
+                    return _Answer(it.status, it.headers, it.read())
             except HTTPError as error:
-                answer = _Answer(error.code, dict(error.headers), b"")
+                answer = _Answer(error.code, error.headers, b"")
                 error.close()
             except (OSError, HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 raise HubUnreachable(0, f"{self.endpoint}: {reason}") from error
             if answer.status not in (429, 503):
                 break
-            self.budget.hold(retry_after_s(answer.headers))
+            self.budget.hold(retry_after_s(answer.headers.get("Retry-After", "")))
         if 300 <= answer.status < 400:
             return answer
         if answer.status == 404:

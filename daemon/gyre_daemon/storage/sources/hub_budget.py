@@ -6,7 +6,6 @@ All datasets and jobs of a daemon share one budget. When the hub says that it wa
 
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 # The hub counts requests in windows of five minutes, so a minute's worth may be asked at once.
@@ -65,7 +64,7 @@ class HubBudget:
             self._held_until = max(self._held_until, until)
 
 
-def retry_after_s(headers: Mapping[str, str]) -> float:
+def retry_after_s(text: str) -> float:
     """How long an answer says to wait, in its `Retry-After`; 0 if it does not say."""
-    text = headers.get("Retry-After", "").strip()
+    text = text.strip()
     return float(text) if text.isdecimal() and len(text) < 7 else 0.0
