@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import GyreError
-from gyre_daemon.storage.engine.changes import ChangeCheck
+from gyre_daemon.storage.engine.changes import ChangeCheck, Decide
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.validators import UNKNOWN, Validators, is_same
 
@@ -89,11 +89,15 @@ def test_a_look_begins_after_the_bytes_that_it_decides_about() -> None:
             return await looks[-1]
 
         found: list[tuple[str, GyreError | None]] = []
+
+        def decide(name: str) -> Decide:
+            return lambda error: found.append((name, error))
+
         changes = ChangeCheck("there", ["a"], [shard], look)
-        changes.check(0, shard, UNKNOWN, lambda error: found.append(("first", error)))
+        changes.check(0, shard, UNKNOWN, decide("first"))
         await asyncio.sleep(0)
         for name in ("second", "third"):
-            changes.check(0, shard, UNKNOWN, lambda error, name=name: found.append((name, error)))
+            changes.check(0, shard, UNKNOWN, decide(name))
         await asyncio.sleep(0)
         assert len(looks) == 1
         looks[0].set_result((10, listed))
@@ -105,7 +109,7 @@ def test_a_look_begins_after_the_bytes_that_it_decides_about() -> None:
             ("second", "shard a has changed"),
             ("third", "shard a has changed"),
         ]
-        changes.check(0, shard, UNKNOWN, lambda error: found.append(("fourth", error)))
+        changes.check(0, shard, UNKNOWN, decide("fourth"))
         await until(lambda: len(looks) == 3)
         looks[2].set_result((9, listed))
         await until(lambda: len(found) == 4)
