@@ -16,6 +16,7 @@ from gyre_daemon.errors import (
     InvalidRequest,
     NotAllowed,
     ShardMissing,
+    StorageUnavailable,
     first_error,
 )
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
@@ -174,7 +175,12 @@ class StorageOpener:
     ) -> Snapshot:
         """What the hub's cache has of a location; the log says which snapshot is read."""
         client = await self._in_thread(self._drivers.hub, settings, options)
-        found = await self._in_thread(snapshot_of, client, location, why)
+        try:
+            found = await self._in_thread(snapshot_of, client, location, why)
+        except ShardMissing as missing:
+            if why == OFFLINE:
+                raise
+            raise StorageUnavailable(str(missing), missing.facts) from missing  # it may come back
         facts = {"location": location.text, "commit": found.commit, "folder": found.folder}
         log_event("read from the hub's cache", facts | {"reason": why}, logging.WARNING)
         return found

@@ -17,6 +17,7 @@ from gyre_client.errors import (
     InvalidRequest,
     NotAllowed,
     ShardMissing,
+    StorageUnavailable,
 )
 
 from tests.conftest import Daemon, StartDaemon
@@ -211,9 +212,11 @@ def test_without_a_way_to_the_hub_its_cache_is_read(
     assert found == [10, 11, 12, 20, 21, 22]
     (told,) = [line for line in daemon.log_path.read_text().splitlines() if "hub's cache" in line]
     assert commit in told
-    for path, text in (("@v2/data", f"at v2; it has the commits {commit}"), ("/none", "no shard")):
-        with pytest.raises(ShardMissing, match=text):
-            ids(start(gyred, hub, path))
+    absent = ShardMissing if why == "HF_HUB_OFFLINE" else StorageUnavailable
+    with pytest.raises(absent, match=f"at v2; it has the commits {commit}"):
+        ids(start(gyred, hub, "@v2/data"), reattach_timeout_s=0.2)
+    with pytest.raises(ShardMissing, match="no shard"):
+        ids(start(gyred, hub, "/none"))
 
 
 def test_a_redirect_of_an_answer_to_another_host_carries_no_token(
