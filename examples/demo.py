@@ -183,7 +183,12 @@ def count_pairs(address: str, data: Path) -> int:
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
     shards = (np.fromfile(path, np.uint8) for path in sorted(data.glob("*.bin")))
     expected, counts = sum(pairs(shard) for shard in shards), []
-    options = {"batch_size": PAIRS_BATCH, "seed": 7, "job": "pairs", "token_dtype": "stored"}
+    options: dict[str, Any] = {
+        "batch_size": PAIRS_BATCH,
+        "seed": 7,
+        "job": "pairs",
+        "token_dtype": "stored",
+    }
     with Loader("stdlib", address=address, **options) as loader:
         while not told_to_end:
             total = np.zeros(1 << 16, np.int64)

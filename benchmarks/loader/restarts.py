@@ -101,7 +101,8 @@ def kill_again_and_again(
     folder: Path, workload: Workload, num_kills: int, num_jobs: int
 ) -> tuple[list[float], int, int]:
     """Return the pauses, the number of batches and how many of them were not the planned ones."""
-    stop, kills_s = threading.Event(), []
+    stop = threading.Event()
+    kills_s: list[float] = []
     with daemon(folder, workload) as (address, processes):
         jobs = [Job(address, seed, stop) for seed in range(num_jobs)]
         for job in jobs:
@@ -131,11 +132,16 @@ def wait_for_batches(jobs: list[Job]) -> None:
 
 def resume_s(folder: Path, workload: Workload) -> tuple[list[float], list[float]]:
     """Return the time to the first batch after a resume, of Gyre and of StatefulDataLoader."""
-    gyre, stateful = [], []
+    gyre: list[float] = []
+    stateful: list[float] = []
     half = workload.num_samples // BATCH_SIZE // 2
     with daemon(folder, workload) as (address, _):
         for _ in range(ROUNDS):
-            options = {"address": address, "batch_size": BATCH_SIZE, "job": "resume"}
+            options: dict[str, Any] = {
+                "address": address,
+                "batch_size": BATCH_SIZE,
+                "job": "resume",
+            }
             with Loader("T", rank=0, world_size=2, **options) as loader:
                 for _ in zip(range(half), loader, strict=False):
                     pass
