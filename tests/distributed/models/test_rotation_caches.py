@@ -1,6 +1,7 @@
 """Caches of keys and values of `transformers` where attention rotates as a whole."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, cast
 
 import pytest
@@ -96,14 +97,25 @@ def cache_of(model: Any, kind: str) -> Any:
     return transformers.StaticCache(model.config, max_cache_len=12)
 
 
+def given(model: Any, cache: Any) -> dict[str, Any]:
+    """The argument that gives a model a cache: transformers 5.24 has another name for it."""
+    names = signature(model.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
+
+
+def kept_by(output: Any) -> Any:
+    """The cache in a model's output."""
+    return output["cache" if "cache" in output else "past_key_values"]
+
+
 @torch.no_grad()
 def step_by_step(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
     """The logits of four tokens, then of one at a time, and what the cache has at last."""
     rows, cache = tokens(8), cache_of(model, kind)
     logits = []
     for part in (rows[:, :4], *torch.split(rows[:, 4:], 1, dim=1)):
-        output = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=part, **given(model, cache), use_cache=True)
+        cache = kept_by(output)
         logits.append(output.logits)
     lengths = torch.tensor([int(cache.get_seq_length(layer)) for layer in range(2)])
     kept = [each for layer in cache.layers for each in (layer.keys, layer.values)]
@@ -190,9 +202,9 @@ def outcome(model: Any, *rows: Tensor) -> dict[str, Tensor]:
     cache = None
     for each in before:
         with torch.no_grad():
-            cache = model(input_ids=each, past_key_values=cache, use_cache=True).past_key_values
-    output = model.train()(input_ids=last, labels=last, past_key_values=cache)
-    assert output.past_key_values is not None
+            cache = kept_by(model(input_ids=each, **given(model, cache), use_cache=True))
+    output = model.train()(input_ids=last, labels=last, **given(model, cache))
+    assert kept_by(output) is not None
     output.loss.backward()
     return {name: whole(p.grad) for name, p in model.named_parameters()} | {
         "loss": output.loss.detach()
@@ -230,10 +242,10 @@ def told_of_gradients() -> list[str]:
     """What is said about gradients that would flow through a cache."""
     model = rotated("Llama")
     output = model(input_ids=tokens(4))
-    cache = output.past_key_values
+    cache = kept_by(output)
     told = []
     attempts: tuple[Callable[[], Any], ...] = (
-        lambda: model(input_ids=tokens(1), past_key_values=cache),
+        lambda: model(input_ids=tokens(1), **given(model, cache)),
         lambda: cache.layers[1].keys.sum().backward(),
     )
     for attempt in attempts:
@@ -243,7 +255,7 @@ def told_of_gradients() -> list[str]:
             told.append(str(error))
     with torch.no_grad():
         cache.reorder_cache(torch.tensor([1, 0]))
-        model(input_ids=tokens(1), past_key_values=cache)
+        model(input_ids=tokens(1), **given(model, cache))
     assert cache.get_seq_length() == 5
     return told
 
@@ -278,9 +290,15 @@ class Asking(nn.Module):
         return self.q, self.k, self.v
 
 
+def num_asked(layer: Any) -> Any:
+    """Three tokens, as `get_mask_sizes` is told of them: since transformers 5 by their number."""
+    by_number = "query_length" in signature(layer.get_mask_sizes).parameters
+    return 3 if by_number else torch.arange(3)
+
+
 ASKED: tuple[Callable[[Any], Any], ...] = (
     lambda layer: layer.get_seq_length(),
-    lambda layer: layer.keys.shape[-2] + layer.get_mask_sizes(torch.arange(3))[0],
+    lambda layer: layer.keys.shape[-2] + layer.get_mask_sizes(num_asked(layer))[0],
     lambda layer: layer.values.size(-2) + len(layer.keys) + layer.keys.dim(),
     lambda layer: torch.ones(1, dtype=layer.keys.dtype, device=layer.values.device),
 )
@@ -362,7 +380,7 @@ def told_of_caches() -> list[str]:
     ):
         try:
             with torch.set_grad_enabled(takes_grads):
-                model(input_ids=tokens(2), past_key_values=cache, use_cache=True)
+                model(input_ids=tokens(2), **given(model, cache), use_cache=True)
         except RotationError as error:
             told.append(str(error))
     return told
@@ -383,16 +401,16 @@ def kept_after_a_failure() -> tuple[int, bool]:
     logits = []
     with torch.no_grad():
         for each in (plain, model):
-            cache = each(input_ids=tokens(4), use_cache=True).past_key_values
+            cache = kept_by(each(input_ids=tokens(4), use_cache=True))
             if each is model:
                 with pytest.raises(RuntimeError):
                     model(
                         input_ids=tokens(1),
-                        past_key_values=cache,
+                        **given(model, cache),
                         attention_mask=torch.zeros(2, 1, 1, 3).double(),
                     )
                 length = int(cache.get_seq_length())
-            logits.append(each(input_ids=tokens(1), past_key_values=cache).logits)
+            logits.append(each(input_ids=tokens(1), **given(model, cache)).logits)
     return length, torch.allclose(logits[0], logits[1], rtol=1e-12)
 
 

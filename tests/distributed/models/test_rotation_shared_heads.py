@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
+from tests.distributed.models.test_rotation_caches import given
 from tests.distributed.training import outcome
 
 RECOMPUTED = RotationPolicy(recompute=True)  # for it, such blocks are found by default
@@ -240,7 +241,7 @@ def generated(family: str, heads: tuple[int, int], *, rotates: bool) -> dict[str
         )
     cache = transformers.DynamicCache()
     parts = [prompt, *found["greedy"][:, 3:].split(1, dim=1)]
-    logits = [model(each, past_key_values=cache, use_cache=True).logits for each in parts]
+    logits = [model(each, **given(model, cache), use_cache=True).logits for each in parts]
     found["logits"] = torch.cat(logits, 1)
     found["keys"], found["values"] = cache.layers[0].keys, cache.layers[0].values
     return found

@@ -6,6 +6,7 @@ See [Note: Slices and caches] in `shared_cache`.
 import sys
 from collections.abc import Iterable, Sequence
 from copy import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -62,8 +63,9 @@ class SharedLayers:
             of_slice.values = self._heads(of_slice.values, index)
             if self._would_lose_grads(self._before[place]):
                 self._close(of_slice)
-            if _is_in_place(of_slice):
-                of_slice.keys, of_slice.values = of_slice.keys.clone(), of_slice.values.clone()
+        if _is_in_place(of_slice):
+            for name, tensor in _tensors(of_slice).items():  # also a count of tokens
+                setattr(of_slice, name, tensor.clone())
         return of_slice
 
     def _would_lose_grads(self, layer: Any) -> bool:
@@ -129,15 +131,25 @@ class SharedLayers:
     def _write(self, layer: Any, of_slices: Sequence[Any]) -> None:
         """Write what its copies have into the memory of a layer."""
         if layer.keys is None:
-            batch, heads, _, channels = self._in_order(of_slices, "keys")[0].shape
-            like = of_slices[0].keys.new_empty(batch, heads * self._num_parts, 0, channels)
-            layer.lazy_initialization(like)
-        own = {name: getattr(layer, name) for name in ("keys", "values", "num_heads")}
-        vars(layer).update(vars(of_slices[0]) | own)
+            likes = [self._no_tokens(of_slices, name) for name in ("keys", "values")]
+            # transformers 4 asks for keys alone
+            layer.lazy_initialization(
+                *likes[: len(signature(layer.lazy_initialization).parameters)]
+            )
+        own = _tensors(layer)
+        vars(layer).update(vars(of_slices[0]) | own | {"num_heads": layer.num_heads})
+        for name in own.keys() - {"keys", "values"}:
+            own[name].copy_(getattr(of_slices[0], name))
         for name in ("keys", "values"):
             targets = own[name].chunk(self._num_parts, _HEADS)
             for target, part in zip(targets, self._in_order(of_slices, name), strict=True):
                 target.copy_(part)
+
+    def _no_tokens(self, of_slices: Sequence[Any], name: str) -> Tensor:
+        """Keys or values of all heads, of no token."""
+        batch, heads, _, channels = self._in_order(of_slices, name)[0].shape
+        like: Tensor = getattr(of_slices[0], name)
+        return like.new_empty(batch, heads * self._num_parts, 0, channels)
 
     def _in_order(self, of_slices: Sequence[Any], name: str) -> list[Tensor]:
         """The keys or values of all parts of the heads, each from the first slice that has it."""
@@ -188,6 +200,11 @@ class LayersOfSlice(Sequence[Any]):
 def _is_in_place(layer: Any) -> bool:
     """Whether the layer writes into the memory that it has, at addresses that must stay."""
     return type(layer).__name__ in _IN_PLACE
+
+
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    """The tensors of a layer, by attribute."""
+    return {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
 
 
 class _Closed(torch.autograd.Function):
