@@ -18,6 +18,7 @@ from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.stored_weights import (
     Target,
     agreed,
+    joined,
     read_targets,
     stored_dtype,
     targets_of,
@@ -76,7 +77,7 @@ def save_adapters(model: nn.Module, folder: Path, *, dtype: torch.dtype | None =
             for each in targets
         ]
         files = {_WEIGHTS: layout_of(here / _WEIGHTS, tensors)}
-        write_targets(here, targets, files, partial(_describe, model, name, here))
+        write_targets(here, joined(targets), files, partial(_describe, model, name, here))
 
 
 def _names(model: Any) -> list[str]:

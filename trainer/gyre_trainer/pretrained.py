@@ -15,12 +15,15 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +32,15 @@ from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.joined import Joined
 from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.shards.stored_weights import (
     Files,
     Target,
     agreed,
     is_first_rank,
+    joined,
     read_targets,
     stored_dtype,
     targets_of,
@@ -47,6 +53,12 @@ _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # As transformers has it. Smaller files load in parallel from object storage; each is one more open.
 _MAX_FILE_BYTES = 5_000_000_000
+
+
+class _Index(msgspec.Struct):
+    """Which file has each tensor."""
+
+    weight_map: dict[str, str]
 
 
 class IncompatibleKeys(NamedTuple):
@@ -82,8 +94,7 @@ def load(
             differs: the model keeps its values of what the files lack, such as a new head's, and
             tensors that it lacks are left out.
         key_mapping: regular expressions of names in the files, and what replaces them; of those
-            that fit a name, the first one does. None for the model's
-            `_checkpoint_conversion_mapping`, if it has one.
+            that fit a name, the first one does. None for none but those that transformers knows.
         device: where parameters on `meta` that are not rotated go.
 
     Returns:
@@ -101,7 +112,7 @@ def load(
     has_no_value = {name for name, each in state.items() if _has_no_value(each)}
     allocate(model, torch.device(device))
     with agreed("loading weights"):
-        stored = _renamed(model, _stored_tensors(Path(path)), key_mapping)
+        stored = _of_model(model, _stored_tensors(Path(path)), key_mapping, path)
         targets = _targets(model)
         unexpected = _unexpected(model, targets, stored)
         missing: list[str] = []
@@ -140,14 +151,15 @@ def save_pretrained(
     Raises:
         CheckpointFailed: on every rank: a file could not be written; files of the same names that
             were there before are as they were.
+        RotationError: transformers computes the files' tensors of values that no rank has whole.
     """
     folder = Path(path)
     if is_adapted(model):
         save_adapters(model, folder, dtype=dtype)
         return
-    targets = _targets(model)
-    files = _files(folder, targets, dtype, max_file_bytes)
-    write_targets(folder, targets, files, lambda: _finish(model, folder, files, dtype))
+    tensors = _of_files(model, joined(_targets(model)))
+    files = _files(folder, tensors, dtype, max_file_bytes)
+    write_targets(folder, tensors, files, lambda: _finish(model, folder, files, dtype))
 
 
 def _targets(model: nn.Module) -> list[Target]:
@@ -173,15 +185,15 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
                 "pytorch_model.bin, must be saved again by save_pretrained of transformers"
             )
         return read_header(path / _ONE_FILE)
-    if not index.is_file():
-        raise CheckpointRejected(f"{index} is no regular file")
     try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        weight_map = msgspec.json.decode(read_regular(index), type=_Index).weight_map
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointRejected(f"{index} names files outside of its folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointRejected(f"{index} is no index of safetensors files") from error
+    except OSError as error:
+        raise CheckpointRejected(f"{index} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointRejected(f"{index} is no index of safetensors files: {error}") from error
     files = {name: read_header(path / name) for name in names}
     for key, name in weight_map.items():
         if key not in files[name]:
@@ -189,19 +201,113 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return {key: files[name][key] for key, name in weight_map.items()}
 
 
-def _renamed(
-    model: nn.Module, stored: dict[str, StoredTensor], key_mapping: Mapping[str, str] | None
-) -> dict[str, StoredTensor]:
-    """The tensors by the names that the model has for them."""
-    mapping = key_mapping
-    if mapping is None:
+def _of_model(
+    model: nn.Module,
+    stored: dict[str, StoredTensor],
+    key_mapping: Mapping[str, str] | None,
+    path: object,
+) -> dict[str, StoredTensor | Joined]:
+    """The tensors of the files as the model has them, by the names that it has for them."""
+    if key_mapping is not None:
+        stored = {_mapped(key, key_mapping): each for key, each in stored.items()}
+    if (library := _conversions_of(model)) is not None:
+        return _converted(model, library, stored, path)
+    if key_mapping is None:
         mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+        stored = {_mapped(key, mapping): each for key, each in stored.items()}
     # of the oldest files, such as those of the first BERT: gamma and beta of norms
     older: Any = getattr(model, "_fix_state_dict_key_on_load", lambda key: (key, False))
-    stored = {_mapped(older(key)[0], mapping): each for key, each in stored.items()}
     known = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "") or ""
-    return {_with_prefix(key, prefix, known): each for key, each in stored.items()}
+    return {_with_prefix(older(key)[0], prefix, known): each for key, each in stored.items()}
+
+
+class _Conversions(NamedTuple):
+    """What transformers knows of files since version 5.
+
+    It tells nobody else by a public function: `from_pretrained` loads whole models. Peft uses the
+    same modules.
+    """
+
+    mapping: Any  # transformers.conversion_mapping
+    loading: Any  # transformers.core_model_loading
+
+
+def _conversions_of(model: nn.Module) -> _Conversions | None:
+    """The library's conversions; None where the model is not of it, or the library is older."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    try:
+        return _Conversions(
+            import_module("transformers.conversion_mapping"),
+            import_module("transformers.core_model_loading"),
+        )
+    except ImportError:
+        return None
+
+
+def _converted(
+    model: Any, library: _Conversions, stored: Mapping[str, StoredTensor], path: object
+) -> dict[str, StoredTensor | Joined]:
+    """The tensors as transformers makes them of those of the files.
+
+    Raises:
+        CheckpointRejected: it makes some of values that are not read, or files lack some.
+    """
+    loading, known = library.loading, model.state_dict(keep_vars=True)
+    conversions = library.mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, StoredTensor | Joined] = {}
+    groups: dict[str, Any] = {}
+    for key in sorted(stored, key=loading.dot_natural_key):  # experts by their numbers
+        prefix = model.base_model_prefix
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        if pattern is None or name not in known:
+            found[name] = stored[key]
+            continue
+        tensor = stored[key]
+        group = groups.setdefault(name, deepcopy(by_pattern[pattern]))
+        group.add_tensor(name, key, pattern, Joined.whole(tensor, tensor.shape, tensor.dtype))
+    for name, group in groups.items():
+        try:
+            found |= _values(group.convert(name, model=model, config=model.config))
+        except Exception as error:  # of the library's operations
+            raise CheckpointRejected(
+                f"{path} has tensors of which {name} cannot be made by parts: {error}; make the "
+                "model by from_pretrained of transformers, and rotate it then"
+            ) from error
+    return found
+
+
+def _values(converted: Any) -> dict[str, Joined]:
+    """The tensors that a conversion has made; before 5.2 there is something else next to them."""
+    made: Mapping[str, Any] = converted[0] if isinstance(converted, tuple) else converted
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+def _of_files(model: nn.Module, tensors: dict[str, Joined]) -> dict[str, Joined]:
+    """The model's tensors as its files have them, by the names that these have.
+
+    Raises:
+        RotationError: transformers makes some of them of values.
+    """
+    library = _conversions_of(model)
+    if library is None:
+        return tensors
+    try:
+        return dict(library.loading.revert_weight_conversion(model, tensors))
+    except Exception as error:  # of the library's operations
+        raise RotationError(
+            f"{own_class(model).__name__} cannot be saved by parts: transformers needs whole "
+            f"tensors to write its weights ({error}); gather them by "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load "
+            "them into a model that is not rotated, and call its save_pretrained"
+        ) from error
 
 
 def _mapped(key: str, mapping: Mapping[str, str]) -> str:
@@ -279,18 +385,18 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _files(
-    folder: Path, targets: list[Target], dtype: torch.dtype | None, max_file_bytes: int
+    folder: Path, tensors: Mapping[str, Joined], dtype: torch.dtype | None, max_file_bytes: int
 ) -> Files:
     """Header and places of each file, by its name."""
     groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
     size = 0
-    for target in targets:
-        stored = stored_dtype(target.whole, dtype)
-        num_bytes = target.whole.numel() * stored.itemsize
+    for name, tensor in tensors.items():
+        stored = stored_dtype(tensor, dtype)
+        num_bytes = tensor.numel() * stored.itemsize
         if groups[-1] and size + num_bytes > max_file_bytes:
             groups.append([])
             size = 0
-        groups[-1].append((target.names[0], tuple(target.whole.shape), stored))
+        groups[-1].append((name, tuple(tensor.shape), stored))
         size += num_bytes
     names = [_ONE_FILE]
     if len(groups) > 1:

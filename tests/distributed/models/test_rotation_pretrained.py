@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -293,6 +294,72 @@ def test_no_rank_holds_more_than_its_shards_and_one_of_them_again(
         assert 0 < max(saved) <= 8 * largest
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 11},
+    "Qwen3Moe": {"num_experts": 11, "moe_intermediate_size": 10, "head_dim": 6},
+    "GptOss": {"num_local_experts": 3, "head_dim": 6},
+}
+
+
+def of_experts(family: str) -> Any:
+    """A tiny model, whose experts are in one parameter since transformers 5, and not in files."""
+    import transformers
+
+    library: Any = transformers
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 31}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    described = getattr(library, f"{family}Config")(
+        **sizes, **heads, **EXPERTS[family], num_hidden_layers=2, num_experts_per_tok=2
+    )
+    return getattr(library, f"{family}ForCausalLM")(described)
+
+
+def experts_passed_through(
+    source: Path, target: Path, family: str
+) -> tuple[dict[str, Tensor], int, int, int]:
+    """Whole parameters; bytes read, written, and of this rank's own shards."""
+    with torch.device("meta"):
+        model = of_experts(family)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    with counted("preadv") as num_read:
+        pretrained.load(model, source)
+    with counted("pwrite") as num_written:
+        pretrained.save_pretrained(model, target, max_file_bytes=MAX_FILE_BYTES)
+    own = sum(local_of(each).nbytes for each in model.parameters())
+    return whole_parameters(model), sum(num_read), sum(num_written), own
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_read_and_written_by_parts(
+    ranks: StartRanks, tmp_path: Path, family: str, num_ranks: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    plain, source, target = of_experts(family), tmp_path / "source", tmp_path / "target"
+    plain.save_pretrained(source, max_shard_size=MAX_FILE_BYTES)
+    expected = dict(plain.named_parameters())
+    found = ranks(num_ranks).run(experts_passed_through, source, target, family)
+    for parameters, num_read, num_written, own in found:
+        assert parameters.keys() == expected.keys()
+        assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+        assert num_written <= num_read == own
+    again = AutoModelForCausalLM.from_pretrained(target)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, expected[name])
+    stored, written = (
+        {
+            key: tensor
+            for path in folder.glob("*.safetensors")
+            for key, tensor in load_file(path).items()
+        }
+        for folder in (source, target)
+    )
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
 def described_in_pictures(kind: str) -> Any:
     """A tiny model with a tower for pictures, whose parameters have other names in files."""
     import transformers
@@ -331,10 +398,14 @@ def test_names_in_files_are_those_of_the_library(
     plain.save_pretrained(tmp_path / "source")
     expected = dict(plain.named_parameters())
     stored = load_file(tmp_path / "source" / "model.safetensors")
-    assert "model.embed_tokens.weight" in stored.keys() - expected.keys()
+    since_5 = int(version("transformers").partition(".")[0]) >= 5
+    if not since_5 or kind != "Qwen2VLModel":  # it has no other names in files since then
+        assert "model.embed_tokens.weight" in stored.keys() - expected.keys()
     for found in ranks(2).run(renamed, tmp_path / "source", tmp_path / "target", kind):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+    if since_5:
+        assert load_file(tmp_path / "target" / "model.safetensors").keys() == stored.keys()
     again = type(plain).from_pretrained(tmp_path / "target")
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, expected[name])

@@ -1,7 +1,6 @@
 """Files of weights in a plain model: dtypes, other models' files, damaged ones."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.rotate import materialize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from tests.special_files import SPECIAL_FILES
 
 
 class Small(nn.Module):
@@ -139,6 +140,12 @@ def _entry(start: int, stop: int, *shape: int) -> dict[str, Any]:
         _with_header({"a": _entry(0, 4, 1)}, 3),
         _with_header({"a": _entry(0, 4, 1)}, 5),
         _with_header({"a": _entry(0, 4, 1) | {"dtype": "F33"}}, 4),
+        _with_header({"a": _entry(0, 4, 1) | {"shape": [float("inf")]}}, 4),
+        _with_header({"a": _entry(0, 64, 1) | {"shape": [4.9, "4"]}}, 64),
+        _with_header({"a": _entry(0, 4, 1) | {"shape": [True]}}, 4),
+        _with_header({"a": _entry(0, 4, 1) | {"data_offsets": [0.0, 4.0]}}, 4),
+        _with_header({"a": _entry(0, 0, 2**70, 0), "b": _entry(0, 4, 2**200)}, 4),
+        _with_header({"__metadata__": [], "a": _entry(0, 4, 1)}, 4),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
@@ -154,11 +161,17 @@ def test_damaged_indexes_are_refused_by_name(tmp_path: Path, index: str) -> None
         pretrained.load(Small(), tmp_path)
 
 
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_nobody_waits_for_a_pipe_in_the_place_of_weights(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointRejected, match=rf"{name} is no regular file"):
+def test_nothing_but_regular_files_is_opened(tmp_path: Path, name: str, kind: str) -> None:
+    SPECIAL_FILES[kind](tmp_path / name)
+    with pytest.raises(CheckpointRejected) as rejected:
         pretrained.load(Small(), tmp_path)
+    said = str(rejected.value)
+    if kind == "a link to itself":
+        assert "neither model.safetensors nor" in said
+    else:
+        assert f"{name} cannot be read: it is {kind}, not a regular file" in said
 
 
 def test_weights_in_other_files_must_be_saved_again(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ folder, is for the modules above.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
+from gyre_trainer.shards.joined import Joined, Piece
 from gyre_trainer.shards.local_shards import local_of, place_of
+from gyre_trainer.shards.regular_files import open_regular
 from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.tensor_files import Part, StoredTensor, read_part, write_part
 
@@ -33,14 +35,14 @@ class Target:
         names: all its names; a tied one has several, the first is the one that is saved.
         whole: the tensor, a DTensor if it is sharded.
         local: this rank's part.
-        part: where that is in the whole.
+        ranges: where that is in the whole: of each dim the half-open range.
         is_written_here: whether this rank writes its part; of replicated ones one rank does.
     """
 
     names: tuple[str, ...]
     whole: Tensor
     local: Tensor
-    part: Part
+    ranges: tuple[tuple[int, int], ...]
     is_written_here: bool
 
 
@@ -75,14 +77,14 @@ def targets_of(tensors: Mapping[str, object]) -> list[Target]:
 
 
 def _target(whole: Tensor, names: list[str]) -> Target:
-    shape = tuple(whole.shape) or (1,)
     local, is_first = whole.detach(), is_first_rank()
-    start, stop, dim = 0, shape[0], 0
+    ranges = [(0, size) for size in whole.shape]
     if isinstance(whole, DTensor):
         local = local_of(whole).detach()
         if (place := place_of(whole)) is not None:
-            dim, start, stop, is_first = place.dim, place.start, place.stop, place.is_first
-    return Target(tuple(names), whole, local, Part(shape, dim, start, stop), is_first)
+            ranges[place.dim] = place.start, place.stop
+            is_first = place.is_first
+    return Target(tuple(names), whole, local, tuple(ranges), is_first)
 
 
 def is_first_rank() -> bool:
@@ -90,27 +92,46 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def read_targets(targets: list[Target], stored: Mapping[str, StoredTensor], path: object) -> None:
+def joined(targets: Iterable[Target]) -> dict[str, Joined]:
+    """The targets as they are, by the names that they are saved under."""
+    return {
+        each.names[0]: Joined.whole(each, each.whole.shape, each.whole.dtype) for each in targets
+    }
+
+
+def read_targets(
+    targets: list[Target], stored: Mapping[str, StoredTensor | Joined], path: object
+) -> None:
     """Copy this rank's part of each tensor from the files, of which ``path`` is the folder.
 
     Raises:
         CheckpointRejected: a tensor is missing, or of another shape or kind; nothing was copied.
+        OSError: a file cannot be opened or read.
     """
     sources = [_found(target, stored, path) for target in targets]
     with ExitStack() as files, torch.no_grad():
         fds: dict[Path, int] = {}
         for target, found in zip(targets, sources, strict=True):
-            if found.path not in fds:
-                fds[found.path] = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
-                files.callback(os.close, fds[found.path])
-            _read(fds[found.path], found, target)
+            for piece in found.pieces:
+                path_of = piece.source.path
+                if path_of not in fds:
+                    fds[path_of] = files.enter_context(open_regular(path_of)).fileno()
+                cut = piece.within(target.ranges)
+                if cut is not None:
+                    _read(fds[path_of], cut, target.local)
     note_rewritten(each.whole for each in targets if isinstance(each.whole, nn.Parameter))
 
 
 def write_targets(
-    folder: Path, targets: list[Target], files: Files, finish: Callable[[], None]
+    folder: Path, tensors: Mapping[str, Joined], files: Files, finish: Callable[[], None]
 ) -> None:
     """Write this rank's part of each file; collective. The first rank calls ``finish`` at the end.
+
+    Args:
+        folder: where the files will be.
+        tensors: of the files, by name; their pieces are of a `Target`.
+        files: their headers, and where each tensor lies.
+        finish: what else the folder needs.
 
     Raises:
         CheckpointFailed: on every rank: a file could not be written; files of the same names that
@@ -125,7 +146,7 @@ def write_targets(
                     _create(temporary[name], header, places)
         with agreed("writing weights"):
             for name, (_, places) in files.items():
-                _write(temporary[name], targets, places)
+                _write(temporary[name], tensors, places)
         with agreed("finishing the files of the weights"):
             if is_first_rank():
                 for name, path in temporary.items():
@@ -139,31 +160,42 @@ def write_targets(
         raise
 
 
-def _found(target: Target, stored: Mapping[str, StoredTensor], path: object) -> StoredTensor:
+def _found(target: Target, stored: Mapping[str, StoredTensor | Joined], path: object) -> Joined:
     name = next((name for name in target.names if name in stored), None)
     if name is None:
         raise CheckpointRejected(f"{path} has no {target.names[0]}")
     found = stored[name]
-    if found.shape != tuple(target.whole.shape):
+    if isinstance(found, StoredTensor):
+        found = Joined.whole(found, found.shape, found.dtype)
+    where = found.pieces[0].source.path if found.pieces else path
+    if found.shape != target.whole.shape:
         raise CheckpointRejected(
-            f"{name} in {found.path} has the shape {list(found.shape)}, "
+            f"{name} in {where} has the shape {list(found.shape)}, "
             f"but {list(target.whole.shape)} in the model"
         )
-    if found.dtype.is_floating_point != target.whole.dtype.is_floating_point:
-        raise CheckpointRejected(
-            f"{name} in {found.path} is {found.dtype}, but {target.whole.dtype} in the model"
-        )
+    for piece in found.pieces:
+        if piece.source.dtype.is_floating_point != target.whole.dtype.is_floating_point:
+            raise CheckpointRejected(
+                f"{name} in {where} is {piece.source.dtype}, but {target.whole.dtype} in the model"
+            )
     return found
 
 
-def _read(fd: int, found: StoredTensor, target: Target) -> None:
-    local = target.local
-    if local.dtype == found.dtype and local.device.type == "cpu" and local.is_contiguous():
-        read_part(fd, found, target.part, local)
+def _read(fd: int, piece: Piece[StoredTensor], local: Tensor) -> None:
+    """Read a piece of a rank's part."""
+    stored, ranges = piece.source, piece.source_ranges
+    part, place = Part(stored.shape, ranges), _box(local, piece.ranges)
+    is_same = place.dtype == stored.dtype and place.device.type == "cpu" and piece.is_in_order
+    if is_same and place.is_contiguous():
+        read_part(fd, stored, part, place)
     else:
-        values = torch.empty(local.shape, dtype=found.dtype)
-        read_part(fd, found, target.part, values)
-        local.copy_(values)
+        values = torch.empty([stop - start for start, stop in ranges], dtype=stored.dtype)
+        read_part(fd, stored, part, values)
+        place.copy_(piece.of_source(values))
+
+
+def _box(tensor: Tensor, ranges: Iterable[tuple[int, int]]) -> Tensor:
+    return tensor[tuple(slice(*each) for each in ranges)]
 
 
 def _create(path: Path, header: bytes, places: Mapping[str, StoredTensor]) -> None:
@@ -174,14 +206,23 @@ def _create(path: Path, header: bytes, places: Mapping[str, StoredTensor]) -> No
         file.truncate(end)
 
 
-def _write(path: Path, targets: list[Target], places: Mapping[str, StoredTensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, Joined], places: Mapping[str, StoredTensor]) -> None:
     """Write this rank's parts of the tensors in one file, and wait until they are stored."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        for target in targets:
-            place = places.get(target.names[0])
-            if place is not None and target.is_written_here:
-                write_part(fd, place, target.part, target.local.cpu().to(place.dtype).contiguous())
+        for name, place in places.items():
+            for piece in tensors[name].pieces:
+                target: Target = piece.source
+                own = piece.of_sources(target.ranges) if target.is_written_here else None
+                if own is not None:
+                    begins = (start for start, _ in target.ranges)
+                    ranges = [
+                        (start - begin, stop - begin)
+                        for begin, (start, stop) in zip(begins, own.source_ranges, strict=True)
+                    ]
+                    values = own.of_source(_box(target.local, ranges))
+                    part = Part(place.shape, own.ranges)
+                    write_part(fd, place, part, values.cpu().to(place.dtype).contiguous())
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -6,17 +6,20 @@ tensors' bytes, row-major and without gaps. See https://github.com/huggingface/s
 
 import json
 import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.shards.regular_files import open_regular
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,6 +39,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The limit of the reference reader; a longer header is no header.
 _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +67,30 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The half-open range [start, stop) of one dim of a tensor of ``shape``."""
+    """Half-open ranges [start, stop) of all dims of a tensor of ``shape``."""
 
     shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
+    ranges: tuple[tuple[int, int], ...]
 
     def runs(self, itemsize: int) -> Iterator[tuple[int, int]]:
         """Offset and length in bytes of each contiguous run in the whole tensor, in order."""
-        inner = prod(self.shape[self.dim + 1 :]) * itemsize
-        length, stride = (self.stop - self.start) * inner, self.shape[self.dim] * inner
-        if length == stride:  # the whole tensor
-            yield 0, prod(self.shape) * itemsize
-        elif length:
-            for outer in range(prod(self.shape[: self.dim])):
-                yield outer * stride + self.start * inner, length
+        shape, ranges = self.shape or (1,), self.ranges or ((0, 1),)
+        strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+        # the last dim that is cut: those after it are whole
+        last = max((dim for dim, size in enumerate(shape) if ranges[dim] != (0, size)), default=0)
+        start, stop = ranges[last]
+        if stop > start:
+            for indices in product(*(range(*each) for each in ranges[:last])):
+                offset = sum(map(mul, indices, strides)) + start * strides[last]
+                yield offset, (stop - start) * strides[last]
+
+
+class _Entry(msgspec.Struct):
+    """What a header says of a tensor. Numbers are whole ones: neither 4.9 nor "4" is a size."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -87,26 +100,21 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointRejected: it is no such file, or it is cut off; the message names it.
     """
     try:
-        # a pipe in its place must not make this rank wait for who writes there
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise CheckpointRejected(f"{path} is no regular file")
-            size = about.st_size
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
                 raise CheckpointRejected(f"{path} is no safetensors file, or it is cut off")
-            header = json.loads(file.read(length))
+            text = file.read(length)
     except OSError as error:
         raise CheckpointRejected(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"{path} has a header that is no JSON") from error
+    begin = _LENGTH_BYTES + length
     try:
-        header.pop("__metadata__", None)
-        begin = _LENGTH_BYTES + length
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        msgspec.json.decode(header.pop(_METADATA, b"{}"), type=dict[str, str])
         tensors = {name: _stored(path, begin, entry) for name, entry in header.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointRejected(f"{path} has a header that is no safetensors header") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointRejected(f"{path} has no header of a safetensors file: {error}") from error
     end = begin
     for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
         if tensor.offset != end:
@@ -117,12 +125,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(path: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
-    start, stop = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    tensor = StoredTensor(path, begin + start, shape, _DTYPES[entry["dtype"]])
-    if min((start, *shape), default=0) < 0 or stop - start != tensor.num_bytes:
-        raise ValueError(entry)
+def _stored(path: Path, begin: int, text: msgspec.Raw) -> StoredTensor:
+    entry = msgspec.json.decode(text, type=_Entry)
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"the dtype {entry.dtype!r:.40} is none of {', '.join(_DTYPES)}")
+    start, stop = entry.data_offsets
+    tensor = StoredTensor(path, begin + start, entry.shape, _DTYPES[entry.dtype])
+    if stop - start != tensor.num_bytes:
+        raise ValueError(
+            f"{stop - start} bytes are not the {tensor.num_bytes} of {entry.dtype} {entry.shape}"
+        )
     return tensor
 
 
@@ -164,7 +176,7 @@ def layout_of(
 
     Wider dtypes come first, as the reference writer has it, so that all are aligned.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     places: dict[str, StoredTensor] = {}
     offset = 0
     for name, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
