@@ -57,6 +57,7 @@ from gyre_trainer.quantized_models import quantize_frozen
 from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.sharded_module import refuse_own_saving
 from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.fused_optimizers import support_dtensors
 from gyre_trainer.shards.initial.sharded_init import materialize
@@ -239,6 +240,7 @@ def rotate_all(
         require_equal_models(model, mesh)
     else:
         _keep_whole(model, target)
+    refuse_own_saving(model)
     note_ring(model, mesh, independent=independent)
     plan = plan_of(model)
     warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)

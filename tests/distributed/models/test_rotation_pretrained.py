@@ -1,7 +1,8 @@
 """Weights of `transformers` go in and out of rotated models, each rank its own bytes."""
 
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationError
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -30,6 +31,7 @@ from gyre_trainer.training.models.sampling import SampleConfig, Sampler
 from gyre_trainer.training.rank_context import RankContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import StartEither, StartRanks
@@ -292,6 +294,38 @@ def test_no_rank_holds_more_than_its_shards_and_one_of_them_again(
         assert own < 4 * model * 1.1 / num_ranks
         assert own < loaded <= own + 2 * largest
         assert 0 < max(saved) <= 8 * largest
+
+
+def saved_otherwise(source: Path, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
+    """What is said of ways that would save this rank's shards alone; the gathered state, saved."""
+    model, _ = rotated(source)
+    attempts: list[Callable[[], object]] = [
+        lambda: torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt"),
+        lambda: pickle.dumps(model.state_dict()),
+        lambda: model.save_pretrained(folder / "own"),  # type: ignore[operator]
+    ]
+    told = []
+    for attempt in attempts:
+        with pytest.raises(RotationError) as refused:
+            attempt()
+        told.append(str(refused.value))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "whole.pt")
+    return told, whole_parameters(model)
+
+
+def test_no_other_way_saves_the_shards_of_one_rank(
+    ranks: StartRanks, saved: Path, tmp_path: Path
+) -> None:
+    (told, parameters), (told_again, _) = ranks(2).run(saved_otherwise, saved, tmp_path)
+    assert told == told_again
+    for each in told:
+        assert "of this rank alone" in each
+        assert "Call gyre_trainer.pretrained.save_pretrained(model, folder) on all ranks" in each
+    assert not (tmp_path / "own").exists()
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert all(torch.equal(found[name], each) for name, each in parameters.items())
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.training.checkpoints.manifest import damage
 from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
+
+from tests.special_files import SPECIAL_FILES
 
 PLAIN = {"epoch": 3, "betas": [0.9, (1, "x")], "nothing": None}
 
@@ -139,6 +142,22 @@ def test_every_bit_flip_in_the_metadata_is_refused_or_harmless(tmp_path: Path) -
             assert type(SafeReader(tmp_path).read_metadata()) is Metadata
         except CheckpointRejected:
             continue
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_nothing_but_regular_files_is_opened(tmp_path: Path, name: str, kind: str) -> None:
+    save(state_of("plain", flat=True), storage_writer=FileSystemWriter(tmp_path))
+    (tmp_path / name).unlink()
+    SPECIAL_FILES[kind](tmp_path / name)
+    with pytest.raises((CheckpointRejected, CheckpointException)) as caught:
+        state = state_of("plain", flat=True)
+        load(state, storage_reader=SafeReader(tmp_path), planner=SafePlanner())
+    told = str(caught.value)
+    assert f"{name} cannot be read: " in told
+    if kind != "a link to itself":
+        assert f"it is {kind}, not a regular file" in told
+    assert "cannot be read" in damage(tmp_path, {name: (9, 9)})
 
 
 def test_a_tensor_file_runs_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """What `gyre-train` refuses before any rank starts: status 2, one sentence, and nothing written."""
 
 import json
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +9,8 @@ from gyre_trainer.cli import main
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import load
 from gyre_trainer.training.records.recorder import RunFacts, RunRecorder
+
+from tests.special_files import SPECIAL_FILES
 
 CONFIG = """
 [run]
@@ -194,17 +194,7 @@ def test_a_damaged_pointer_to_the_latest_checkpoint(
     assert "--resume CHECKPOINT" in text
 
 
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-
-
-ODD = {
-    "a pipe": os.mkfifo,
-    "a socket": make_socket,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a folder": Path.mkdir,
-}
+ODD = {kind: make for kind, make in SPECIAL_FILES.items() if kind != "a link to itself"}
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)

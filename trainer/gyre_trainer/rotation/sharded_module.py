@@ -1,5 +1,6 @@
 """What torch's methods for whole models do to modules with shards: `to`, `bfloat16`, `deepcopy`."""
 
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, Self, cast
@@ -17,6 +18,12 @@ from gyre_trainer.shards.sharded_parameters import (
     note_successors,
     sharded_parameters_of,
     successor_of,
+)
+
+SAVE_ADVICE = (
+    "Call gyre_trainer.pretrained.save_pretrained(model, folder) on all ranks, or "
+    "torch.distributed.checkpoint.save; for one file, "
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
 )
 
 
@@ -50,6 +57,17 @@ class ShardedModule:
                 place.put(converted)
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of the module, which `torch.distributed.checkpoint` saves.
+
+        `torch.save` of it is refused: each rank would write its own shards alone.
+        """
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        for value in state.values():
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                value.__reduce_ex__ = _refuse_to_pickle  # type: ignore[method-assign]
+        return state
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module with a copy of this rank's shards, on the same ring."""
         copy_shards(list(cast("nn.Module", self).parameters()), memo)
@@ -62,6 +80,38 @@ class ShardedModule:
         state = {name: value for name, value in vars(self).items() if name not in without}
         vars(copied).update(deepcopy(state, memo))
         return copied
+
+
+def _refuse_to_pickle(_protocol: object) -> Any:
+    """What pickle calls of a shard in a state.
+
+    Raises:
+        RotationError: always.
+    """
+    raise RotationError(
+        "model.state_dict() has the shards of this rank alone, and torch.save would lose the "
+        f"others. {SAVE_ADVICE}"
+    )
+
+
+def refuse_own_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` of the models of transformers inside name the function to use."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    for module in model.modules() if library else ():
+        if isinstance(module, library.PreTrainedModel):
+            cast("Any", module).save_pretrained = _refuse_save_pretrained
+
+
+def _refuse_save_pretrained(*_args: object, **_options: object) -> None:
+    """What a rotated model of transformers has in place of its own method.
+
+    Raises:
+        RotationError: always.
+    """
+    raise RotationError(
+        "model.save_pretrained() would write the shards of this rank alone, because the model is "
+        f"rotated. {SAVE_ADVICE}"
+    )
 
 
 def copy_shards(parameters: list[nn.Parameter], memo: dict[int, Any]) -> None:

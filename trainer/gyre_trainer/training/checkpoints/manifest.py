@@ -4,6 +4,7 @@ Every file has its size and its CRC-32 there, so damage is noticed before anythi
 """
 
 import json
+import os
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from gyre_client.messages.requests import is_location
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.shards.regular_files import open_regular
 from gyre_trainer.training.config import DataConfig, ModelConfig
 from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
 
@@ -142,12 +144,11 @@ def damage(path: Path, files: Files) -> str:
     """What is wrong with the first damaged one of ``files`` in the directory ``path``, or ""."""
     for name, (size, crc) in files.items():
         try:
-            if not (path / name).is_file():
-                return f"the file {name} is missing"
-            there = (path / name).stat().st_size
+            there, found = _measured(path / name, size)
             if there != size:
                 return f"the file {name} has {there} bytes instead of {size}"
-            _, found = _measured(path / name)
+        except FileNotFoundError:
+            return f"the file {name} is missing"
         except OSError as error:
             return f"the file {name} cannot be read: {error.strerror}"
         if found != crc:
@@ -170,18 +171,23 @@ def _table(path: Path) -> dict[str, Any]:
     """The JSON object in the manifest's file."""
     file = path / NAME
     try:
-        if file.is_file() and file.stat().st_size <= _MAX_BYTES:
-            table = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(table, dict) and "format" in table:
-                return table
+        with open_regular(file) as opened:
+            content = opened.read(_MAX_BYTES + 1)
+        table = json.loads(content) if len(content) <= _MAX_BYTES else None
+        if isinstance(table, dict) and "format" in table:
+            return table
     except (OSError, ValueError, RecursionError):
         pass
     raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {NAME}")
 
 
-def _measured(path: Path) -> tuple[int, int]:
+def _measured(path: Path, expected: int | None = None) -> tuple[int, int]:
+    """The size and the CRC-32; a file of another size than the expected one is not read."""
     size = crc = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if expected not in (None, there):
+            return there, 0
         while chunk := file.read(_CHUNK_BYTES):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return size, crc

@@ -29,10 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 from torch.serialization import _get_layout
 
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.shards.regular_files import open_regular
 
 _CLASSES = (
     _MEM_FORMAT_ENCODING,
@@ -92,7 +94,7 @@ class SafeReader(FileSystemReader):
         """
         path = self._get_metadata_path(kwargs.get("rank"))
         try:
-            with Path(path).open("rb") as file:
+            with open_regular(Path(path)) as file:
                 metadata: Metadata = _Unpickler(file).load()
             _require_metadata(metadata)
         except OSError as error:
@@ -103,6 +105,20 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the tensors of a plan.
+
+        Raises:
+            CheckpointRejected: a file of the checkpoint is missing, or is no regular file.
+        """
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            path = Path(self.path) / name
+            try:
+                open_regular(path).close()  # torch would wait for a pipe
+            except OSError as error:
+                raise CheckpointRejected(f"{path} cannot be read: {error.strerror}") from error
+        return super().read_data(plan, planner)
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.lora import Lora
 from gyre_trainer.training.objectives.settings import Objective
@@ -268,7 +269,7 @@ def _list_of(model: nn.Module, num_layers: int) -> list[nn.Module]:
 def _table(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(read_regular(file))
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read: {error.strerror}; name a folder with config.json, or that file"

@@ -12,6 +12,7 @@ from torch import nn
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
 from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.shards.regular_files import open_regular, read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast0
 from gyre_trainer.training.objectives.settings import Objective
 
@@ -131,8 +132,9 @@ def load_adapters(model: nn.Module, lora: Lora, folder: Path) -> None:
     from safetensors.torch import load_file  # noqa: PLC0415
 
     try:
-        found = load_file(folder / _WEIGHTS)
-        alpha = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))["lora_alpha"]
+        with open_regular(folder / _WEIGHTS):  # the library would wait for a pipe
+            found = load_file(folder / _WEIGHTS)
+        alpha = json.loads(read_regular(folder / _SETTINGS))["lora_alpha"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointRejected(f"the adapters in {folder} cannot be read: {error}") from error
     values = {name.removeprefix(_PREFIX): each for name, each in found.items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast1, NotNegative, Seed, Text
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
@@ -83,7 +84,7 @@ class _Tokenizer:
                 "pip install 'gyre-ml[trainer,huggingface]'"
             ) from error
         try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
+            self._tokenizer: Any = Tokenizer.from_buffer(read_regular(path))
         except Exception as error:  # the library raises no class of its own
             raise ConfigError(f"{path} is no tokenizer for `sample.prompts`: {error}") from error
 

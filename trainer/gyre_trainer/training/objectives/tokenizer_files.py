@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.shards.regular_files import read_regular
 
 TOKENIZER_FILE = "tokenizer.json"
 _MASKS = ("[MASK]", "<mask>")
@@ -33,7 +34,7 @@ def special_ids(path: Path) -> SpecialIds:
         ConfigError: it is no such file.
     """
     try:
-        added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
+        added = json.loads(read_regular(path))["added_tokens"]
         by_name = {str(each["content"]): int(each["id"]) for each in added if each["special"]}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
