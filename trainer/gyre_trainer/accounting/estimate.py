@@ -5,7 +5,7 @@ communication is hidden that can be.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from gyre_trainer.training.config import TrainConfig
 TENSOR_PARALLEL = "tensor parallel*"
 # Of the memory that a rank has: an allocator's rounding and what libraries keep need some.
 _USABLE = 0.9
+# A smaller difference of peaks or times is not worth a change: the figures are no more exact.
+_WORTH = 0.05
 # Large enough for a matrix product's full rate, and for a copy that no cache holds.
 _MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS = 1024, 2**26, 5
 
@@ -91,32 +93,61 @@ def tensor_parallel(
 def recommendation(
     figures: Mapping[Strategy, StepFigures], rates: Rates, memory_bytes: float | None
 ) -> str:
-    """Which strategy to take, in a sentence or two.
+    """Which strategy to take, in a sentence or two; differences below 5 % are none.
 
     Args:
-        figures: of each strategy that was counted, in the order of their preference at equal times.
+        figures: of each strategy that was counted.
         rates: of a rank.
         memory_bytes: what a rank has; None where nobody said.
     """
     seconds = {each: step_seconds(each, cost, rates) for each, cost in figures.items()}
-    smallest = min(figures, key=lambda each: figures[each].peak_bytes)
+    peaks = {each: float(cost.peak_bytes) for each, cost in figures.items()}
     if memory_bytes is None:
-        fastest = min(seconds, key=lambda each: round(seconds[each], 3))
-        least = figures[fastest].peak_bytes / _USABLE / 2**30
-        if fastest == smallest:
-            return f"Take {fastest}: nothing is smaller, and nothing faster."
-        return (
-            f"Take {fastest} where a rank has {least:.3g} GiB or more; otherwise {smallest}, the "
-            "smallest.\n--memory GIB decides for a device."
-        )
-    fitting = [each for each in figures if figures[each].peak_bytes <= _USABLE * memory_bytes]
+        return _advice(seconds, peaks)
+    where = f"{memory_bytes / 2**30:.4g} GiB"
+    fitting = [each for each in figures if peaks[each] <= _USABLE * memory_bytes]
     if not fitting:
         return (
-            f"Nothing fits into {_USABLE:.0%} of {memory_bytes / 2**30:.4g} GiB; {smallest} is the "
-            "smallest. Use more ranks, fewer tokens per rank, bfloat16 or recomputation."
+            f"Nothing fits into {_USABLE:.0%} of {where}; {min(peaks, key=peaks.__getitem__)} is "
+            "the smallest. Use more ranks, fewer tokens per rank, bfloat16 or recomputation."
         )
-    best = min(fitting, key=lambda each: round(seconds[each], 3))
-    return f"Take {best}: the fastest of those that fit into {memory_bytes / 2**30:.4g} GiB."
+    fast = _lowest({each: seconds[each] for each in fitting})
+    best = _lowest({each: peaks[each] for each in fast})
+    if len(best) > 1:
+        return f"{_no_difference(best)} They fit into {where}."
+    if len(fast) > 1:
+        return f"Take {best[0]}: the smallest of those that fit into {where} and are as fast."
+    return f"Take {best[0]}: the fastest of those that fit into {where}."
+
+
+def _advice(seconds: Mapping[Strategy, float], peaks: Mapping[Strategy, float]) -> str:
+    """What to take where nobody said how much memory a rank has."""
+    fast, small = _lowest(seconds), _lowest(peaks)
+    best = [each for each in fast if each in small]
+    if len(best) > 1:
+        return _no_difference(best)
+    if best:
+        return f"Take {best[0]}: nothing is smaller or faster by {_WORTH:.0%}."
+    fastest = min(fast, key=peaks.__getitem__)
+    least = peaks[fastest] / _USABLE / 2**30
+    return (
+        f"Take {fastest} where a rank has {least:.3g} GiB or more; otherwise "
+        f"{min(small, key=seconds.__getitem__)}, the smallest.\n--memory GIB decides for a device."
+    )
+
+
+def _lowest(values: Mapping[Strategy, float]) -> list[Strategy]:
+    """Those whose value is the lowest, or less than 5 % above it."""
+    lowest = min(values.values())
+    return [each for each, value in values.items() if value <= lowest * (1 + _WORTH)]
+
+
+def _no_difference(alike: Sequence[Strategy]) -> str:
+    *others, last = alike
+    return (
+        f"{', '.join(others)} and {last} differ by less than {_WORTH:.0%} in memory and time, "
+        "which is not worth a change: keep the one that you have."
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -27,7 +27,7 @@ from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.table import table
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import library_config
+from gyre_trainer.training.models.library import library_config, num_positions
 from gyre_trainer.training.models.library import shape_of as library_shape
 
 StepCosts = Mapping[Strategy, StepCost]
@@ -112,6 +112,7 @@ def text(
     return "\n\n".join(
         [
             f"{counted(num_ranks, 'rank')}; {per_step}; all figures in MiB",
+            *_too_long(config),
             modules_table(*results, num_more_layers=jobs.num_more_layers()),
             "Live bytes of a rank at the peak of a step:",
             _peaks(columns, [["step, s", *seconds]]),
@@ -120,6 +121,24 @@ def text(
             recommendation(by_strategy, rates, memory_bytes),
         ]
     )
+
+
+def _too_long(config: TrainConfig) -> list[str]:
+    """What is said of sequences that are longer than the model has positions."""
+    if isinstance(config.model, GPTConfig):
+        return []  # refused when the configuration is read
+    described, length = library_config(config.model), config.data.sequence_length
+    most = num_positions(described)
+    if most is None or length <= most:
+        return []
+    kind = described.model_type
+    return [
+        (
+            f"Warning: `data.sequence_length` is {length}, but this {kind} has {most} positions.\n"
+            "Later ones do not exist, or were never trained: take shorter sequences, or set "
+            "`rope_scaling`."
+        )
+    ]
 
 
 def _measured(jobs: FigureJobs, num_ranks: int) -> tuple[FigureJobs, list[Any]]:

@@ -22,7 +22,7 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast1, NotNegative, Seed, Text
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig, objective_of
+from gyre_trainer.training.models.library import LibraryConfig, num_positions, objective_of
 from gyre_trainer.training.objectives.tokenizer_files import TOKENIZER_FILE
 
 BYTES = "bytes"
@@ -250,8 +250,8 @@ def _require_room(model: nn.Module, *lengths: int) -> None:
     """Refuse more tokens than a model of transformers has positions; a GPT takes a window."""
     if isinstance(model, GPT):
         return
-    most = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(most, int) and max(lengths) > most:
+    most = num_positions(model.config)
+    if most is not None and max(lengths) > most:
         raise ConfigError(
             f"a prompt and `sample.max_new_tokens` are {max(lengths)} tokens, but "
             f"{type(model).__name__} takes {most}"
