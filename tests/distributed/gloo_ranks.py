@@ -146,6 +146,8 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     gc.freeze()  # a collection would copy the pages that all ranks share
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("error")
+    # peft 0.21 itself asks transformers 5.24 for it
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Modules of tests are small. They are computed slice by slice unless a policy says otherwise.

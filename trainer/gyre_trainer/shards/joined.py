@@ -109,24 +109,30 @@ class Piece(Generic[Source]):
 
     def permuted(self, order: Sequence[int]) -> Self:
         """The piece of the whole with its dims in another order."""
-        begin, shape, dims = (
-            tuple(each[dim] for dim in order) for each in (self.begin, self.shape, self.dims)
+        return self._with_dims(
+            *(tuple(each[dim] for dim in order) for each in (self.begin, self.shape)),
+            tuple(self.dims[dim] for dim in order),
         )
-        return replace(self, begin=begin, shape=shape, dims=dims)
 
     def unsqueezed(self, dim: int) -> Self:
         """The piece of the whole with a new dim of size 1 before ``dim``."""
-        begin, shape, dims = (
-            (*each[:dim], new, *each[dim:])
-            for each, new in ((self.begin, 0), (self.shape, 1), (self.dims, None))
+        return self._with_dims(
+            (*self.begin[:dim], 0, *self.begin[dim:]),
+            (*self.shape[:dim], 1, *self.shape[dim:]),
+            (*self.dims[:dim], None, *self.dims[dim:]),
         )
-        return replace(self, begin=begin, shape=shape, dims=dims)
 
     def squeezed(self, dim: int) -> Self:
         """The piece of the whole without a dim of size 1."""
-        begin, shape, dims = (
-            (*each[:dim], *each[dim + 1 :]) for each in (self.begin, self.shape, self.dims)
+        return self._with_dims(
+            (*self.begin[:dim], *self.begin[dim + 1 :]),
+            (*self.shape[:dim], *self.shape[dim + 1 :]),
+            (*self.dims[:dim], *self.dims[dim + 1 :]),
         )
+
+    def _with_dims(
+        self, begin: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int | None, ...]
+    ) -> Self:
         return replace(self, begin=begin, shape=shape, dims=dims)
 
     def of_source(self, values: Tensor) -> Tensor:
@@ -165,7 +171,7 @@ class Joined(Tensor):
         return f"Joined({list(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Note what an operator does with the places of elements."""
