@@ -110,7 +110,8 @@ class Piece(Generic[Source]):
     def permuted(self, order: Sequence[int]) -> Self:
         """The piece of the whole with its dims in another order."""
         return self._with_dims(
-            *(tuple(each[dim] for dim in order) for each in (self.begin, self.shape)),
+            tuple(self.begin[dim] for dim in order),
+            tuple(self.shape[dim] for dim in order),
             tuple(self.dims[dim] for dim in order),
         )
 
