@@ -268,9 +268,7 @@ def test_expired_credentials_are_refreshed(gyred: StartDaemon, server: ObjectSer
     server.follow(Script(accepted_key="third", issued_key="second"))
     with (
         loader(daemon) as reading,
-        pytest.raises(
-            NotAllowed, match=r"refused access to \d\.bin \(InvalidAccessKeyId\); check"
-        ),
+        pytest.raises(NotAllowed, match=r"refused access to \d\.bin \(InvalidAccessKeyId\); check"),
     ):
         check_epoch(reading)
     server.follow(Script(accepted_key="third", issued_key="third"))
