@@ -1,6 +1,7 @@
 """Pads the samples of a ragged field to the longest of them."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from math import isfinite
 
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import mapping, shown, text
+
+# To copy row by row takes about 0.4 us a row, and a boolean index 17 ns an element.
+_MIN_MEAN_LENGTH = 24
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Tensor, Tensor]:
@@ -49,8 +54,24 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
     longest = int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
     found = data.new_full((len(lengths), longest, *data.shape[1:]), value)
-    found[mask] = data
+    _fill(_as_bits(found), _as_bits(data), offsets, mask)
     return found, mask
+
+
+def _fill(found: Tensor, data: Tensor, offsets: Tensor, mask: Tensor) -> None:
+    """Copy samples into their rows."""
+    if data.device.type != "cpu" or len(data) < _MIN_MEAN_LENGTH * len(found):
+        found[mask] = data
+        return
+    rows, values, bounds = found.numpy(), data.numpy(), offsets.tolist()
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        rows[row, : end - begin] = values[begin:end]
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    """The same memory as numbers that numpy and indexing know, whatever the dtype is."""
+    bits = _BITS.get(tensor.element_size())
+    return tensor.detach().view(bits) if bits else tensor.detach()
 
 
 def _holds(dtype: torch.dtype, value: object) -> bool:

@@ -30,7 +30,7 @@ from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
 from gyre_daemon.storage.local.folders import list_folder, stat_files
-from gyre_daemon.storage.local.listing import list_shards, stat_shards
+from gyre_daemon.storage.local.listing import list_shards, names_in_folder, stat_shards
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
@@ -56,6 +56,7 @@ from gyre_daemon.storage.sources.hub_cache import (
     snapshot_of,
     with_digests,
 )
+from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
 
@@ -247,6 +248,34 @@ class StorageOpener:
             found = await self._cached(location, settings, options, str(error))
             return await self.open_files(found.location, {}, is_wanted, names, follow_links=True)
         return storage, cast("FileShards", storage.shards).table
+
+    async def names_in(
+        self, location: Location, settings: Mapping[str, Any], *, follow_links: bool = False
+    ) -> list[str]:
+        """The names in a folder, sorted; those of folders end with a slash.
+
+        Returns:
+            Nothing if the location is no folder, or one that cannot be listed: what opens it says
+            why.
+        """
+        if location.scheme == "file":
+            root = Root(Path(location.paths[0]), follow_links)
+            return await self._in_thread(names_in_folder, root)
+        if location.scheme in WEB_SCHEMES:
+            return []
+        settings, options = await self._in_thread(take_http_options, settings)
+        filesystem = await self._drivers.filesystem(location, settings, options)
+        folder = location.paths[0].rstrip("/")
+        try:
+            async with asyncio.timeout(LISTING_DEADLINE_S):
+                entries = await filesystem._ls(folder, detail=True)
+        except Exception:
+            return []
+        self._count_listing(location.scheme, 1, "ok")
+        return sorted(
+            entry["name"].rstrip("/").rpartition("/")[2] + "/" * (entry["type"] == "directory")
+            for entry in entries
+        )
 
     def local(
         self, files: Sequence[LocalFile], shards: Sequence[Shard], owner: object

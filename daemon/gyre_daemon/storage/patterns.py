@@ -1,10 +1,23 @@
 """Which files of a folder are shards: one pattern, or a brace list such as `*.{tar,tar.gz}`."""
 
 import fnmatch
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.braces import expand
 
+Named = TypeVar("Named")
+
 _MAX_PATTERNS = 64
+_MAX_NAMED = 5  # files in a line of the log
+# Files that lie next to shards and hold no samples: hidden ones, those of systems that write tables
+# (`_SUCCESS`, `_metadata`), checksums, indexes, and what libraries and people say of the data.
+_BESIDE = (
+    "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,index.json,state.json,dataset_dict.json,"
+    "dataset_info.json,dataset_infos.json}"
+)
 
 
 def patterns_of(pattern: str) -> list[str]:
@@ -29,3 +42,25 @@ def checked_glob(path: str) -> str:
 def matches_any(name: str, pattern: str) -> bool:
     """Whether a file name matches any of the patterns."""
     return any(fnmatch.fnmatchcase(name, each) for each in patterns_of(pattern))
+
+
+def is_beside(name: str) -> bool:
+    """Whether a file of this name lies next to shards and is none."""
+    return matches_any(name, _BESIDE)
+
+
+def without_beside(
+    folder: str, files: Sequence[Named], pattern: str, name_of: Callable[[Named], str]
+) -> list[Named]:
+    """The files of a folder without those that lie next to shards; see `is_beside`.
+
+    Hidden ones are left out silently, and one line of the log names others. All files stay if all
+    of them are wanted.
+    """
+    if pattern == "*":
+        return list(files)
+    left = [name for name in map(name_of, files) if is_beside(name)]
+    if shown := [name for name in left if not name.startswith(".")]:
+        facts = {"path": folder, "num_files": len(shown), "names": ", ".join(shown[:_MAX_NAMED])}
+        log_event("files next to the shards are passed over", facts, logging.WARNING)
+    return [file for file in files if not is_beside(name_of(file))]

@@ -17,7 +17,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import encoded_name, redact
-from gyre_daemon.storage.patterns import matches_any, patterns_of
+from gyre_daemon.storage.patterns import matches_any, patterns_of, without_beside
 from gyre_daemon.storage.response import access_error, describe, response_from_error
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.splits import check_one_set, no_match
@@ -58,12 +58,11 @@ async def _in_folder(
     filesystem: AsyncFileSystem, folder: str, pattern: str
 ) -> dict[str, dict[str, Any]]:
     """The files of a folder that match, by one listing."""
-    if len(patterns_of(pattern)) == 1:
-        return dict(await filesystem._glob(f"{folder}/{pattern}", detail=True))
-    found = await filesystem._glob(f"{folder}/*", detail=True)
-    return {
-        path: info for path, info in found.items() if matches_any(path.rpartition("/")[2], pattern)
-    }
+    is_one = len(patterns_of(pattern)) == 1
+    found = dict(await filesystem._glob(f"{folder}/{pattern if is_one else '*'}", detail=True))
+    paths = [path for path in found if is_one or matches_any(path.rpartition("/")[2], pattern)]
+    paths = without_beside(redact(folder), paths, pattern, lambda path: path.rpartition("/")[2])
+    return {path: found[path] for path in paths}
 
 
 async def _check_folder(

@@ -107,7 +107,12 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
             )
         return name
     found = {entry.value for entry in entry_points(group=GROUP, name=name)}
-    if name not in installed or not found:
+    if found and name not in installed:
+        fix = "Ask the operator to list it in `installed_transforms` of the daemon's configuration"
+        if allow_modules:
+            fix = f"Name its class: {min(found)}"
+        raise ConfigError(f"transforms[{place}]: {name!r:.100} is installed and not enabled. {fix}")
+    if not found:
         known = ", ".join(sorted({*BUILT_IN, *installed}))
         raise ConfigError(
             f"transforms[{place}] is {name!r:.100}, and there is no such transform; there are "

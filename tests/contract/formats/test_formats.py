@@ -23,7 +23,7 @@ from tests.contract.formats import (
     test_yolo,
 )
 from tests.contract.formats.compressed_shards import compressed
-from tests.contract.formats.format_contract import FormatContract, Sample, inspect
+from tests.contract.formats.format_contract import FormatContract, Sample, inspect, listed
 from tests.shard_formats import shard_format
 
 
@@ -116,8 +116,8 @@ class TestExample(FormatContract):
     def format(self, **options: Any) -> Format:
         text = base.__doc__ or ""
         namespace: dict[str, Any] = {}
-        exec(textwrap.dedent(text[text.index("    import numpy") :]), namespace)
-        example: Format = namespace["LinesFormat"]()
+        exec(textwrap.dedent(text[text.index("    from dataclasses") :]), namespace)
+        example: Format = namespace["LINES"].make(options, "the example")
         return example
 
     def shards(self) -> tuple[list[bytes], list[Sample]]:
@@ -175,3 +175,16 @@ def test_every_format_is_under_the_contract() -> None:
     more = (each for its in modules for each in vars(its).values() if isinstance(each, type))
     tested = {each.name for each in more if hasattr(each, "shards") and hasattr(each, "name")}
     assert tested | {TestTokens.name, TestWebdataset.name, "tsv"} == FORMATS.keys()
+
+
+def test_an_empty_cell_in_a_column_of_numbers_is_no_number() -> None:
+    data = [b'a,n,x\n1,1,0.5\n2,,1\n3,"",2\n', b"a,n,x\n4,4,3\n"]
+    dataset_format = shard_format("csv", types={"n": "int64", "x": "float64"})
+    index = dataset_format.assemble(listed(data), inspect(dataset_format, data))
+    assert [spec.name for spec in index.fields] == ["a", "n", "x", "n.present"]
+    its = index.locate(np.arange(4))
+    assert its.indexed[0].tolist() == [True, False, False, True]
+    assert its.absent is not None
+    assert its.absent[:, 1].tolist() == [False, True, True, False]
+    whole = dataset_format.assemble(listed(data[1:]), inspect(dataset_format, data[1:]))
+    assert [spec.name for spec in whole.fields] == ["a", "n", "x"]

@@ -220,7 +220,7 @@ def test_types_decide_where_values_do_not() -> None:
 def test_other_columns_in_another_shard_are_shown_or_joined() -> None:
     shards = [lines([{"a": 1, "b": "x"}]), lines([{"a": 2}])]
     with pytest.raises(
-        CorruptSample, match=r"001 does not fit: .* a \(int64\), and shard 000 .* b"
+        CorruptSample, match=r"001 does not fit: .* values of 'b'\. Set `schema = \"union\"`"
     ):
         served(shards)
     form = shard_format("jsonl", columns=["*"], schema="union", defaults={"b": "none"})

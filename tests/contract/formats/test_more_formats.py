@@ -210,11 +210,11 @@ def tfrecord(records: list[bytes]) -> bytes:
 @given(st.binary(max_size=60), st.integers(1, 9))
 def test_lines_are_those_of_the_whole_file_in_chunks_of_any_size(data: bytes, size: int) -> None:
     data = data.replace(b"\x00", b"\n").replace(b"\x01", b"\r")
-    before, lines_scan._CHUNK_BYTES = lines_scan._CHUNK_BYTES, size
+    before, lines_scan.PIECE_BYTES = lines_scan.PIECE_BYTES, size
     try:
         scan = lines_scan.scan_lines(io.BytesIO(data), lambda line: None)
     finally:
-        lines_scan._CHUNK_BYTES = before
+        lines_scan.PIECE_BYTES = before
     places = zip(scan["start"].tolist(), scan["size"].tolist(), strict=True)
     found = [data[start : start + size] for start, size in places]
     text = data.removeprefix(b"\xef\xbb\xbf")
@@ -245,11 +245,11 @@ def test_cells_are_those_that_the_standard_library_wrote(
     writer.writerows([names, *rows])
     data = file.getvalue().encode()
     table = shard_format(name)
-    before, lines_scan._CHUNK_BYTES = lines_scan._CHUNK_BYTES, chunk_bytes
+    before, lines_scan.PIECE_BYTES = lines_scan.PIECE_BYTES, chunk_bytes
     try:
         index = table.assemble(listed([data]), inspect(table, [data]))
     finally:
-        lines_scan._CHUNK_BYTES = before
+        lines_scan.PIECE_BYTES = before
     extents = index.locate(np.arange(index.num_samples))
     found = []
     for start, size, length in zip(extents.start, extents.size, extents.tensor_bytes, strict=True):

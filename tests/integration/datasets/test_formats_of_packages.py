@@ -120,7 +120,7 @@ def test_the_client_of_a_private_daemon_names_it(
     monkeypatch.setenv("PYTHONPATH", str(packages))
     check(Loader(records, format="records", batch_size=4, epochs=1), "record")
     for name, reason in (
-        ("", r"1 other files|2 other files"),
+        ("", r"of installed packages must be named: broken, records, wrong"),
         ("broken", "the format broken of the package gyre-records cannot be loaded: Attribute"),
         ("wrong", "of the package gyre-records is no FormatEntry, but type"),
         ("other", "unknown format `other`; known are .*, broken, records, wrong"),

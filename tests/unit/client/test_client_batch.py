@@ -206,6 +206,22 @@ def test_padding_that_the_dtype_does_not_hold_is_refused(value: float) -> None:
             padded(halves, "x", beyond)
 
 
+@pytest.mark.parametrize("length", [2, 100])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.int64, torch.bfloat16, torch.bool, torch.complex128]
+)
+def test_short_and_long_samples_of_any_dtype_are_padded(dtype: torch.dtype, length: int) -> None:
+    sizes = torch.tensor([length, 0, length + 1])
+    data = (torch.arange(4 * length + 2) % 3 == 0).reshape(-1, 2).to(dtype)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    found, mask = padded({"x": data, "x.offsets": offsets}, "x", value=1)
+    assert found.dtype == dtype
+    assert mask.sum(1).tolist() == sizes.tolist()
+    for number, row in enumerate(found):
+        part = data[offsets[number] : offsets[number + 1]]
+        assert row.tolist() == part.tolist() + [[1, 1]] * (length + 1 - len(part))
+
+
 def test_samples_that_differ_in_several_dims_are_not_padded() -> None:
     shapes = {"x.shape": torch.tensor([[1, 3]])}
     with pytest.raises(InvalidRequest, match=r"'x' differ in several dims.* x\.shape has"):

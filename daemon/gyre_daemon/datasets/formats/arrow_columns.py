@@ -1,7 +1,8 @@
 """What formats have in common whose columns pyarrow reads."""
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gyre_daemon.datasets.formats.names import renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
@@ -15,10 +16,12 @@ class Wanted:
     Attributes:
         pairs: names of the fields, and of their columns; empty for all columns.
         may_lack: whether a file may lack some; columns of the type null are lacking, too.
+        lengths: of lists that all have one, by the names of their columns.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
     may_lack: bool = False
+    lengths: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +31,26 @@ class ColumnOptions(SchemaOptions):
     Attributes:
         columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
             `class` under the name `label`; empty for all.
+        lengths: of columns of lists whose rows all have this many elements, which then are arrays
+            of one shape.
     """
 
     columns: tuple[str, ...] = ()
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse fields that no batch can have."""
         SchemaOptions.__post_init__(self)
         renamed(self.columns, "columns")
+        for name, length in self.lengths.items():
+            if length < 1:
+                raise ConfigError(f"`lengths` of {name!r:.100} must be at least 1 (got {length})")
 
     @property
     def wanted(self) -> Wanted:
         """The columns that are chosen."""
-        return Wanted(tuple(renamed(self.columns, "columns")), self.schema == "union")
+        pairs = tuple(renamed(self.columns, "columns"))
+        return Wanted(pairs, self.schema == "union", tuple(sorted(self.lengths.items())))
 
 
 def require_pyarrow(name: str) -> None:
@@ -58,4 +68,5 @@ def require_pyarrow(name: str) -> None:
 def scan_version(version: str, wanted: Wanted) -> str:
     """What changes with what a scan finds: its own version, and the columns that are chosen."""
     union = ["union"] * wanted.may_lack
-    return " ".join([version, *union, *(f"{field}={column}" for field, column in wanted.pairs)])
+    pairs = [f"{field}={column}" for field, column in wanted.pairs]
+    return " ".join([version, *union, *pairs, *(f"{name}:{size}" for name, size in wanted.lengths)])

@@ -20,15 +20,25 @@ subclass of `FormatContract` in `tests/contract`. Nothing else in the daemon kno
 name, its options or its arrays. This is a complete format, in which every line of a
 text file is a sample:
 
+    from dataclasses import dataclass
     import numpy as np
+    from gyre_daemon.datasets.formats import FormatEntry
     from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of
     from gyre_daemon.datasets.formats.indexes.table import SampleTable
     from gyre_daemon.datasets.formats.values import check_text
     from gyre_daemon.errors import CorruptSample
 
+    @dataclass(frozen=True)
+    class LinesOptions:
+        field: str = "line"
+
     class LinesFormat:
         pattern = "*.txt"
         unpacks_gzip = False
+
+        def __init__(self, options):
+            self._field = options.field
+
         @property
         def inspection(self):
             return Scan("lines/1", self._scan, lambda scan: len(scan["size"]), self._check)
@@ -53,12 +63,14 @@ text file is a sample:
             sizes = [scan["size"] for scan in inspected]
             starts = [np.cumsum(each) - each for each in sizes]
             return SampleTable(
-                [FieldSpec("line", np.dtype(np.uint8), (), ragged=True, codec="text")],
+                [FieldSpec(self._field, np.dtype(np.uint8), (), ragged=True, codec="text")],
                 [len(each) for each in sizes],
                 np.concatenate(starts)[:, None],
                 np.concatenate(sizes)[:, None],
                 identity=b"lines",
             )
+
+    LINES = FormatEntry.of(LinesFormat, LinesOptions)
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

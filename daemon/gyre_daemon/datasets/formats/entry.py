@@ -24,19 +24,23 @@ class FormatEntry:
         recognises: takes up to 512 first bytes of a file, and says whether only this format begins
             so. Never, if its files have no signature.
         keys: that `make` knows.
+        ambiguous_pattern: of names that other files have, too; such files are shards only where
+            a folder has none of the pattern.
     """
 
     pattern: str
     make: Callable[[Mapping[str, Any], str], Format | ListedFormat]
     recognises: Callable[[bytes], bool] = _never
     keys: frozenset[str] = frozenset()
+    ambiguous_pattern: str = ""
 
     @classmethod
     def of(cls, format_class: type[Any], options: type[Any]) -> "FormatEntry":
         """The entry of a class of formats.
 
         Args:
-            format_class: has a `pattern`, and is made from its options. It may have `recognises`.
+            format_class: has a `pattern`, and is made from its options. It may have `recognises`
+                and an `ambiguous_pattern`.
             options: a dataclass with the keys of a dataset, and their defaults.
         """
         return cls(
@@ -44,4 +48,5 @@ class FormatEntry:
             lambda keys, where: format_class(parse_options(options, keys, where)),
             getattr(format_class, "recognises", _never),
             frozenset(each.name for each in fields(options)),
+            getattr(format_class, "ambiguous_pattern", ""),
         )

@@ -92,7 +92,7 @@ def union_field(name: str, schemas: Sequence[Schema], defaults: Mapping[str, Any
     owners = [schema for schema in schemas if name in schema.fields]
     common, first = owners[0].fields[name], owners[0]
     for owner in owners[1:]:
-        wider = _wider(common, owner.fields[name])
+        wider = wider_field(common, owner.fields[name])
         if wider is None:
             raise _unlike(name, owner, first)
         common = wider
@@ -162,7 +162,7 @@ def _no_default(spec: FieldSpec, value: Any, kind: str) -> ConfigError:
     )
 
 
-def _wider(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
+def wider_field(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
     """A field that holds the values of both; None if there is none."""
     if one == other:
         return one

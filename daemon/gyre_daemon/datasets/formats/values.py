@@ -19,6 +19,11 @@ _TEXT_BYTES = 1 << 20
 _MAX_JSON_VALUES, _MAX_JSON_BYTES = 20_000, 1 << 20
 _NOT_FINITE = ("NaN", "-Infinity", "Infinity")  # Python writes them, though JSON has none
 _SKIPPING = msgspec.json.Decoder(msgspec.Raw)
+# Escapes of JSON text: a backslash, a pair of surrogates, or a lone one, which is the group.
+_ESCAPES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 _NUMBER = re.compile(rb"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*|\s*nan\s*", re.I)
 
@@ -56,7 +61,9 @@ def check_json(data: bytes | memoryview) -> None:
         pass  # Python's `json` writes and reads more than JSON has
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
-    text = str(data, "utf-8")  # given bytes, `json` would accept UTF-16 too
+    text = str(
+        without_surrogates(bytes(data)), "utf-8"
+    )  # given bytes, `json` would accept UTF-16 too
     num_values = text.count(",") + text.count("[") + text.count("{")  # at most, without keys
     try:
         if num_values <= _MAX_JSON_VALUES:
@@ -69,6 +76,18 @@ def check_json(data: bytes | memoryview) -> None:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
+
+
+def lone_surrogate(data: bytes) -> str:
+    r"""The first escape of JSON text that is half a character, such as `\ud800`; empty if none."""
+    return next((each[1].decode() for each in _ESCAPES.finditer(data) if each[1]), "")
+
+
+def without_surrogates(data: bytes) -> bytes:
+    """JSON text of the same size, with U+FFFD for each escape that is half a character."""
+    if b"\\ud" not in data and b"\\uD" not in data:
+        return data
+    return _ESCAPES.sub(lambda each: b"\\ufffd" if each[1] else each[0], data)
 
 
 def check_texts(data: memoryview, begins: npt.NDArray[np.int64]) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,6 +31,7 @@ from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.filtering.index import apply_filter, numbered
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import (
+    FORMATS,
     ListedFormat,
     SampleIndex,
     make_format,
@@ -42,12 +44,7 @@ from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
 from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
-from gyre_daemon.datasets.indexing.discovery.shard_lists import FORMAT as SHARD_LISTS
-from gyre_daemon.datasets.indexing.discovery.shard_lists import (
-    ShardList,
-    may_be_list,
-    open_shard_list,
-)
+from gyre_daemon.datasets.indexing.discovery.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
 from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
@@ -68,7 +65,7 @@ from gyre_daemon.datasets.indexing.unpacked import (
     unpacked_name,
 )
 from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
@@ -122,10 +119,9 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
-        listed: ShardList | None = None
-        if may_be_list(location, config.format):
-            listed = await open_shard_list(self._opener, location, config)
-            config = replace(config, format=SHARD_LISTS)
+        listed = await find_shard_list(self._opener, location, config)
+        if listed:
+            config = replace(config, format=listed.format)
         found = FoundFormat(config.format)
         if not config.format:
             found = await find_format(self._opener, location, config, self._manifests)
@@ -146,12 +142,8 @@ class Indexer:
         elif listed:
             source = listed.storage
         else:
-            source = await self._opener.open(
-                location,
-                config.storage,
-                found.pattern or dataset_format.pattern,
-                follow_links=config.follow_links,
-            )
+            source = await self._open(location, config, found.pattern or dataset_format.pattern)
+            await check_pattern(self._opener, location, config, source)
         opening = OpeningDataset(
             name or location.text,
             config,
@@ -168,6 +160,22 @@ class Indexer:
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
         return opening
+
+    async def _open(self, location: Location, config: DatasetConfig, pattern: str) -> Storage:
+        """The shards of a location, by the pattern; else by the ambiguous one of the format."""
+        open_all = partial(
+            self._opener.open, location, config.storage, follow_links=config.follow_links
+        )
+        entry = FORMATS.get(config.format)
+        try:
+            return await open_all(pattern)
+        except ShardMissing as missing:
+            if not entry or not entry.ambiguous_pattern or pattern != entry.pattern:
+                raise
+            try:
+                return await open_all(entry.ambiguous_pattern)
+            except ShardMissing:
+                raise missing from None
 
     def scan(
         self,

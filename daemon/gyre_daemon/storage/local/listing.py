@@ -20,7 +20,7 @@ from gyre_daemon.errors import (
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
 from gyre_daemon.storage.location import relative_names
-from gyre_daemon.storage.patterns import checked_glob, patterns_of
+from gyre_daemon.storage.patterns import checked_glob, patterns_of, without_beside
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.splits import check_one_set, no_match
 from gyre_daemon.storage.stamps import Stamp
@@ -57,6 +57,7 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
         files = _matches(path, pattern, odd, follow_links=follow_links)
         exists = bool(files) or path.exists()
         if is_folder:
+            files = without_beside(str(path), files, pattern, lambda file: file.path.name)
             # a folder means all of its files, so they must be one dataset; see `splits`
             check_one_set(str(path), [file.path.name for file in files], pattern)
         if is_folder and not files and not odd:
@@ -100,6 +101,15 @@ def list_shards(
         for file in list_files(Path(path), pattern, follow_links=follow_links)
     ]
     return files, stat_shards(files)
+
+
+def names_in_folder(root: Root) -> list[str]:
+    """The names in a folder, sorted; those of folders end with a slash. Nothing if it is none."""
+    try:
+        with root.scan("") as entries:
+            return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+    except OSError:
+        return []
 
 
 def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:

@@ -63,7 +63,7 @@ class ArrowFormat:
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
         return Scan(
-            scan_version("arrow/1", self._columns),
+            scan_version("arrow/2", self._columns),
             RecordBatchScan(self._columns),
             _num_rows,
             check_scan,

@@ -77,7 +77,7 @@ def _scan(messages: Messages, wanted: Wanted) -> Arrays | None:
         elif message.batch and message.batch.num_rows:
             if message.batch.compression and not batches:
                 return None
-            if not batches and _has_documents(schema, wanted):
+            if not batches and _must_decode(schema, wanted):
                 return None
             columns = columns or _served(schema, wanted)
             batches.append(message.batch)
@@ -94,9 +94,13 @@ def _schema_of(message: bytes) -> Any:
         raise ValueError(f"its schema cannot be read: {error}") from error
 
 
-def _has_documents(schema: Any, wanted: Wanted) -> bool:
-    """Whether a column becomes JSON, which no range of the file is."""
-    return any(column.spec.codec == "json" for column in served_columns(schema, wanted))
+def _must_decode(schema: Any, wanted: Wanted) -> bool:
+    """Whether a column becomes JSON, or arrays of lists of lists: no range of the file is that."""
+    lengths = dict(wanted.lengths)
+    return any(
+        column.spec.codec == "json" or (column.is_nested and column.name not in lengths)
+        for column in served_columns(schema, wanted)
+    )
 
 
 def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:

@@ -60,24 +60,42 @@ class BatchWalk:
         if not spec.ragged:
             if types.is_fixed_size_list(kind):
                 return replace(self._fixed_list(kind, num_rows, present), present=present)
-            start, size = self._buffer()
-            _check(num_rows * spec.element_bytes <= size)
-            return FoundColumn(start, present=present)
-        offsets = self._offsets(kind, num_rows)
-        if types.is_list(kind) or types.is_large_list(kind):
-            inner = storage_type(kind.value_type)
-            count = self._peek_length()
-            _check(int(offsets[-1]) <= count)
-            self._validity_of_elements(count, offsets, present)
-            if types.is_fixed_size_list(inner):
-                start = self._fixed_list(inner, count, None).base
-            else:
+            if not types.is_list(kind) and not types.is_large_list(kind):
                 start, size = self._buffer()
-                _check(count * spec.element_bytes <= size)
-            return FoundColumn(start, offsets * spec.element_bytes, present)
+                _check(num_rows * spec.element_bytes <= size)
+                return FoundColumn(start, present=present)
+            length, *shape = spec.shape
+            found = self._lists(kind, replace(spec, shape=tuple(shape)), num_rows, present)
+            assert found.ends is not None
+            sizes = np.diff(found.ends) // (spec.element_bytes // length)
+            if len(wrong := sizes[sizes != length]):
+                raise ConfigError(
+                    f"a row of {spec.name!r:.100} has {wrong[0]} elements, and `lengths` says "
+                    f"{length}; correct it, or leave the column out of `lengths`"
+                )
+            return FoundColumn(found.base + int(found.ends[0]), present=present)
+        if types.is_list(kind) or types.is_large_list(kind):
+            return self._lists(kind, spec, num_rows, present)
+        offsets = self._offsets(kind, num_rows)
         start, size = self._buffer()
         _check(int(offsets[-1]) <= size)
         return FoundColumn(start, offsets, present)
+
+    def _lists(
+        self, kind: Any, spec: FieldSpec, num_rows: int, present: _Bits | None
+    ) -> FoundColumn:
+        """Lists of numbers, or of fixed-size lists, whose own validity was read before."""
+        offsets = self._offsets(kind, num_rows)
+        inner = storage_type(kind.value_type)
+        count = self._peek_length()
+        _check(int(offsets[-1]) <= count)
+        self._validity_of_elements(count, offsets, present)
+        if types.is_fixed_size_list(inner):
+            start = self._fixed_list(inner, count, None).base
+        else:
+            start, size = self._buffer()
+            _check(count * spec.element_bytes <= size)
+        return FoundColumn(start, offsets * spec.element_bytes, present)
 
     def file(self, kind: Any) -> FoundColumn:
         """The bytes of a struct of a file and its path."""

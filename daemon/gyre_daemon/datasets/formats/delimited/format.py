@@ -8,6 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import (
+    PRESENT_SUFFIX,
     Arrays,
     CodecName,
     FieldSpec,
@@ -24,6 +25,7 @@ from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
+_BOOL = np.dtype(np.bool_)
 _STORED: Mapping[str, tuple[str, CodecName]] = {
     "int64": ("<i8", "integer"),
     "float64": ("<f8", "number"),
@@ -118,12 +120,17 @@ class CsvFormat:
             _spec(name, self._options.types.get(column, "text"), has_doubled=bool(doubled))
             for (name, column), doubled in zip(wanted, has_doubled, strict=bool(full))
         ]
+        is_number = np.array([not spec.ragged for spec in specs], np.bool_)
+        absent = (size == 0) & is_number
+        optional = np.flatnonzero(absent.any(axis=0))
         return SampleTable(
-            specs,
+            [*specs, *(_present(specs[place]) for place in optional)],
             [len(scan["size"]) for scan in inspected],
             start,
             size,
             identity=json.dumps([(spec.name, spec.codec) for spec in specs]).encode(),
+            absent=absent if len(optional) else None,
+            indexed=[~absent[:, place] for place in optional],
             lengths={
                 number: length[:, number]
                 for number, spec in enumerate(specs)
@@ -176,6 +183,11 @@ def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[
         if names and not first:
             first, owner = names, shard.name
     return first
+
+
+def _present(spec: FieldSpec) -> FieldSpec:
+    """Which records have a number in a column, of which some cells are empty."""
+    return FieldSpec(spec.name + PRESENT_SUFFIX, _BOOL, (), ragged=False, codec="indexed")
 
 
 def _spec(name: str, column_type: str, *, has_doubled: bool) -> FieldSpec:

@@ -4,13 +4,15 @@ A chunk is some lines, or frames of zstd with the lines that begin in them. Whic
 is known when all lines of a file have been seen.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
 from gyre_daemon.datasets.formats.chunks import (
@@ -19,6 +21,16 @@ from gyre_daemon.datasets.formats.chunks import (
     StoredChunk,
     chunk_arrays,
     lacking,
+    num_rows,
+)
+from gyre_daemon.datasets.formats.lines.array import (
+    bounds_of,
+    check_is_records,
+    found_records,
+    is_array,
+    may_be_array,
+    peeked,
+    records_of,
 )
 from gyre_daemon.datasets.formats.lines.frames import FramedLines, framed_lines, lines_of
 from gyre_daemon.datasets.formats.lines.scan import chunks
@@ -32,6 +44,7 @@ from gyre_daemon.datasets.formats.lines.values import (
     spec_of,
 )
 from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.datasets.formats.values import lone_surrogate, without_surrogates
 from gyre_daemon.datasets.formats.zstd import decompress, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 
@@ -40,14 +53,32 @@ from gyre_daemon.errors import ConfigError, CorruptSample
 _MIN_CHUNK_BYTES = 64 << 10
 # A file of which each line has keys of its own is a dictionary, and no table.
 _MAX_COLUMNS = 1000
+# What a chunk's parameters say of it, as bits.
+_COMPRESSED, _ARRAY = 1, 2
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Line(NamedTuple):
-    """A line of a file: its number among those that are not empty, and where it begins."""
+    """A line or record of a file: its number among those that are not empty, and where it begins.
+
+    Attributes:
+        number: from 1.
+        offset: in the file.
+        is_record: of an array.
+    """
 
     number: int
     offset: int
+    is_record: bool
+
+    def __str__(self) -> str:
+        """Where it is, for messages."""
+        return f"{'record' if self.is_record else 'line'} {self.number}"
+
+    @property
+    def counted(self) -> str:
+        """How its number is counted, for messages."""
+        return "" if self.is_record else " (empty lines not counted)"
 
 
 _Place = Callable[[int], _Line]  # takes the number of a line within its chunk
@@ -110,9 +141,8 @@ def _seen(raw: bytes, row: int, where: _Place) -> Seen:
         return seen(raw)
     except (ValueError, msgspec.DecodeError) as error:
         line = where(row)
-        raise DamagedPart(
-            f"line {line.number} (empty lines not counted): {error}", line.offset
-        ) from error
+        why = _surrogate_in(b"[" + raw + b"]") or str(error)
+        raise DamagedPart(f"{line}{line.counted}: {why}", line.offset) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +153,13 @@ class JsonColumns:
         pairs: names of the fields, and of their keys; empty for all keys.
         types: of columns by their keys, as the operator has them.
         may_lack: whether a file may lack some of the keys.
+        replaces_surrogates: whether half a character becomes U+FFFD; else it is refused.
     """
 
     pairs: tuple[tuple[str, str], ...]
     types: tuple[tuple[str, TypeName], ...]
     may_lack: bool
+    replaces_surrogates: bool
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         """What `chunk_arrays` returns for a file.
@@ -138,8 +170,18 @@ class JsonColumns:
         """
         try:
             with recognised(shard, file) as (opened, is_compressed):
-                found = framed_lines(opened) if is_compressed else _plain_lines(opened)
-                return self._scan(found, is_compressed=is_compressed)
+                if is_compressed:
+                    found = framed_lines(opened, may_be_array=may_be_array(shard))
+                    return self._scan(found, is_compressed=True)
+                if may_be_array(shard):
+                    head = peeked(opened)
+                    if is_array(head):
+                        return self._scan(_plain_records(opened), is_compressed=False)
+                    check_is_records(head)
+                    scan = self._scan(_plain_lines(opened), is_compressed=False)
+                    check_is_records(head, num_rows(scan))
+                    return scan
+                return self._scan(_plain_lines(opened), is_compressed=False)
         except ConfigError:
             raise
         except ValueError as error:
@@ -158,12 +200,15 @@ class JsonColumns:
         damaged: dict[int, ValueError] = {}
         line = 1
         for chunk in found:
-            lines = lines_of(bytes(memoryview(chunk.data)[chunk.begin :]))
+            lines = chunk.lines()
+            if self.replaces_surrogates:
+                lines = list(map(without_surrogates, lines))
             if lines:
                 place = len(rows)
                 rows.append(len(lines))
                 pieces.append(chunk.pieces)
-                parameters.append((chunk.begin, len(chunk.data), int(is_compressed)))
+                flags = is_compressed * _COMPRESSED | (chunk.records is not None) * _ARRAY
+                parameters.append((chunk.begin, len(chunk.data), flags))
                 if not typed or not _add_typed(columns, typed, place, lines):
                     try:
                         where = partial(_line, chunk, line, is_compressed=is_compressed)
@@ -270,10 +315,11 @@ def _add_typed(
 
 def _unlike(key: str, lines: Mapping[Written, _Line], wanted: TypeName | None) -> DamagedPart:
     """The error, with the place of the last kind that was seen."""
-    kinds = ", ".join(f"{_WORDS[kind]} in line {line.number}" for kind, line in lines.items())
+    kinds = ", ".join(f"{_WORDS[kind]} in {line}" for kind, line in lines.items())
+    counted = next(iter(lines.values())).counted
     what = f"and `types` has {wanted}" if wanted else "which is no column"
     return DamagedPart(
-        f"the key {key!r:.100} has {kinds} (empty lines not counted), {what}; name the other keys "
+        f"the key {key!r:.100} has {kinds}{counted}, {what}; name the other keys "
         f'in `columns`, or serve it as JSON: `types = {{{key:.100} = "json"}}`',
         max(line.offset for line in lines.values()),
     )
@@ -294,9 +340,11 @@ _WORDS: Mapping[Written, str] = {
 def _line(chunk: FramedLines, first: int, row: int, *, is_compressed: bool) -> _Line:
     """A line of a chunk; its place is that of the chunk if the file is compressed."""
     offset = chunk.pieces[0][0]
-    if not is_compressed:
+    if not is_compressed and chunk.records is not None:
+        offset += chunk.records[row][0]
+    elif not is_compressed:
         offset += chunk.begin + _offset(bytes(memoryview(chunk.data)[chunk.begin :]), row)
-    return _Line(first + row, offset)
+    return _Line(first + row, offset, chunk.records is not None)
 
 
 def _offset(data: bytes, row: int) -> int:
@@ -318,11 +366,34 @@ def _rows_of(lines: Sequence[bytes], where: _Place) -> list[dict[str, msgspec.Ra
             rows.append(_OBJECT.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             place = where(row)
-            raise DamagedPart(
-                f"line {place.number} (empty lines not counted) is no JSON object: {error}",
-                place.offset,
-            ) from error
+            surrogate = _surrogate_in(line)
+            why = f": {surrogate}" if surrogate else f" is no JSON object: {error}"
+            raise DamagedPart(f"{place}{place.counted}{why}", place.offset) from error
     return rows
+
+
+def _surrogate_in(line: bytes) -> str:
+    """Why a line with half a character is refused; empty if it has none."""
+    escape = lone_surrogate(line)
+    if not escape:
+        return ""
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return ""
+    where = "it"
+    if isinstance(document, dict):
+        key = next(key for key, value in document.items() if _has_surrogate([key, value]))
+        where = "a key" if _has_surrogate(key) else f"the key {key!r:.100}"
+    return (
+        f"{where} has a lone surrogate ({escape}), half a character that UTF-8 does not have. Set "
+        '`surrogates = "replace"` to serve U+FFFD in its place, or leave `columns` out to get the '
+        "documents as they are"
+    )
+
+
+def _has_surrogate(value: Any) -> bool:
+    return lone_surrogate(json.dumps(value).encode()) != ""
 
 
 def _raws(rows: Sequence[dict[str, msgspec.Raw]], key: str) -> list[bytes | None]:
@@ -349,6 +420,34 @@ def _plain_lines(file: BinaryIO) -> Iterator[FramedLines]:
         yield _plain(start, data)
 
 
+def _plain_records(file: BinaryIO) -> Iterator[FramedLines]:
+    """The records of an array in a file that is not compressed, some at a time."""
+    start, data = 0, b""
+    starts = stops = np.empty(0, np.int64)
+    for offset, more, found, open_from in found_records(file):
+        if not data:
+            start = offset
+        data += more
+        starts, stops = np.concatenate((starts, found.starts)), np.concatenate((stops, found.stops))
+        while len(stops) and stops[-1] - starts[0] >= _MIN_CHUNK_BYTES:
+            count = int(np.searchsorted(stops, starts[0] + _MIN_CHUNK_BYTES)) + 1
+            yield _records(start, data, starts[:count], stops[:count])
+            starts, stops = starts[count:], stops[count:]
+        end = int(starts[0] if len(starts) else open_from) - start
+        start, data = start + end, data[end:]
+    if len(starts):
+        yield _records(start, data, starts, stops)
+
+
+def _records(
+    start: int, data: bytes, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
+) -> FramedLines:
+    first, last = int(starts[0]), int(stops[-1])
+    some = bytearray(memoryview(data)[first - start : last - start])
+    bounds = zip((starts - first).tolist(), (stops - first).tolist(), strict=True)
+    return FramedLines(0, [(first, last)], some, list(bounds))
+
+
 def _plain(start: int, data: bytes) -> FramedLines:
     return FramedLines(0, [(start, start + len(data))], bytearray(data))
 
@@ -360,10 +459,12 @@ class ColumnsDecoder:
     Attributes:
         specs: the stored fields.
         keys: of each.
+        replaces_surrogates: see `JsonColumns`.
     """
 
     specs: tuple[FieldSpec, ...]
     keys: tuple[str, ...]
+    replaces_surrogates: bool = False
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """The columns of a chunk.
@@ -371,13 +472,17 @@ class ColumnsDecoder:
         Raises:
             ValueError: a line is no object, or has other values than when it was indexed.
         """
-        begin, stop, is_compressed = chunk.parameters
+        begin, stop, flags = chunk.parameters
+        is_compressed = bool(flags & _COMPRESSED)
         data = decompress(chunk.pieces) if is_compressed else bytes(chunk.pieces[0][1])
-        lines = lines_of(data[begin:stop])
+        lines = (records_of if flags & _ARRAY else lines_of)(data[begin:stop])
+        if self.replaces_surrogates:
+            lines = list(map(without_surrogates, lines))
         try:
             return TypedLines(self.specs, self.keys).columns(b"\n".join(lines))
         except ValueError:
             pieces = [(start, start + len(piece)) for start, piece in chunk.pieces]
-            whole = FramedLines(begin, pieces, bytearray(data[:stop]))
+            bounds = bounds_of(data[begin:stop]) if flags & _ARRAY else None
+            whole = FramedLines(begin, pieces, bytearray(data[:stop]), bounds)
             _rows_of(lines, partial(_line, whole, 1, is_compressed=bool(is_compressed)))
             raise  # of an object without a place: a value of another kind

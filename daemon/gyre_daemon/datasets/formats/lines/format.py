@@ -1,5 +1,6 @@
 """The options of `text` and `jsonl`, and the index of all their shards."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +26,19 @@ from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.stored import check_extents
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
+from gyre_daemon.datasets.formats.lines.array import (
+    check_is_records,
+    is_array,
+    may_be_array,
+    peeked,
+    scan_array,
+)
 from gyre_daemon.datasets.formats.lines.columns import ColumnsDecoder, JsonColumns
 from gyre_daemon.datasets.formats.lines.frames import LineFrames
 from gyre_daemon.datasets.formats.lines.scan import scan_lines
 from gyre_daemon.datasets.formats.lines.values import TYPES, TypeName
 from gyre_daemon.datasets.formats.names import renamed
-from gyre_daemon.datasets.formats.schemas import SchemaOptions
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, described, wider_field
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.datasets.formats.zstd import recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -47,17 +55,20 @@ class LinesOptions:
 
 @dataclass(frozen=True, slots=True)
 class JsonlOptions(SchemaOptions):
-    """The keys of a `jsonl` dataset.
+    r"""The keys of a `jsonl` dataset.
 
     Attributes:
         columns: keys of the objects to serve, such as `text`, or `label=class` to serve the key
             `class` under the name `label`; `*` alone for all. Empty to serve the documents.
         types: of columns by their keys, where their values do not say: `int64`, `float64`, `bool`,
             `text` or `json`.
+        surrogates: `fail` to refuse half a character, as `\ud800` writes it; `replace` to serve
+            U+FFFD in its place.
     """
 
     columns: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
+    surrogates: str = "fail"
 
     def __post_init__(self) -> None:
         """Refuse columns that no batch can have.
@@ -69,9 +80,14 @@ class JsonlOptions(SchemaOptions):
         renamed(self.columns, "columns")
         if "*" in self.columns and len(self.columns) > 1:
             raise ConfigError('`columns` has "*" and names; "*" alone serves all keys')
-        if not self.columns and (self.types or self.schema == "union"):
+        if self.surrogates not in ("fail", "replace"):
             raise ConfigError(
-                '`types` and `schema` are of columns; name some in `columns`, or `["*"]`'
+                f"`surrogates` must be fail or replace (got {self.surrogates!r:.100})"
+            )
+        if not self.columns and (self.types or self.schema == "union" or self.replaces_surrogates):
+            raise ConfigError(
+                "`types`, `schema` and `surrogates` are of columns; name some in `columns`, or "
+                '`["*"]`'
             )
         for name, column_type in self.types.items():
             if column_type not in TYPES:
@@ -81,11 +97,17 @@ class JsonlOptions(SchemaOptions):
                 )
 
     @property
+    def replaces_surrogates(self) -> bool:
+        """Whether half a character becomes U+FFFD."""
+        return self.surrogates == "replace"
+
+    @property
     def wanted(self) -> JsonColumns:
         """The columns that are chosen."""
         pairs = () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
         types = tuple((name, cast("TypeName", kind)) for name, kind in self.types.items())
-        return JsonColumns(pairs, types, may_lack=self.schema == "union")
+        may_lack = self.schema == "union"
+        return JsonColumns(pairs, types, may_lack, self.replaces_surrogates)
 
 
 class TextFormat:
@@ -95,6 +117,7 @@ class TextFormat:
     unpacks_gzip = True
     _field = FieldSpec("text", _UINT8, (), ragged=True, codec="text")
     _keeps_empty = True
+    _has_arrays, _version = False, 1
 
     def __init__(self, options: LinesOptions) -> None:
         """There is nothing to choose."""
@@ -102,7 +125,9 @@ class TextFormat:
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan(f"{self._field.name}-lines/1", self._scan_any, _num_samples, _check)
+        return Scan(
+            f"{self._field.name}-lines/{self._version}", self._scan_any, _num_samples, _check
+        )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
@@ -134,7 +159,11 @@ class TextFormat:
             with recognised(shard, file) as (opened, is_compressed):
                 if not is_compressed:
                     return self._scan(shard, opened)
-                return self._frames.scan(opened, partial(_check_first, shard, self._check_line))
+                return self._frames.scan(
+                    opened,
+                    partial(_check_first, shard, self._check_line),
+                    may_be_array=self._has_arrays and may_be_array(shard),
+                )
         except ConfigError:
             raise
         except ValueError as error:
@@ -151,12 +180,16 @@ class TextFormat:
 class JsonlFormat(TextFormat):
     """A `Format`: every line of a file is one JSON document; empty lines are none.
 
-    A sample is the document, or the values of some keys.
+    A sample is the document, or the values of some keys. A file that is named `.json` may be one
+    array of objects, too. Since metadata has that name, such files count only where a folder has
+    no others.
     """
 
-    pattern = "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst}"
+    pattern = "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst,json.gz,json.zst}"
+    ambiguous_pattern = "*.json"
     _field = FieldSpec("json", _UINT8, (), ragged=True, codec="json")
     _keeps_empty = False
+    _has_arrays, _version = True, 2
 
     def __init__(self, options: JsonlOptions) -> None:
         """Keep what was chosen."""
@@ -168,7 +201,7 @@ class JsonlFormat(TextFormat):
         if not self._options.columns:
             return super().inspection
         wanted = self._options.wanted
-        return Scan(f"json-columns/2 {wanted}", wanted, num_rows, check_chunks)
+        return Scan(f"json-columns/3 {wanted}", wanted, num_rows, check_chunks)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
@@ -190,6 +223,7 @@ class JsonlFormat(TextFormat):
 
     def _of_columns(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         pairs = self._options.wanted.pairs
+        _check_alike(dict(pairs), shards, inspected, is_union=self._options.schema == "union")
         return assemble_union(
             self._options,
             [name for name, _ in pairs],
@@ -197,8 +231,17 @@ class JsonlFormat(TextFormat):
             inspected,
             lambda scan: scan["fields"].tobytes(),
             num_rows,
-            lambda some, scans: _index_of_columns(dict(pairs), some, scans),
+            self._index_of_columns,
         )
+
+    def _index_of_columns(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+        """The index of shards that have the same columns."""
+        keys, replaces = dict(self._options.wanted.pairs), self._options.replaces_surrogates
+        specs = next((fields_of(scan) for scan in inspected if num_rows(scan)), [])
+        names = tuple(keys.get(spec.name, spec.name) for spec in specs)
+        identity = f"json columns {names}{' without surrogates' * replaces}".encode()
+        decode = ColumnsDecoder(tuple(specs), names, replaces)
+        return ChunkIndex(shards, inspected, decode, _NOUN, identity)
 
     @staticmethod
     def recognises(head: bytes) -> bool:
@@ -209,24 +252,77 @@ class JsonlFormat(TextFormat):
         check_json(line)
 
     def _scan(self, shard: str, file: BinaryIO) -> Arrays:
-        scan = super()._scan(shard, file)
+        check = partial(_check_first, shard, self._check_line)
+        if not may_be_array(shard):
+            scan = scan_lines(file, check)
+        elif is_array(head := peeked(file)):
+            return scan_array(file, check)
+        else:
+            check_is_records(head)
+            scan = scan_lines(file, check)
+            check_is_records(head, int((scan["size"] > 0).sum()))
         is_document = scan["size"] > 0
         return {name: values[is_document] for name, values in scan.items()}
 
 
-def _index_of_columns(
-    keys: Mapping[str, str], shards: Sequence[Shard], inspected: Sequence[Arrays]
-) -> ChunkIndex:
-    """The index of shards that have the same columns.
+def _check_alike(
+    keys: Mapping[str, str], shards: Sequence[Shard], inspected: Sequence[Arrays], *, is_union: bool
+) -> None:
+    """Refuse shards whose keys have values of other kinds, and name the options that serve them.
 
     Args:
         keys: of the objects, by the names of their fields; a field without one has its key's name.
         shards: of the dataset.
         inspected: of each.
+        is_union: whether shards may lack keys, and differ in the dtypes of numbers.
+
+    Raises:
+        CorruptSample: with the first shard that does not fit.
     """
-    specs = next((fields_of(scan) for scan in inspected if num_rows(scan)), [])
-    decode = ColumnsDecoder(tuple(specs), tuple(keys.get(spec.name, spec.name) for spec in specs))
-    return ChunkIndex(shards, inspected, decode, _NOUN, f"json columns {decode.keys}".encode())
+    owners: dict[str, tuple[FieldSpec, str]] = {}
+    known: set[bytes] = set()
+    for shard, scan in zip(shards, inspected, strict=True):
+        schema = scan["fields"].tobytes()
+        if not num_rows(scan) or schema in known:
+            continue
+        its = {spec.name: spec for spec in fields_of(scan)}
+        lacking = sorted(its.keys() ^ owners.keys()) if known and not is_union else []
+        known.add(schema)
+        types: dict[str, str] = {}
+        found = []
+        for name, spec in its.items():
+            first, owner = owners.setdefault(name, (spec, shard.name))
+            if first == spec or (is_union and wider_field(first, spec)):
+                continue
+            key = keys.get(name, name)
+            are_numbers = first.ragged == spec.ragged and {first.dtype.kind, spec.dtype.kind} == {
+                *"if"
+            }
+            types[key] = "float64" if are_numbers else "json"
+            found.append(
+                f"its key {key!r:.100} has {described(spec)} (shard {owner}: {described(first)})"
+            )
+        if not types and not lacking:
+            continue
+        remedies = []
+        if types:
+            table = ", ".join(
+                f"{_toml_key(key)} = {json.dumps(kind)}" for key, kind in types.items()
+            )
+            remedies.append(f"types = {{{table}}}")
+        if lacking:
+            remedies.append('schema = "union"')
+            found.append(f"not all shards have values of {', '.join(map(repr, lacking)):.300}")
+        reason = "; ".join(found)
+        raise CorruptSample(
+            f"shard {shard.name} does not fit: {reason}. Set `{'` and `'.join(remedies)}`, or name "
+            "the other keys in `columns`",
+            {"shard": shard.name, "reason": reason},
+        )
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def _num_samples(scan: Arrays) -> int:

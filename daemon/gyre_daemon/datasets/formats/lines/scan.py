@@ -9,16 +9,16 @@ from gyre_daemon.datasets.formats.base import Arrays
 
 _UTF8_MARK = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
-_CHUNK_BYTES = 4 << 20  # numpy's arrays for one chunk stay in the processor's cache or near it
+PIECE_BYTES = 4 << 20  # numpy's arrays for one chunk stay in the processor's cache or near it
 
 
 def chunks(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The pieces of a file, each with its offset, without a byte order mark at its beginning."""
     offset = 0
-    while data := file.read(_CHUNK_BYTES):
+    while data := file.read(PIECE_BYTES):
         begin = 0
         if offset == 0:
-            while len(data) < len(_UTF8_MARK) and (more := file.read(_CHUNK_BYTES)):
+            while len(data) < len(_UTF8_MARK) and (more := file.read(PIECE_BYTES)):
                 data += more
             begin = len(_UTF8_MARK) if data.startswith(_UTF8_MARK) else 0
         if data[begin:]:
@@ -45,7 +45,7 @@ def scan_lines(file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
         if not stop:
             begin = offset
             first, end, _ = data.lstrip(b"\r\n").partition(b"\n")
-            if end or len(data) < _CHUNK_BYTES:
+            if end or len(data) < PIECE_BYTES:
                 check(first)
         values = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(values == _NEWLINE)

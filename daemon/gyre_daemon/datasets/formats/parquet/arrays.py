@@ -50,6 +50,8 @@ def _column(array: Any, spec: FieldSpec) -> Column:
     if types.is_struct(array.type):
         array = _plain(array.flatten()[array.type.get_field_index("bytes")])
     present = _valid(array)
+    if not spec.ragged and (types.is_list(array.type) or types.is_large_list(array.type)):
+        return Column(_nested(array, spec), None, present)
     if not spec.ragged:
         return Column(_as_bytes(_fixed(array)), None, present)
     if types.is_list(array.type) or types.is_large_list(array.type):
@@ -59,6 +61,29 @@ def _column(array: Any, spec: FieldSpec) -> Column:
         return Column(data, np.cumsum(lengths, dtype=np.int64) * spec.element_bytes, present)
     data, ends = _bytes(array, present)
     return Column(data, ends, present)
+
+
+def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
+    """Arrays of one shape that lie in lists of lists; zeros where one is missing.
+
+    Raises:
+        ValueError: one has another shape, or nulls.
+    """
+    is_there = np.asarray(array.is_valid())
+    values = array.drop_null()
+    for size in spec.shape:
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        if (lengths != size).any():
+            wrong = lengths[lengths != size][0]
+            raise ValueError(f"a row has a list of {wrong} elements, and {size} are declared")
+        values = _without_nulls(values.flatten())
+        if not types.is_list(values.type) and not types.is_large_list(values.type):
+            break
+    flat = _as_bytes(_fixed(values)).reshape(len(values) and int(is_there.sum()), -1)
+    found = np.zeros((len(array), spec.element_bytes), np.uint8)
+    if len(flat):
+        found[is_there] = flat
+    return found.reshape(-1)
 
 
 def _documents(array: Any) -> Column:

@@ -27,12 +27,14 @@ class ServedColumn:
         name: of the column.
         is_file: whether it is a struct of an encoded file and its path, of which the file counts.
         is_nullable: whether a row may lack it, by the schema.
+        is_nested: whether an array of one shape lies in lists of lists.
     """
 
     spec: FieldSpec
     name: str
     is_file: bool
     is_nullable: bool
+    is_nested: bool = False
 
     @property
     def path(self) -> str:
@@ -57,7 +59,11 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
     names = list(schema.names)
     pairs = list(wanted.pairs) or [(name, name) for name in names]
     check_names([field for field, _ in pairs], "columns")
-    columns, features = [], _features(schema)
+    columns, features, lengths = [], _features(schema), dict(wanted.lengths)
+    if absent := [name for name in lengths if name not in names and not wanted.may_lack]:
+        raise ConfigError(
+            f"`lengths` has {absent[0]!r:.100}, and the files have {', '.join(names):.1000}"
+        )
     for field, name in pairs:
         if wanted.may_lack and _lacks(schema, name):
             continue
@@ -67,7 +73,10 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
                 f"{name!r:.100}; the files have {', '.join(names):.1000}"
             )
         column = schema.field(name)
-        spec = field_of(field, column.type) or _document(field, column.type)
+        array = _array_of(field, column.type, features.get(name))
+        if name in lengths:
+            array = _of_length(field, name, column.type, lengths[name])
+        spec = array or field_of(field, column.type) or _document(field, column.type)
         if spec is None:
             raise ConfigError(
                 f"column {name!r:.100} has the type {column.type!s:.200}, which becomes no "
@@ -80,7 +89,7 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
         )
         media_type = _media_type(feature) if is_file or _is_bytes(column.type) else ""
         spec = replace(spec, categories=_categories(feature), media_type=media_type)
-        columns.append(ServedColumn(spec, name, is_file, column.nullable))
+        columns.append(ServedColumn(spec, name, is_file, column.nullable, array is not None))
     if wanted.may_lack and not columns:
         raise ConfigError(
             f"it has none of the columns that are served; it has {', '.join(names):.1000}"
@@ -117,8 +126,48 @@ def _categories(feature: Any) -> tuple[str, ...]:
     return tuple(names) if names and is_class else ()
 
 
+def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
+    """The field of an `Array2D` to `Array5D` of Hugging Face, which lies in lists of lists.
+
+    Returns:
+        None if it is no such column, or its first dim differs from row to row.
+    """
+    if not isinstance(feature, dict) or not str(feature.get("_type")).startswith("Array"):
+        return None
+    shape, kind = feature.get("shape"), _storage(kind)
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        return None
+    for _ in shape:
+        if not types.is_list(kind) and not types.is_large_list(kind):
+            return None
+        kind = _storage(kind.value_type)
+    inner = field_of(name, kind)
+    is_number = inner is not None and not inner.ragged and not inner.shape
+    return replace(inner, shape=tuple(shape)) if inner and is_number else None
+
+
+def _of_length(field: str, name: str, kind: Any, length: int) -> FieldSpec:
+    """The field of lists that all have one length, by the operator's word.
+
+    Raises:
+        ConfigError: the column has no lists of numbers.
+    """
+    spec, kind = field_of(field, kind), _storage(kind)
+    if spec is None or not (types.is_list(kind) or types.is_large_list(kind)):
+        raise ConfigError(
+            f"`lengths` has {name!r:.100}, whose type {kind!s:.200} is no list of numbers"
+        )
+    return replace(spec, shape=(length, *spec.shape), ragged=False)
+
+
+def _storage(kind: Any) -> Any:
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
 def field_of(name: str, kind: Any) -> FieldSpec | None:
     """The field for a type of pyarrow; None if there is none."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return _tensor(name, kind)
     if isinstance(kind, pa.BaseExtensionType):
         return field_of(name, kind.storage_type)
     if types.is_dictionary(kind):
@@ -142,6 +191,15 @@ def field_of(name: str, kind: Any) -> FieldSpec | None:
         return None if inner is None or inner.ragged else replace(inner, ragged=True)
     dtype = _number(kind)
     return None if dtype is None else FieldSpec(name, dtype, (), ragged=False, codec="bytes")
+
+
+def _tensor(name: str, kind: Any) -> FieldSpec | None:
+    """The field of a tensor of one shape; None if its dims are permuted, or it has no values."""
+    inner = field_of(name, kind.value_type)
+    is_permuted = kind.permutation not in (None, list(range(len(kind.shape))))
+    if inner is None or inner.ragged or is_permuted or min(kind.shape, default=0) < 1:
+        return None
+    return replace(inner, shape=(*kind.shape, *inner.shape))
 
 
 def _document(name: str, kind: Any) -> FieldSpec | None:

@@ -39,7 +39,7 @@ class ParquetFormat:
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
         return Scan(
-            scan_version("parquet/2", self._columns),
+            scan_version("parquet/3", self._columns),
             RowGroupScan(self._columns),
             num_rows,
             check_chunks,

@@ -178,7 +178,11 @@ def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[C
 def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[Column | None]:
     """The columns of a row group that must be read to index it, and None for each other one."""
     group = opened.metadata.row_group(number)
-    unknown = [column for column in columns if column.spec.ragged or _may_lack(group, column)]
+    unknown = [
+        column
+        for column in columns
+        if column.spec.ragged or column.is_nested or _may_lack(group, column)
+    ]
     read = (
         dict(
             zip(

@@ -126,6 +126,7 @@ _TYPES = (
         b"\x80",
         (".pkl", ".pickle", ".pt", ".pth"),
     ),
+    ForeignType("a chunk of lit-gpt", _TO_FILE, rb"LITPKDS"),
     ForeignType("the index of a Megatron dataset", "name the .bin file beside it", rb"MMIDIDX\0\0"),
     ForeignType("a model checkpoint of llm.c", "name the files of token ids", _llm_c(20240326)),
     ForeignType("an evaluation file of llm.c", "name the files of token ids", _llm_c(20240522)),

@@ -66,6 +66,8 @@ def read_head(shard: Shard, head: bytes) -> TokenHeader:
     magic, version, num_tokens = struct.unpack_from("<iii", head.ljust(12, b"\0"))
     if magic in _LLM_C_MAGICS and 0 < version < 256:
         return _read_llm_c(shard, magic, version, num_tokens)
+    if packer := _offsets_of(shard, head):
+        raise not_ids(shard, f"it looks like {packer}, which is not read here; {HEADER_BYTES_HINT}")
     foreign = foreign_type(head, shard.name)
     if foreign:
         reason = f"it looks like {foreign.description}; {foreign.advice}; {HEADER_BYTES_HINT}"
@@ -130,6 +132,22 @@ def _read_llm_c(shard: Shard, magic: int, version: int, num_tokens: int) -> Toke
             f"{dtype} ids",
         )
     return TokenHeader("llm.c", dtype, _LLM_C_BYTES, stop, 0)
+
+
+def _offsets_of(shard: Shard, head: bytes) -> str:
+    """What begins with a number of samples and where each begins, as uint32; empty if nothing."""
+    values = np.frombuffer(head, "<u4", len(head) // 4).astype(np.int64)
+    count = int(values[0]) if len(values) else 0
+    offsets = values[1 : count + 2]
+    first = 4 * (count + 2)
+    is_table = len(offsets) > 1 and (np.diff(offsets) >= 0).all() and first <= offsets[0]
+    if not is_table or offsets[-1] > shard.size_bytes:
+        return ""
+    if len(offsets) == count + 1 and offsets[-1] != shard.size_bytes:
+        return ""
+    if offsets[0] == first:
+        return "a chunk of LitData"
+    return "a shard of MDS" if head[first : first + 1] == b"{" else ""
 
 
 def _looks_wider(head: bytes, dtype: str) -> bool:

@@ -9,17 +9,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from gyre_daemon.datasets.formats import FORMATS
+from gyre_daemon.datasets.formats.installed import installed_names
+from gyre_daemon.datasets.formats.lines.array import has_records, may_be_array
 from gyre_daemon.errors import InvalidRequest, ShardMissing
-from gyre_daemon.storage.patterns import matches_any
+from gyre_daemon.storage.patterns import is_beside, matches_any
 
-# Files that lie beside shards and hold no samples.
-_BESIDE = "{.*,_*,*.md,*.gyre-*,index.json,*.idx,LICENSE*,README*}"
-HEAD_BYTES = 512  # a tar header; other signatures are shorter
+_HEAD_BYTES = 512  # a tar header; other signatures are shorter
+_JSON_HEAD_BYTES = 64 << 10  # a file whose first line is longer is taken for one with lines
 
 
 def possible_shards(names: Sequence[str]) -> list[str]:
     """The files that may hold samples."""
-    return [name for name in names if not matches_any(name, _BESIDE)]
+    return [name for name in names if not is_beside(name)]
 
 
 def format_by_name(location: str, names: Sequence[str]) -> str | None:
@@ -52,25 +53,24 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
     Args:
         location: for messages.
         num_files: how many possible shards there are.
-        heads: the first `HEAD_BYTES` of some of them, by name.
+        heads: the first `head_bytes` of some of them, by name.
 
     Raises:
         ShardMissing: no known format begins so.
         InvalidRequest: they begin differently.
     """
-    found = {
-        shard: next((name for name, entry in FORMATS.items() if entry.recognises(head)), "")
-        for shard, head in heads.items()
-    }
+    found = {shard: _recognised(shard, head) for shard, head in heads.items()}
     if not any(found.values()):
         looked_for = ", ".join(
             f"{entry.pattern} ({name})" for name, entry in FORMATS.items() if entry.pattern
         )
         others = f" It has {num_files} other files, such as {next(iter(heads))}." if heads else ""
+        packages = ", ".join(installed_names())
+        enabled = f" Formats of installed packages must be named: {packages}." if packages else ""
         raise ShardMissing(
-            f"no file of {location} has a name of a known format, or begins like one.{others} "
-            f"Looked for {looked_for}; if the files are of one of these, say so as `format`, and "
-            "name them by a pattern"
+            f"no file of {location} has a name of a known format, or begins like one.{others}"
+            f"{enabled} Looked for {looked_for}; if the files are of one of these, say so as "
+            "`format`, and name them by a pattern"
         )
     if len(set(found.values())) > 1:
         each = ", ".join(f"{shard} ({name or 'unknown'})" for shard, name in found.items())
@@ -81,8 +81,22 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
     return next(iter(found.values()))
 
 
+def head_bytes(name: str) -> int:
+    """How many first bytes of a file of this name tell its format."""
+    return _JSON_HEAD_BYTES if may_be_array(name) else _HEAD_BYTES
+
+
+def _recognised(name: str, head: bytes) -> str:
+    """The format of a file that begins so; empty if it is not known."""
+    if may_be_array(name):
+        return "jsonl" * has_records(head, is_whole=len(head) < _JSON_HEAD_BYTES)
+    return next((name for name, entry in FORMATS.items() if entry.recognises(head)), "")
+
+
 def pattern_of(shards: Sequence[str]) -> str:
     """A pattern of the names of possible shards, for a format that was found by their bytes."""
+    if all(map(may_be_array, shards)):
+        return FORMATS["jsonl"].ambiguous_pattern
     pairs = zip(min(shards), max(shards), strict=False)
     prefix = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return glob.escape(prefix) + "*" if prefix and "{" not in prefix else "[!._]*"

@@ -1,14 +1,16 @@
 """Finds the format of a location, where the configuration names none."""
 
+import asyncio
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SINGLE_FILES, ListedFormat, make_format
 from gyre_daemon.datasets.indexing.discovery.detection import (
-    HEAD_BYTES,
     format_by_head,
     format_by_name,
+    head_bytes,
     pattern_of,
     possible_shards,
 )
@@ -57,6 +59,8 @@ async def find_format(
         by_head = await _by_head(location, listed, names, shards)
         return FoundFormat(by_head, pattern_of(shards))
     except ShardMissing as missing:
+        if location.scheme == "file" and await asyncio.to_thread(Path(location.paths[0]).is_file):
+            raise
         files = replace(config, format=SINGLE_FILES)
         try:
             single = cast("ListedFormat", make_format(location.text, files))
@@ -71,7 +75,7 @@ async def _by_head(location: Location, listed: Storage, names: list[str], shards
     """The format that the first bytes of evenly chosen shards say."""
     wanted = set(shards[:: -(-len(shards) // _MAX_HEADS)] if shards else ())
     numbers = [number for number, name in enumerate(names) if name in wanted]
-    sizes = [min(HEAD_BYTES, listed.shards[number].size_bytes) for number in numbers]
+    sizes = [min(head_bytes(names[number]), listed.shards[number].size_bytes) for number in numbers]
     heads = await read_ranges(listed, numbers, [0] * len(numbers), sizes)
     by_name = {names[number]: head for number, head in zip(numbers, heads, strict=True) if head}
     return format_by_head(location.text, len(shards), by_name)

@@ -1,4 +1,4 @@
-"""Lists of shards as wids has them: JSON that names tar files, and the samples of each.
+"""Opens the shards that a list names: of wids, or of a library that describes its folder.
 
 A list says which shards there are, in which order. What it says of their samples is compared with
 what the shards have; a difference is an error. Paths are relative to the list, and lead to nothing
@@ -6,47 +6,45 @@ outside of its folder.
 """
 
 import asyncio
+import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.formats import FORMATS
+from gyre_daemon.datasets.indexing.discovery.library_folders import (
+    DESCRIPTIONS,
+    FolderDescription,
+    ListedShard,
+    describe,
+    describe_cache,
+    refuse_tables,
+)
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
-from gyre_daemon.errors import CorruptSample, InvalidRequest
+from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.local.listing import stat_shards
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.patterns import matches_any
 
-FORMAT = "webdataset"
-_KIND = "wids-shard-index-v1"
+_FORMAT_OF_LISTS = "webdataset"
 # A list is parsed as a whole; the names and numbers of a million shards take about as much.
 _MAX_BYTES = 256 << 20
-
-
-class ListedShard(msgspec.Struct, frozen=True):
-    """One shard of a list.
-
-    Attributes:
-        url: its path.
-        nsamples: that it has; None if the list does not say.
-        filesize: its bytes, likewise.
-    """
-
-    url: str
-    nsamples: int | None = None
-    filesize: int | None = None
-
-
-class _ShardList(msgspec.Struct):
-    kind: str = msgspec.field(default="", name="__kind__")
-    shardlist: list[ListedShard] | None = None
-
-
-_DECODER = msgspec.json.Decoder(_ShardList)
+# Enough to see that a file of JSON has samples, and is no list.
+_HEAD_BYTES = 64 << 10
+_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[|.*\}\s*\n\s*\{", re.DOTALL)
+# Folders that are no datasets, but parts of a table: partitions, and those of Iceberg's files.
+_PART_OF_TABLE = "{*=*,data}"
+_MAX_NAMED = 5  # files in a message
+_MAX_LISTED = 64  # folders of an object storage that are listed for a pattern, each by a request
+# Formats of single files take all files, whatever a library says of them.
+_DESCRIBED_FORMATS = frozenset(FORMATS) - {"files", "coco", "yolo"}
+_MAGIC = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,12 @@ class ShardList:
     Attributes:
         storage: the shards, in the order of the list.
         listed: what the list says of each.
+        format: of the shards.
     """
 
     storage: Storage
     listed: Sequence[ListedShard]
+    format: str
 
     def check(self, shard: int, num_samples: int) -> None:
         """Compare a shard with what the list says of it.
@@ -81,68 +81,175 @@ class ShardList:
                 )
 
 
-def may_be_list(location: Location, format_name: str) -> bool:
-    """Whether a location is a list of shards, by its name and the format that is asked for."""
-    is_json = len(location.paths) == 1 and location.paths[0].endswith(".json")
-    return is_json and format_name in ("", FORMAT)
-
-
-async def open_shard_list(
+async def find_shard_list(
     opener: StorageOpener, location: Location, config: DatasetConfig
-) -> ShardList:
-    """The shards of a list.
+) -> ShardList | None:
+    """The shards of a location that is a list, or a folder that a library describes; else None.
 
     Raises:
-        InvalidRequest: it is no such list, or names what is not in its folder.
-        ShardMissing, NotAllowed, StorageUnavailable: it, or a shard, cannot be read.
+        InvalidRequest: Gyre does not read what the library wrote, or the list names what is not in
+            its folder, or the dataset has another format.
+        ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
     """
-    storage = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
-    if storage.shards[0].size_bytes > _MAX_BYTES:
+    if len(location.paths) != 1 or config.format not in {"", *_DESCRIBED_FORMATS}:
+        return None
+    path = location.paths[0]
+    if path.endswith(".json") and config.format in ("", _FORMAT_OF_LISTS):
+        folder, name = _split(path)
+        found = await _read(opener, location, config, folder, name)
+        if found is None and config.format:
+            raise InvalidRequest(
+                f"{location.text} is no list of shards as wids has it; name the shards, or their "
+                "folder"
+            )
+        return await _opened(opener, location, config, folder, found) if found else None
+    if _MAGIC.search(path) or _is_file(path):
+        return None
+    found = await _description_of(opener, location, config, path)
+    if found is None:
+        return None
+    if config.format and config.format != found.format:
         raise InvalidRequest(
-            f"{location.text} has {storage.shards[0].size_bytes} bytes, more than a list of shards "
-            f"may have ({_MAX_BYTES})"
+            f"{location.text} is {found.library} ({found.source}), of the format {found.format} "
+            f"(got {config.format}). Leave the format out, or name the files as a brace list"
         )
-    (data,) = await read_ranges(storage, [0], [0], [storage.shards[0].size_bytes])
-    folder = location.paths[0].rpartition("/")[0]
-    listed, names = await asyncio.to_thread(_parse, location.text, folder, data)
+    return await _opened(opener, location, config, path, found)
+
+
+async def check_pattern(
+    opener: StorageOpener, location: Location, config: DatasetConfig, shards: Storage
+) -> None:
+    """Refuse files that a pattern names, and that the library whose folder it is does not count.
+
+    Raises:
+        InvalidRequest: with the first of them.
+    """
+    is_pattern = any(map(_MAGIC.search, location.paths))
+    if not is_pattern or config.format not in {"", *_DESCRIBED_FORMATS}:
+        return
+    paths = [
+        str(local) if (local := shards.local_file(number)) else shards.path(number)
+        for number in range(len(shards.shards))
+    ]
+    prefixes = [_split(_MAGIC.split(path)[0])[0] for path in location.paths]
+    folders = list(dict.fromkeys([*prefixes, *(_split(path)[0] for path in paths)]))
+    for folder in folders if location.scheme == "file" else folders[:_MAX_LISTED]:
+        found = await _description_of(opener, location, config, folder)
+        if found is None:
+            continue
+        root = folder.rstrip("/") + "/"
+        names = [path.removeprefix(root) for path in paths if path.startswith(root)]
+        if unlisted := found.unlisted(names):
+            raise InvalidRequest(
+                f"{folder} is {found.library}, and {found.source} does not list {unlisted[0]}. "
+                f"Name the folder: {folder}"
+            )
+
+
+async def _description_of(
+    opener: StorageOpener, location: Location, config: DatasetConfig, folder: str
+) -> FolderDescription | None:
+    """What a library says of a folder; None if none does."""
+    names = await _names_in(opener, location, config, folder)
+    refuse_tables(folder, names, await _metadata_in(opener, location, config, folder, names))
+    above = folder.rstrip("/")
+    while matches_any(_split(above)[1], _PART_OF_TABLE):
+        above = _split(above)[0]
+        its = await _names_in(opener, location, config, above)
+        refuse_tables(above, its, await _metadata_in(opener, location, config, above, its))
+    for name in DESCRIPTIONS:
+        if name in names and (found := await _read(opener, location, config, folder, name)):
+            if left := found.unlisted(names):
+                facts = {"path": folder, "list": name, "num_files": len(left)}
+                log_event(
+                    "files that a list of shards leaves out are passed over",
+                    {**facts, "names": ", ".join(left[:_MAX_NAMED])},
+                    logging.WARNING,
+                )
+            return found
+    return describe_cache(folder, names)
+
+
+async def _names_in(
+    opener: StorageOpener, location: Location, config: DatasetConfig, folder: str
+) -> list[str]:
+    at = replace(location, paths=(folder,))
+    return await opener.names_in(at, config.storage, follow_links=config.follow_links)
+
+
+async def _metadata_in(
+    opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    folder: str,
+    names: Sequence[str],
+) -> list[str]:
+    """What lies in the folder `metadata` of a folder; nothing if it has none."""
+    if "metadata/" not in names:
+        return []
+    return await _names_in(opener, location, config, f"{folder.rstrip('/')}/metadata")
+
+
+async def _read(
+    opener: StorageOpener, location: Location, config: DatasetConfig, folder: str, name: str
+) -> FolderDescription | None:
+    """What a file of JSON says of its folder; None if it says nothing of files."""
+    at = replace(location, paths=(f"{folder.rstrip('/')}/{name}" if folder else name,))
+    storage = await opener.open(at, config.storage, "*", follow_links=config.follow_links)
+    size = storage.shards[0].size_bytes
+    (head,) = await read_ranges(storage, [0], [0], [min(size, _HEAD_BYTES)])
+    if size > _MAX_BYTES or _RECORDS.match(head):
+        return None
+    (data,) = await read_ranges(storage, [0], [0], [size])
+    return await asyncio.to_thread(describe, folder, name, data)
+
+
+async def _opened(
+    opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    folder: str,
+    found: FolderDescription,
+) -> ShardList:
+    """The shards of a description."""
+    names = [shard.url for shard in found.shards]
+    try:
+        storage = await _open(opener, location, config, folder, names)
+        return ShardList(storage, found.shards, found.format)
+    except ShardMissing:
+        if not found.raw_names:
+            raise
+        storage = await _open(opener, location, config, folder, found.raw_names)
+        listed = [
+            ListedShard(name, shard.nsamples)
+            for name, shard in zip(found.raw_names, found.shards, strict=True)
+        ]
+        return ShardList(storage, listed, found.format)
+
+
+async def _open(
+    opener: StorageOpener,
+    location: Location,
+    config: DatasetConfig,
+    folder: str,
+    names: Sequence[str],
+) -> Storage:
+    """Files of a folder, in this order."""
     if location.scheme == "file":
         root = Root(Path(folder or "."), config.follow_links)
         files = [LocalFile(root, name) for name in names]
-        shards = await asyncio.to_thread(stat_shards, files)
-        return ShardList(opener.local(files, shards, None), listed)
-    paths = tuple(f"{folder}/{name}" for name in names)
-    them = Location(location.scheme, paths, location.text)
-    return ShardList(await opener.open(them, config.storage, "*"), listed)
+        return opener.local(files, await asyncio.to_thread(stat_shards, files), None)
+    paths = tuple(f"{folder.rstrip('/')}/{name}" for name in names)
+    return await opener.open(replace(location, paths=paths), config.storage, "*")
 
 
-def _parse(text: str, folder: str, data: bytes) -> tuple[list[ListedShard], list[str]]:
-    """The shards of a list, and the path of each relative to the folder."""
-    try:
-        found = _DECODER.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{text} is no list of shards: {error!s:.300}") from error
-    if found.kind != _KIND or not found.shardlist:
-        raise InvalidRequest(
-            f"{text} is no list of shards as wids has it: its `__kind__` is {found.kind!r:.99} "
-            f"and not {_KIND}, or it has no `shardlist`; name the shards, or their folder"
-        )
-    names = [_relative(text, folder, shard.url) for shard in found.shardlist]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"{text} lists the shard {twice!r:.200} twice")
-    return found.shardlist, names
+def _split(path: str) -> tuple[str, str]:
+    """The folder of a path, and its last name."""
+    folder, slash, name = path.rpartition("/")
+    return folder or slash, name
 
 
-def _relative(text: str, folder: str, url: str) -> str:
-    """The path of a shard relative to the folder of its list."""
-    name = url.removeprefix("file://")
-    if "://" in name or name.startswith("/"):
-        name = name.removeprefix(f"{folder}/")
-    parts = name.split("/")
-    is_inside = name.isprintable() and not {"", ".", ".."} & set(parts) and "://" not in name
-    if not is_inside or any(letter in name for letter in "*?[#"):
-        raise InvalidRequest(
-            f"{text} lists {url!r:.200}, which is no path below its own folder; write the list "
-            "with relative paths"
-        )
-    return name
+def _is_file(path: str) -> bool:
+    """Whether the name of a path is that of a shard, so that it is hardly a folder."""
+    name = path.rpartition("/")[2]
+    return any(entry.pattern and matches_any(name, entry.pattern) for entry in FORMATS.values())
