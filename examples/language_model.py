@@ -101,7 +101,7 @@ def main() -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if loader.step % 10 == 0 or loader.step == args.steps:
-                print(f"step {loader.step}, loss {loss.item():.3f}", flush=True)
+                print(f"step {loader.last_step}, loss {loss.item():.3f}", flush=True)
             if loader.step == args.steps:
                 return
 

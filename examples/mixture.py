@@ -115,7 +115,7 @@ def train(address: str, num_steps: int) -> None:
                     f"{name} {count / counts.sum():4.0%} loss {total / max(count, 1):.3f}"
                     for name, count, total in zip(STRIDES, counts, losses, strict=True)
                 ]
-                print(f"step {loader.step:4}  {'   '.join(shown)}", flush=True)
+                print(f"step {loader.last_step:4}  {'   '.join(shown)}", flush=True)
                 counts[:], losses[:] = 0, 0
             if loader.step >= num_steps:
                 return

@@ -1,9 +1,9 @@
 """One session from attaching to its end: the control stream, the payload stream, and a watchdog."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import grpc
 from gyre_common.printable import printable
@@ -13,7 +13,6 @@ from gyre_client.batches.batch import (
     BatchGroup,
     Cursors,
     Layout,
-    Memory,
     PayloadBuffer,
     read_cursors,
     read_layout,
@@ -28,11 +27,12 @@ from gyre_client.errors import (
     NotAuthenticated,
 )
 from gyre_client.memory.arena import Arenas
+from gyre_client.memory.mapping import Memory
 from gyre_client.messages.answers import check_grant, check_group
 from gyre_client.messages.frames import chunk_data
 from gyre_client.messages.layouts import BatchTensors
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
-from gyre_client.transport.outbox import Outbox
+from gyre_client.transport.outbox import Consumed, Outbox
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
 HEARTBEATS_PER_LEASE = 4
@@ -63,12 +63,27 @@ class Session:
     stall_timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Inline:
+    """A batch whose payload came through gRPC: the daemon may forget it at once."""
+
+    first_step: int
+    num_batches: int
+
+    def take_back(self) -> None:
+        """Does nothing: the memory is this process's own."""
+
+
 class Attachment:
     """Receives the batches of one session.
 
     Neither stream can wait with a time-out of its own. So the sending side, which wakes for its
     heartbeats anyway, ends both streams when the daemon has said nothing for longer than the lease.
     Then both sides agree that the session is over.
+
+    Attributes:
+        outbox: What the sending side says.
+        sender: The thread of the sending side, once it has woken.
     """
 
     def __init__(
@@ -77,7 +92,7 @@ class Attachment:
         session: Session,
         num_credits: int,
         on_message: Callable[[], None],
-        num_taken: Callable[[], int],
+        consumed: Callable[[], Consumed],
     ) -> None:
         """Attaches to the session.
 
@@ -86,7 +101,7 @@ class Attachment:
             session: The session.
             num_credits: How many batches the daemon may send at first.
             on_message: Called for every message of the daemon on the control stream.
-            num_taken: Returns how many batches the consumer has taken since the session began.
+            consumed: Returns what the consumer has done since the session began.
         """
         opened = session.opened
         self._connection = connection
@@ -105,7 +120,9 @@ class Attachment:
         self._heard_at_s = time.monotonic()
         self._payload: grpc.CallIterator[bytes] | None = None
         self._is_closed = False
-        self.outbox = Outbox(opened.session_id, num_credits, self._num_together, num_taken)
+        self.sender: threading.Thread | None = None
+        returned = None if session.arenas is None else session.arenas.returned
+        self.outbox = Outbox(opened.session_id, num_credits, self._num_together, consumed, returned)
         self._stream = connection.stream(
             self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch)
         )
@@ -141,7 +158,10 @@ class Attachment:
         )
 
     def close(self) -> None:
-        """Ends both streams, and with them the session."""
+        """Ends both streams, and with them the session; for a background thread.
+
+        gRPC holds locks meanwhile. Another thread closes the outbox, whose thread then closes.
+        """
         self._is_closed = True
         self.outbox.close()
         self._cancel()
@@ -153,8 +173,8 @@ class Attachment:
         Args:
             num_unread: How many batches wait in the queue; the consumer does not hold these.
         """
-        arenas = self._arenas
-        return arenas is not None and arenas.num_lent - num_unread > self._max_kept
+        arenas, most = self._arenas, self._max_kept + num_unread
+        return arenas is not None and arenas.num_lent(most) > most
 
     @property
     def _num_together(self) -> int:
@@ -188,7 +208,7 @@ class Attachment:
                     layout.check_offsets(memory)
                     cursor = replace(cursors, own=cursors.own[row : row + 1])
                     yield BatchGroup(group.first_step + row, cursor, [layout], memory)
-                self.outbox.release(group.first_step, len(layouts))
+                self.outbox.release(_Inline(group.first_step, len(layouts)))
             case "arena" if self._is_closed:  # the watchdog closed while gRPC held this message
                 raise self._silence()
             case _:
@@ -202,7 +222,6 @@ class Attachment:
     ) -> BatchGroup:
         """Returns the group over its slot, which is released when its last tensor is gone."""
         offsets = list(group.arena.offsets_bytes)
-        returned = partial(self.outbox.release, group.first_step, len(layouts))
         try:
             end = 0
             for offset, layout in zip(offsets, layouts, strict=True):
@@ -210,7 +229,8 @@ class Attachment:
                     raise ValueError(f"byte {offset} belongs to the batch before")
                 end = offset + layout.num_bytes
             begin = offsets[0]
-            memory = arenas.get(group.arena.arena).lend(begin, end, len(layouts), returned)
+            arena = arenas.get(group.arena.arena)
+            memory, loan = arena.lend(begin, end, len(layouts), group.first_step)
         except ValueError as error:
             raise DaemonFault(
                 f"the memory of step {group.first_step} cannot be where the daemon says: {error}"
@@ -218,7 +238,7 @@ class Attachment:
         offsets = [offset - begin for offset in offsets]
         for offset, layout in zip(offsets, layouts, strict=True):
             layout.check_offsets(memory, offset)
-        return BatchGroup(group.first_step, cursors, layouts, memory, offsets)
+        return BatchGroup(group.first_step, cursors, layouts, memory, offsets, loan)
 
     def _read_layout(self, layout: pb.Layout) -> Layout:
         """Returns a layout that fits the session; the same one again if it equals the last."""
@@ -272,10 +292,14 @@ class Attachment:
             )
 
     def _watch(self) -> None:
+        self.sender = threading.current_thread()
+        if self.outbox.is_closed:
+            return self.close()
         silent_for_s = time.monotonic() - self._heard_at_s
         if silent_for_s > self._lease_s:
             self._silent_for_s = silent_for_s
             self.close()
+        return None
 
     def _cancel(self) -> None:
         for call in (self._stream, self._payload):

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,9 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.tokens import Widened, widen
 from gyre_client.errors import DaemonFault
+from gyre_client.memory.arena import Loan
+from gyre_client.memory.mapping import Memory
 from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX
-
-Memory = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,22 @@ class Batch:
         return Batch(self.step, self.cursor, copy.memory, self.layout)
 
 
+@dataclass(slots=True)  # not frozen: as above
+class Position:
+    """Where a consumer stands in a stream of batches. It never changes: another one replaces it.
+
+    Attributes:
+        cursor: Resumes here.
+        batch: The number of the next batch.
+        rest: What holds the next batch, once it has left the queue. So the memory of a batch that
+            was taken belongs to its tensors alone as soon as the position is replaced.
+    """
+
+    cursor: bytes
+    batch: int
+    rest: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class Cursors:
     """The cursors of successive batches, without repeating what they have in common.
@@ -155,10 +172,7 @@ class Cursors:
 
 
 class BatchGroup:
-    """Successive batches in one piece of memory.
-
-    The memory lives as long as a batch that was not taken yet, or a tensor of one that was.
-    """
+    """Successive batches in one piece of memory, which lives as long as the group or a tensor."""
 
     def __init__(
         self,
@@ -167,8 +181,9 @@ class BatchGroup:
         layouts: Sequence[Layout],
         memory: Memory,
         offsets: Sequence[int] = (0,),
+        loan: Loan | None = None,
     ) -> None:
-        """Makes a group of which no batch is taken yet.
+        """Makes a group.
 
         Args:
             first_step: The global step of the first batch.
@@ -176,6 +191,7 @@ class BatchGroup:
             layouts: One layout per batch.
             memory: uint8 [num_bytes], all payloads.
             offsets: Where each batch's payload begins in `memory`, in bytes.
+            loan: That of the memory, where it is a slot of an arena.
 
         Raises:
             ValueError: There are not as many offsets as layouts.
@@ -183,40 +199,38 @@ class BatchGroup:
         if len(offsets) != len(layouts):
             raise ValueError(f"{len(layouts)} batches at {len(offsets)} places")
         self.first_step = first_step
+        self.behind = first_step + len(offsets)
         self._cursors = cursors
         self._layouts = layouts
-        self._memory: Memory | None = memory
+        self._memory = memory
         self._offsets = offsets
-        self._num_taken = 0
+        self._loan = loan
 
     def __len__(self) -> int:
-        """The number of batches, taken or not."""
+        """The number of batches."""
         return len(self._offsets)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether every batch was taken."""
-        return self._num_taken == len(self._offsets)
 
     @property
     def last_cursor(self) -> bytes:
         """The cursor that resumes after the whole group."""
         return self._cursors.at(len(self) - 1)
 
-    def discard(self) -> None:
-        """Lets go of the memory; the remaining batches cannot be taken any more."""
-        self._memory = None
+    def batch(self, step: int, *, copies: bool = False) -> Batch:
+        """Returns the batch of a step, which the group keeps; in memory of its own if it `copies`.
 
-    def take(self) -> Batch:
-        """Returns the next batch."""
-        row = self._num_taken
-        self._num_taken = row + 1
+        A batch that is widened is copied in any case.
+        """
+        row = step - self.first_step
         layout, offset = self._layouts[row], self._offsets[row]
-        assert self._memory is not None
         memory = self._memory[offset : offset + layout.num_bytes]
-        if self.is_taken:
-            self.discard()
-        return Batch(self.first_step + row, self._cursors.at(row), memory, layout)
+        batch = Batch(step, self._cursors.at(row), memory, layout)
+        if layout.widened:
+            return batch
+        if copies:
+            return batch.copied()
+        if self._loan is not None:
+            self._loan.is_read = True
+        return batch
 
 
 class PayloadBuffer:

@@ -8,29 +8,28 @@ device is its own and lives as long as one of its tensors.
 """
 
 import contextlib
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batches.batch import Layout
+from gyre_client.batches.batch import Layout, Position
 from gyre_client.batches.stream import CLOSED, JOIN_TIMEOUT_S, BatchStream
 from gyre_client.batches.tokens import widen
 from gyre_client.errors import InvalidRequest
+from gyre_client.memory.mapping import Memory
 from gyre_client.messages.arguments import shown
+from gyre_client.transport.outbox import LONG_WAIT_S
+from gyre_client.transport.wakeup import Wakeup
 
 # Two transfers overlap with each other and with the computation: one fills pinned memory while the
 # device reads the other. More only cost pinned and device memory.
 NUM_AHEAD = 2
-
-Memory = npt.NDArray[np.uint8]
 
 
 class Transfer(Protocol):
@@ -71,59 +70,100 @@ class DeviceBatch:
 
 
 class DeviceStream:
-    """A BatchStream, which it owns, whose batches are transferred to a device."""
+    """A BatchStream, which it owns, whose batches are transferred to a device.
+
+    Attributes:
+        source: The stream.
+        position: Where the consumer stands; see `BatchStream`.
+    """
 
     def __init__(self, stream: BatchStream, device: DeviceTransfer) -> None:
-        """Begins to transfer."""
-        self._stream = stream
+        """Begins to transfer; the stream is open."""
+        self.source = stream
         self._device = device
-        self._ready: queue.SimpleQueue[DeviceBatch | Exception | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(NUM_AHEAD)
-        self._closing = threading.Event()
+        self.position = stream.position
+        self._ready: deque[DeviceBatch | Exception | None] = deque()
+        self._is_ready = Wakeup()
+        self._num_dequeued = stream.position.batch  # as in `BatchStream`
+        self._has_room = Wakeup()
+        self._is_closing = self._has_ended = False
+        self._ended = Wakeup()
         self._thread = threading.Thread(target=self._run, name="gyre-transfer", daemon=True)
         self._thread.start()
 
     @property
     def opened(self) -> pb.SessionOpened:
         """What the daemon granted when the stream began."""
-        return self._stream.opened
+        return self.source.opened
 
     @property
     def mixture(self) -> Sequence[pb.MixtureDigest]:
         """What the last session said of the mixture that it reads; empty for none."""
-        return self._stream.mixture
+        return self.source.mixture
 
     def take(self) -> DeviceBatch | None:
-        """Returns the next batch, as soon as its transfer has begun; None after the last.
+        """Returns the next batch, None after the last, and goes on behind it; see `peek`."""
+        found = self.peek()
+        if found is None:
+            return None
+        batch, self.position = found
+        return batch
+
+    def peek(self) -> tuple[DeviceBatch, Position] | None:
+        """Returns the next batch, as soon as its transfer has begun, and the position behind it.
+
+        The batch is taken as soon as `position` is replaced by that one.
+
+        Returns:
+            Both; None after the last batch.
 
         Raises:
             GyreError: Why there is no next batch; again on every further call.
         """
-        try:
-            item = self._ready.get_nowait()
-        except queue.Empty:
-            began_s = time.monotonic()
-            item = self._ready.get()
-            self._stream.note_wait(time.monotonic() - began_s)
-        if isinstance(item, DeviceBatch):
-            self._room.release()
-            return item
-        self._ready.put(item)  # every further call gets the same end
-        if item is None:
+        batch = self.position.rest or self._dequeue()
+        if batch is None:
             return None
-        raise item
+        return batch, Position(batch.cursor, batch.step + 1)
+
+    def _dequeue(self) -> DeviceBatch | None:
+        position, ready = self.position, self._ready
+        while True:
+            try:
+                item = ready[0]
+            except IndexError:
+                began_s = time.monotonic()
+                self._is_ready.wait(LONG_WAIT_S)
+                self.source.note_wait(time.monotonic() - began_s)
+                continue
+            if not isinstance(item, DeviceBatch):
+                if item is None:
+                    return None
+                raise item.with_traceback(None)
+            if item.step >= position.batch:
+                break
+            self._drop_first()  # taken before, when an interrupt came between the next two lines
+        self.position = Position(position.cursor, position.batch, item)
+        self._drop_first()
+        self._num_dequeued = item.step + 1
+        self._has_room.wake()
+        return item
+
+    def _drop_first(self) -> None:
+        with contextlib.suppress(IndexError):  # `close` in another thread has emptied the queue
+            self._ready.popleft()
 
     def close(self) -> None:
         """Ends the stream and the transfers. Batches that were taken stay valid."""
-        self._closing.set()
-        self._room.release()
-        self._stream.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_TIMEOUT_S)
-        with contextlib.suppress(queue.Empty):
-            while True:  # batches that nobody took give their memory back
-                self._ready.get_nowait()
-        self._ready.put(InvalidRequest(CLOSED))
+        self._is_closing = True
+        self.position = Position(self.position.cursor, self.position.batch)
+        self._has_room.wake()
+        self.source.close()
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            while not self._has_ended and (left_s := deadline_s - time.monotonic()) > 0:
+                self._ended.wait(left_s)
+        self._ready.clear()  # batches that nobody took give their memory back
+        self._ready.append(InvalidRequest(CLOSED))
 
     def _run(self) -> None:
         end: Exception | None = None
@@ -133,20 +173,28 @@ class DeviceStream:
         # A GyreError, or the device is out of memory or broken: the next `take` raises it.
         except Exception as failure:
             end = failure
-        if end is not None and self._closing.is_set():
+        if end is not None and self._is_closing:
             end.__traceback__ = None  # its frames would keep batches until a garbage collection
-        self._ready.put(end)
+        self._has_ended = True
+        self._ready.append(end)
+        self._is_ready.wake()
+        self._ended.wake()
 
     def _transfer_next(self) -> bool:
         """Begins the next batch's transfer; returns False after the last batch."""
-        self._room.acquire()
-        if self._closing.is_set():
+        batch_number = self.source.position.batch
+        while batch_number >= max(self._num_dequeued, self.position.batch) + NUM_AHEAD:
+            if self._is_closing:
+                return False
+            self._has_room.wait(LONG_WAIT_S)
+        if self._is_closing:
             return False
-        batch = self._stream.take(is_ahead=True)
+        batch = self.source.take(is_ahead=True)
         if batch is None:
             return False
         transfer = self._device.begin(batch.memory)
-        self._ready.put(DeviceBatch(batch.step, batch.cursor, batch.layout, transfer))
+        self._ready.append(DeviceBatch(batch.step, batch.cursor, batch.layout, transfer))
+        self._is_ready.wake()
         return True
 
 

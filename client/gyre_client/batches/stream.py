@@ -6,16 +6,18 @@ Batches in the queue stay valid whatever happens to the daemon: their memory is 
 """
 
 import contextlib
+import itertools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.attachment import Attachment, Session
-from gyre_client.batches.batch import Batch, BatchGroup
+from gyre_client.batches.batch import Batch, BatchGroup, Position
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.memory.arena import Arenas
@@ -24,8 +26,9 @@ from gyre_client.messages.layouts import BatchTensors
 from gyre_client.targets.target import Target
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
-from gyre_client.transport.outbox import LONG_WAIT_S
+from gyre_client.transport.outbox import LONG_WAIT_S, Consumed
 from gyre_client.transport.side_channel import NotShared, SideChannel
+from gyre_client.transport.wakeup import Wakeup
 
 STALL_TIMEOUT_S = 600.0
 JOIN_TIMEOUT_S = 10.0  # for a thread that ends at once unless the processor is overloaded
@@ -37,11 +40,18 @@ _log = logging.getLogger("gyre_client")
 class BatchStream:
     """The batches of one reader from a cursor on.
 
+    The thread that takes batches may be interrupted at any line. It only looks at the front of the
+    queue and replaces `position`; all else follows from that position, or is the receiver's.
+
     Attributes:
         opened: What the daemon granted when the stream began.
+        position: Where the consumer stands.
         mixture: What the last session said of the mixture that it reads; empty for none. It is true
             of all batches that came before, too.
     """
+
+    opened: pb.SessionOpened
+    position: Position
 
     def __init__(
         self,
@@ -50,63 +60,82 @@ class BatchStream:
         reattach_timeout_s: float,
         token_dtype: str = "int64",
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        generations: Iterator[int] | None = None,
     ) -> None:
-        """Opens a session and starts to receive.
+        """Makes a stream that is not open.
 
         Args:
             target: The daemon.
-            request: What to open. The stream owns it, and moves its cursor and generation on.
+            request: What to open.
             reattach_timeout_s: How long the daemon may be away, now or later.
             token_dtype: What unsigned token ids become; see `tokens.widened`.
             stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
-
-        Raises:
-            GyreError: The daemon refuses, or stays away for longer than `reattach_timeout_s`.
+            generations: Numbers the sessions of the reader, where several streams share it.
         """
         self._target = target
-        self._request = request
+        self._request = pb.OpenSessionRequest()
+        self._request.CopyFrom(request)
+        self._generations = generations or itertools.count(request.reader.generation + 1)
         self._token_dtype = token_dtype
         self._stall_timeout_s = stall_timeout_s
         self._connection = Connection(target.address)
         self._outage = Outage(reattach_timeout_s)
-        self._inbox: queue.SimpleQueue[BatchGroup | GyreError | None] = queue.SimpleQueue()
-        self._group: BatchGroup | None = None  # out of the inbox, with batches that are not taken
+        # Groups, and in the end None or the error that ended the stream, which stays at the front.
+        self._inbox: deque[BatchGroup | GyreError | None] = deque()
+        self._has_arrived = Wakeup()
+        # Of the thread that takes batches.
+        self._num_dequeued = 0  # the number of the first batch that did not leave the inbox
+        self._waited_s = 0.0
         self._must_copy = False  # whether the consumer gets copies, because it holds too many slots
-        self._num_taken = 0
-        self._closing = threading.Event()
-        # Guards the fields below. A garbage collection may call `close` in a thread that holds it.
-        self._lock = threading.RLock()
+        self._is_closing = False
+        # Of the receiver.
+        self._go_on = Wakeup()
         self._attachment: Attachment | None = None
         self._session_id = ""
-        self._num_unread = self._num_dequeued = 0  # batches in the inbox, and taken out of it
-        # The arenas of sessions that are over, each with the value of `_num_dequeued` at which no
-        # batch of the session is unread.
+        # The arenas of sessions that are over, each with the number of the first batch behind it.
         self._retired: list[tuple[int, Arenas]] = []
-        self._is_closed = False
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
         self._first: pb.SessionOpened | None = None
         self.mixture: Sequence[pb.MixtureDigest] = ()
         self._next_step = 0
-        try:
-            session = self._open_session()
-        except BaseException:
-            self._connection.close()
-            raise
-        self.opened = self._first = session.opened
-        self._next_step = self.opened.first_step
-        self._request.cursor = self.opened.cursor
-        # from now on the cursor says where to go on, and with which samples and transforms
-        self._request.ClearField("step")
-        self._request.ClearField("grow")
-        self._request.changed_transforms = False
-        self._thread = threading.Thread(
-            target=self._run, args=(session,), name="gyre-receiver", daemon=True
-        )
+        self._is_open = self._has_ended = False
+        self._ended = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
+
+    def open(self) -> None:
+        """Opens a session and starts to receive; close the stream also where this fails.
+
+        The receiver does it, so that an interrupt ends the waiting alone.
+
+        Raises:
+            GyreError: The daemon refuses, or stays away for longer than `reattach_timeout_s`.
+        """
         self._thread.start()
+        while not self._is_open:
+            if self._inbox and not isinstance(end := self._inbox[0], BatchGroup):
+                self.close()
+                raise end or DaemonFault(CLOSED)
+            self._has_arrived.wait(LONG_WAIT_S)
+
+    @property
+    def source(self) -> Self:
+        """Itself; a `DeviceStream` has another."""
+        return self
 
     def take(self, *, is_ahead: bool = False) -> Batch | None:
-        """Returns the next batch, None after the last; waits for it as long as the daemon is alive.
+        """Returns the next batch, None after the last, and goes on behind it; see `peek`."""
+        found = self.peek(is_ahead=is_ahead)
+        if found is None:
+            return None
+        batch, self.position = found
+        return batch
+
+    def peek(self, *, is_ahead: bool = False) -> tuple[Batch, Position] | None:
+        """Returns the next batch, and the position behind it; None after the last batch.
+
+        The batch is taken as soon as `position` is replaced by that one. Waits for a batch as long
+        as the daemon is alive.
 
         Args:
             is_ahead: The consumer has other batches to go on with, so that the time in this call
@@ -115,125 +144,147 @@ class BatchStream:
         Raises:
             GyreError: Why there is no next batch; again on every further call.
         """
-        group = self._group
+        position = self.position
+        group = position.rest
         if group is None:
-            group = self._take_group(is_ahead=is_ahead)
+            group = self._dequeue(is_ahead=is_ahead)
             if group is None:
                 return None
-        batch = group.take()
-        self._num_taken += 1
-        self._group = None if group.is_taken else group
-        # A batch that is widened is copied anyway, and holds no slot.
-        return batch.copied() if self._must_copy and not batch.layout.widened else batch
+            position = self.position
+        attachment = self._attachment
+        if attachment is not None and attachment.outbox.returned:
+            attachment.outbox.send_if_due(len(group))
+        step = position.batch
+        batch = group.batch(step, copies=self._must_copy)
+        rest = group if step + 1 < group.behind else None
+        return batch, Position(batch.cursor, step + 1, rest)
 
-    def _take_group(self, *, is_ahead: bool) -> BatchGroup | None:
-        waited_s = 0.0
-        if self._retired:
-            self._close_retired()
-        try:
-            item = self._inbox.get_nowait()
-        except queue.Empty:
-            item, waited_s = self._wait_for_item(is_ahead=is_ahead)
-        if isinstance(item, BatchGroup):
-            self._give_credit(len(item), waited_s)
-            return item
-        self._inbox.put(item)  # every further call gets the same end
-        if item is None:
-            return None
-        raise item
-
-    def _wait_for_item(self, *, is_ahead: bool) -> tuple[BatchGroup | GyreError | None, float]:
-        """Returns the next item, and the seconds of waiting that `note_wait` was not told."""
-        since_s = time.monotonic()
+    def _dequeue(self, *, is_ahead: bool) -> BatchGroup | None:
+        """Moves the group of the next batch from the inbox to `position`, and returns it."""
+        position, inbox = self.position, self._inbox
+        self._num_dequeued = position.batch
+        since_s = 0.0
         while True:
-            # Asked before the queue: everything that the thread put there before it ended is found.
-            is_alive = self._thread.is_alive()
             try:
-                item = self._inbox.get(timeout=LONG_WAIT_S)
-            except queue.Empty:
-                if not is_alive:
-                    raise DaemonFault(CLOSED) from None
+                item = inbox[0]
+            except IndexError:
                 now_s = time.monotonic()
-                if not is_ahead:
+                if since_s and not is_ahead:
                     self.note_wait(now_s - since_s)
                 since_s = now_s
-            else:
-                return item, 0.0 if is_ahead else time.monotonic() - since_s
+                self._send_if_due(1)
+                self._has_arrived.wait(LONG_WAIT_S)
+                continue
+            if not isinstance(item, BatchGroup):
+                if item is None:
+                    return None
+                raise item.with_traceback(None)
+            if item.behind > position.batch:
+                break
+            self._drop_first()  # taken before, when an interrupt came between the next two lines
+        self.position = Position(position.cursor, position.batch, item)
+        self._drop_first()
+        self._num_dequeued = item.behind
+        if since_s and not is_ahead:
+            self.note_wait(time.monotonic() - since_s)
+        attachment = self._attachment
+        if attachment is not None:
+            self._must_copy = attachment.must_copy(self._next_step - item.behind)
+            self._send_if_due(len(item))
+        elif item.behind == self._next_step:
+            self._go_on.wake()  # the receiver waits until its arenas are not needed any more
+        return item
+
+    def _send_if_due(self, num_per_group: int) -> None:
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.outbox.send_if_due(num_per_group)
+
+    def _drop_first(self) -> None:
+        with contextlib.suppress(IndexError):  # `close` in another thread has emptied the inbox
+            self._inbox.popleft()
 
     def note_wait(self, seconds: float) -> None:
         """Tells the daemon that the consumer had no batch to go on with for this time."""
-        with self._lock:
-            if self._attachment is not None:
-                self._attachment.outbox.note_wait(seconds)
+        self._waited_s += seconds
 
     def close(self) -> None:
-        """Ends the session and the receiver. Batches that were taken stay valid."""
-        self._closing.set()
-        with self._lock:
-            attachment, session_id = self._attachment, self._session_id
+        """Ends the session and the receiver. Batches that were taken stay valid.
+
+        What an interrupt leaves undone, a second call does.
+        """
+        self._is_closing = True
+        if self._is_open:
+            self.position = Position(self.position.cursor, self.position.batch)
+        self._go_on.wake()
+        attachment = self._attachment
         if attachment is not None:
-            attachment.close()
-            # A daemon that is gone has forgotten the session anyway.
-            with contextlib.suppress(GyreError):
-                self._connection.close_session(session_id)
-        self._connection.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_TIMEOUT_S)
-        self._discard_unread()
-        with self._lock:
-            self._is_closed = True
-        self._close_retired()
-        self._inbox.put(DaemonFault(CLOSED))
+            attachment.outbox.close()  # its thread ends the streams, and the receiver the session
+            self._wait_for_end()
+        self._connection.close()  # ends all calls
+        self._wait_for_end()
+        self._inbox.clear()
+        self._inbox.append(DaemonFault(CLOSED))
 
-    def _discard_unread(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.discard()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, BatchGroup):
-                    item.discard()
+    def _wait_for_end(self) -> None:
+        """Waits until the receiver has ended, but not in a thread that it may need for that."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        attachment, thread = self._attachment, threading.current_thread()
+        needed = (self._thread, None if attachment is None else attachment.sender)
+        if thread in needed or self._thread.ident is None:
+            return
+        while not self._has_ended and (left_s := deadline_s - time.monotonic()) > 0:
+            self._ended.wait(left_s)
 
-    def _retire(self, arenas: Arenas) -> None:
-        """Closes a past session's arenas as soon as none of its batches is unread."""
-        with self._lock:
-            self._retired.append((self._num_dequeued + self._num_unread, arenas))
-        # `close` first discards the unread batches, so that they need not be moved out.
-        if self._is_closed or not self._closing.is_set():
-            self._close_retired()
-
-    def _close_retired(self) -> None:
-        """Moves out batches that are still held: see [Note: What outlives its session]."""
-        with self._lock:
-            over = [
-                each for each in self._retired if self._is_closed or each[0] <= self._num_dequeued
-            ]
-            self._retired = [each for each in self._retired if each not in over]
-        for _, arenas in over:
-            arenas.close()
-
-    def _give_credit(self, num_batches: int, waited_s: float) -> None:
-        """Lets the daemon send as many batches as the consumer took out of the inbox."""
-        with self._lock:
-            self._num_unread -= num_batches
-            self._num_dequeued += num_batches
-            attachment = self._attachment
-            self._must_copy = attachment is not None and attachment.must_copy(self._num_unread)
-            if attachment is not None:
-                attachment.outbox.credit(num_batches, waited_s)
-
-    def _run(self, session: Session) -> None:
+    def _run(self) -> None:
         end: GyreError | None = None
         try:
-            self._receive_all(session)
+            self._receive_all(self._begin())
         except GyreError as failure:
-            end = failure
+            end = self._target.with_log(failure)
         except BaseException as defect:
             end = DaemonFault(f"the receiver failed: {defect!r}")
             end.__cause__ = defect
-        if not self._closing.is_set():
-            self._inbox.put(end)
+        while not self._close_retired():
+            self._go_on.wait(LONG_WAIT_S)
+        if self._is_closing:
+            self._connection.close()
+        self._has_ended = True
+        self._inbox.append(DaemonFault(CLOSED) if self._is_closing else end)
+        self._has_arrived.wake()
+        self._ended.wake()
+
+    def _begin(self) -> Session:
+        """Opens the first session; from then on the consumer has a position."""
+        session = self._open_session()
+        self.opened = self._first = opened = session.opened
+        self._next_step = self._num_dequeued = opened.first_step
+        self._request.cursor = opened.cursor
+        # from now on the cursor says where to go on, and with which samples and transforms
+        self._request.ClearField("step")
+        self._request.ClearField("grow")
+        self._request.changed_transforms = False
+        self.position = Position(opened.cursor, opened.first_step)
+        self._is_open = True
+        self._has_arrived.wake()
+        return session
+
+    def _close_retired(self) -> bool:
+        """Moves out batches that are still held: see [Note: What outlives its session].
+
+        Returns:
+            Whether no session that is over has an unread batch.
+        """
+        if self._is_closing:
+            self._inbox.clear()  # so that they need not be moved out
+        is_over = [self._is_closing or each <= self._num_dequeued for each, _ in self._retired]
+        for is_unused, (_, arenas) in zip(is_over, self._retired, strict=True):
+            if is_unused:
+                arenas.close()
+        self._retired = [
+            each for is_unused, each in zip(is_over, self._retired, strict=True) if not is_unused
+        ]
+        return not self._retired
 
     def _receive_all(self, session: Session) -> None:
         while True:
@@ -242,44 +293,68 @@ class BatchStream:
             except GyreError as failure:
                 if isinstance(failure, NotShared):
                     self._use_grpc_payload(str(failure))
-                self._outage.pause(failure, self._closing.wait)
+                self._outage.pause(failure, self._pause)
             session = self._open_session()
 
     def _receive(self, session: Session) -> None:
-        attachment = self._attach(session)
+        attachment: Attachment | None = None
         try:
+            attachment = self._attach(session)
             for group in attachment.groups():
                 self._outage.batch_received()
                 self._request.cursor = group.last_cursor
-                self._next_step = group.first_step + len(group)
-                with self._lock:
-                    self._num_unread += len(group)
-                self._inbox.put(group)
+                self._next_step = group.behind
+                self._inbox.append(group)
+                del group  # otherwise this frame keeps its memory until the next one comes
+                self._has_arrived.wake()
         finally:
-            with self._lock:
-                self._attachment = None
-            attachment.close()
+            self._attachment = None
+            if attachment is not None:
+                attachment.close()
             if session.arenas is not None:
-                self._retire(session.arenas)
+                self._retired.append((self._next_step, session.arenas))
+            self._close_retired()
+            if self._is_closing:
+                # A daemon that is gone has forgotten the session anyway.
+                with contextlib.suppress(GyreError):
+                    self._connection.close_session(session.opened.session_id)
 
     def _attach(self, session: Session) -> Attachment:
         """Attaches with credit for as many batches as the inbox has room for."""
-        with self._lock:
-            num_credits = max(0, session.opened.max_queued_batches - self._num_unread)
-            before = self._num_taken
-            self._attachment = Attachment(
-                self._connection,
-                session,
-                num_credits,
-                self._outage.heard,
-                lambda: self._num_taken - before,
-            )
-            self._session_id = session.opened.session_id
-            return self._attachment
+        num_dequeued, waited_s = self._num_dequeued, self._waited_s
+        num_taken = self.position.batch
+        num_credits = max(0, session.opened.max_queued_batches - self._next_step + num_dequeued)
+        attachment = Attachment(
+            self._connection,
+            session,
+            num_credits,
+            self._heard,
+            lambda: Consumed(
+                self._num_dequeued - num_dequeued,
+                self.position.batch - num_taken,
+                self._waited_s - waited_s,
+            ),
+        )
+        self._attachment = attachment
+        if self._is_closing:  # `close` did not see it
+            attachment.outbox.close()
+        return attachment
+
+    def _heard(self) -> None:
+        self._outage.heard()
+        if self._retired:
+            self._close_retired()
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits for so long; returns whether the stream is closing."""
+        deadline_s = time.monotonic() + seconds
+        while not self._is_closing and (left_s := deadline_s - time.monotonic()) > 0:
+            self._go_on.wait(left_s)
+        return self._is_closing
 
     def _open_session(self) -> Session:
         """Opens a session at the cursor; tries again until the limit of the outage is reached."""
-        return self._outage.retry(self._attempt, self._closing.wait)
+        return self._outage.retry(self._attempt, self._pause)
 
     def _attempt(self, timeout_s: float) -> Session:
         self._target.ensure()
@@ -299,7 +374,12 @@ class BatchStream:
     def _open_shared(self, side: SideChannel, timeout_s: float) -> Session:
         opened = self._call_open(timeout_s, side.token)
         if opened.arena_bytes:
-            return self._session(opened, Arenas(side, opened.session_id, opened.arena_bytes))
+            arenas = Arenas(side, opened.session_id, opened.arena_bytes)
+            try:
+                return self._session(opened, arenas)
+            except BaseException:
+                arenas.close()
+                raise
         side.close()
         self._log_transport("there is no memory to share")
         return self._session(opened, None)
@@ -318,7 +398,7 @@ class BatchStream:
 
     def _call_open(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
         # A session whose answer was lost, or that is not used, is fenced off by the next one.
-        self._request.reader.generation += 1
+        self._request.reader.generation = next(self._generations)
         self._request.transport = pb.TRANSPORT_ARENA if side_token else pb.TRANSPORT_INLINE
         opened = self._connection.open_session(self._request, timeout_s, side_token)
         if self._first is not None:

@@ -13,7 +13,7 @@ from gyre_client.transport.connection import Connection
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select batches."""
-    parser.add_argument("--step", type=int, required=True, help="a global step, counted from 0")
+    parser.add_argument("--step", type=int, required=True, help="a global step: `loader.last_step`")
     parser.add_argument("--job", default="", help="of this job only")
 
 

@@ -12,7 +12,9 @@ import torch
 from gyre_client.errors import DaemonFault, InvalidRequest
 
 if TYPE_CHECKING:
+    from gyre_client.batches.batch import Position
     from gyre_client.loader.loader import Loader
+    from gyre_client.loader.place import Stream
 
 _UNKNOWN = -1
 
@@ -59,17 +61,27 @@ class EpochIterator:
     def __iter__(self) -> Self:
         return self
 
-    @property
-    def is_at_end(self) -> bool:
-        """Whether the last batch that it yielded is the last one of the iteration."""
-        return self._loader._batch >= self._active.stop_batch != _UNKNOWN
+    def ends_at(self, batch: int) -> bool:
+        """Returns whether the iteration ends before the batch with this number."""
+        return batch >= self._active.stop_batch != _UNKNOWN
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        stream, tensors, behind = self.peek()
+        # One line: see [Note: An interrupt takes no batch] in `place`.
+        stream.position = behind; return tensors  # noqa: E702  # fmt: skip
+
+    def peek(self) -> "tuple[Stream, dict[str, torch.Tensor], Position]":
+        """Returns the next batch without taking it; see `Place.peek`.
+
+        Raises:
+            StopIteration: The iteration has ended.
+            GyreError: See `Loader`.
+        """
         loader = self._loader
         if loader._batch >= self._active.stop_batch:
             self._find_end()
         try:
-            return next(loader)
+            return loader._peek()
         except StopIteration:
             raise DaemonFault(
                 f"the daemon ended the batches before step {loader.step}, but this iteration "
@@ -95,6 +107,6 @@ class EpochIterator:
             self._has_ended = True
             raise StopIteration
         if self._restart:
-            self._restart = False
             self._loader.reset()
+            self._restart = False
         self._active.stop_batch = self._loader._stop_batch(self._num_epochs)

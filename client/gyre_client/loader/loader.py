@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
+from gyre_common.counts import counted
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.batches.batch import Position
 from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
@@ -26,7 +28,7 @@ from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unkno
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
-from gyre_client.loader.place import Place
+from gyre_client.loader.place import Place, Stream
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.loader.steps import LoaderSteps
@@ -74,8 +76,10 @@ class Loader(LoaderSteps):
     newest of them may be read. `next(loader)` is the next batch of that stream, whatever its epoch.
 
     **State.** `state_dict()` is the place after the last batch yielded; batches that were only
-    prefetched count as unread. If the daemon goes away, the loader waits for it for up to
-    `reattach_timeout_s` and then continues at that place: no batch is lost or repeated.
+    prefetched count as unread. `last_step` is the step of the last batch, `step` that of the next.
+    An exception inside `next`, such as an interrupt, takes no batch. If the daemon goes away, the
+    loader waits for it for up to `reattach_timeout_s` and then continues at that place: no batch is
+    lost or repeated.
 
     **Processes and threads.** Use a loader directly, or as
     `DataLoader(loader, batch_size=None, num_workers=0)`. It belongs to the process that made it,
@@ -134,7 +138,8 @@ class Loader(LoaderSteps):
             daemon_user: The user, by name or id, whose daemon may answer at a Unix address, beside
                 root's and this process's own. If None, GYRE_DAEMON_USER in the environment.
             tail: What happens to samples that do not fill an epoch's last batch. `wrap`: batches
-                run on into the next epoch. `drop`: the samples are left out. `pad`: the batch is
+                run on into the next epoch. `drop`: the samples are left out; an epoch must have a
+                whole batch. `pad`: the batch is
                 filled up with other samples, for which the tensor `mask` is false.
             order: `full`, a global shuffle. `block`, for cold object storage: blocks of adjacent
                 samples come in a random order, each with one request, and are mixed with the blocks
@@ -216,7 +221,7 @@ class Loader(LoaderSteps):
         )
         reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
-        self._one_thread = OneThread("this Loader")
+        self._one_thread = OneThread(self, "this Loader")
         self._loaded_batch = -1  # the one at which a state was loaded just now
         self._active = ActiveIteration()
         self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
@@ -228,6 +233,11 @@ class Loader(LoaderSteps):
             )
             # A dtype that cannot hold the ids is refused here and not with the first batch.
             widened(self._description.fields, token_dtype)
+            if tail == "drop" and self.num_samples < batch_size:
+                raise InvalidRequest(
+                    f"an epoch of {counted(self.num_samples, 'sample')} has no whole batch of "
+                    f"{batch_size}, and tail is 'drop'. Take 'wrap' or 'pad', or smaller batches"
+                )
         except BaseException:
             self.close()
             raise
@@ -235,9 +245,8 @@ class Loader(LoaderSteps):
         _log.info("dataset %s: %s samples, format %s", printable(what), f"{found:,}", self.format)
         open_here = partial(
             open_stream,
-            target,
-            self._request,
-            self._description,
+            target=target,
+            description=self._description,
             device=to_device,
             token_dtype=token_dtype,
             reattach_timeout_s=reattach_timeout_s,
@@ -249,8 +258,8 @@ class Loader(LoaderSteps):
         accelerated.check_reader(self)
         refuse_stacking(sys._getframe().f_back)
         if not self._restart:
-            with self._one_thread:
-                self._place.stream()  # the daemon begins to read
+            self._one_thread.check()
+            self._place.stream()  # the daemon begins to read
         return EpochIterator(self, self._num_epochs, restart=self._restart)
 
     def stream(self) -> EpochIterator:
@@ -265,13 +274,14 @@ class Loader(LoaderSteps):
                 "a Loader with restart=True ends with its epochs: "
                 "make a second one for an endless stream"
             )
-        with self._one_thread:
-            self._place.stream()
+        self._one_thread.check()
+        self._place.stream()
         return EpochIterator(self, None, restart=False)
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        with self._one_thread:
-            return self._place.take()
+        stream, tensors, behind = self._peek()
+        # One line: see [Note: An interrupt takes no batch].
+        stream.position = behind; return tensors  # noqa: E702  # fmt: skip
 
     def __len__(self) -> int:
         """The most steps that one iteration can have; with `wrap`, some epochs have one less.
@@ -310,7 +320,7 @@ class Loader(LoaderSteps):
 
     def reset(self) -> None:
         """Makes the first batch of the first epoch the next one."""
-        if self._place.cursor:
+        if self._place.position.cursor:
             self._go_to(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,7 +333,7 @@ class Loader(LoaderSteps):
             {"cursor": bytes}, about 250 bytes that only the daemon reads.
         """
         self._place.locate()
-        return {"cursor": self._place.cursor}
+        return {"cursor": self._place.position.cursor}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, changed_transforms: bool = False
@@ -345,23 +355,31 @@ class Loader(LoaderSteps):
         """
         cursor = cursor_of(state_dict)
         changed = flag("changed_transforms", changed_transforms)
-        with self._one_thread:
-            self._place.resume(cursor, changed_transforms=changed)
-            self._loaded_batch = self._place.batch
-            self._active.forget_end()
+        self._one_thread.check()
+        self._active.forget_end()
+        self._place.resume(cursor, changed_transforms=changed)
+        self._loaded_batch = self._place.position.batch
 
     def close(self) -> None:
-        """Ends the session, its threads and its connections. Batches already yielded stay valid."""
-        self._finalizer()
+        """Ends the session, its threads and its connections. Batches already yielded stay valid.
+
+        Where an exception ended it early, call it again.
+        """
+        self._resources.release()
+        self._finalizer.detach()
 
     @property
     def _batch(self) -> int:
-        return self._place.batch
+        return self._place.position.batch
+
+    def _peek(self) -> tuple[Stream, dict[str, torch.Tensor], Position]:
+        self._one_thread.check()
+        return self._place.peek()
 
     def _go_to(self, batch: int) -> None:
-        self._place.go_to(batch)
-        self._loaded_batch = -1
         self._active.forget_end()
+        self._loaded_batch = -1
+        self._place.go_to(batch)
 
     def _stop_batch(self, num_epochs: int | None) -> int:
         """Returns the batch behind the last one of the iteration that the next one belongs to."""

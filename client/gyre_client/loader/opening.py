@@ -1,7 +1,7 @@
 """Asks the daemon what a dataset is, and opens the stream of its batches."""
 
-import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,33 +32,51 @@ def describe(
     with Connection(target.address) as connection, MeasuringWatch(target, dataset.name):
         return Outage(reattach_timeout_s).retry(
             lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms),
-            threading.Event().wait,
+            _pause,
         )
 
 
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False  # nothing ends it before
+
+
 def open_stream(
-    target: Target,
     request: pb.OpenSessionRequest,
-    description: pb.DatasetDescription,
+    generations: Iterator[int],
+    unfinished: list[BatchStream],
     *,
+    target: Target,
+    description: pb.DatasetDescription,
     device: torch.device | None,
     token_dtype: str,
     reattach_timeout_s: float,
     stall_timeout_s: float,
 ) -> BatchStream | DeviceStream:
-    """Opens a session and returns its stream; see `Loader` for the arguments.
+    """Opens a session and returns its stream.
+
+    Args:
+        request: Which batches, and from where on.
+        generations: Numbers the sessions of the reader.
+        unfinished: Receives the stream before it is open.
+        target: The daemon.
+        description: Of the dataset.
+        device: See `Loader`, as for the others.
+        token_dtype: See `Loader`.
+        reattach_timeout_s: See `Loader`.
+        stall_timeout_s: See `Loader`.
 
     Raises:
         GyreError: The daemon refuses, or the dataset is another one than was described.
     """
     # Made first: a device that fails opens no session.
     transfer = None if device is None else CudaTransfer(device)
-    stream = BatchStream(target, request, reattach_timeout_s, token_dtype, stall_timeout_s)
-    try:
-        check_same_dataset(stream.opened, description)
-    except BaseException:
-        stream.close()
-        raise
+    stream = BatchStream(
+        target, request, reattach_timeout_s, token_dtype, stall_timeout_s, generations
+    )
+    unfinished.append(stream)
+    stream.open()
+    check_same_dataset(stream.opened, description)
     return stream if transfer is None else DeviceStream(stream, transfer)
 
 

@@ -1,10 +1,12 @@
 """Where a loader stands in the order, and the stream that goes on from there."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.batches.batch import Position
 from gyre_client.batches.device import DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.loader.epochs import epochs_of
@@ -16,11 +18,16 @@ Stream = BatchStream | DeviceStream
 class Place:
     """A place in the order of a job. The daemon says where the job begins, once it is asked.
 
+    [Note: An interrupt takes no batch]
+    A signal may raise an exception at any line, and memory may run out at most. So a batch is made
+    while it stays in the queue, and one store, `stream.position = behind`, takes it. That store
+    stands in the method that the script calls, on the line of its `return`: between the two Python
+    neither handles a signal nor calls a trace function. Whatever is raised before leaves the loader
+    where it was. The cursor, the step, credit and the batches that may be forgotten all follow from
+    the position.
+
     Attributes:
-        cursor: Resumes after the last batch taken; empty before the first session.
-        batch: The next batch, counted without the steps that are left out.
         epochs: The steps and epochs of the job, as its session counts them.
-        mixture_digest: See `Loader.mixture_digest`.
     """
 
     def __init__(
@@ -29,89 +36,110 @@ class Place:
         request: pb.OpenSessionRequest,
         description: pb.DatasetDescription,
         tail: str,
-        open_stream: Callable[[], Stream],
+        open_stream: Callable[[pb.OpenSessionRequest, Iterator[int], list[BatchStream]], Stream],
     ) -> None:
         """Stands before the first batch, and opens nothing.
 
         Args:
             resources: Keep the stream; what releases them ends it.
-            request: Of the job. `open_stream` sends it with the place where the stream begins.
+            request: Of the job; a session has it with the place where its stream begins.
             description: Of the dataset; it grows with the dataset.
             tail: What happens to samples that do not fill an epoch's last batch.
-            open_stream: Opens a session by `request`.
+            open_stream: Opens a session by a request; see `opening.open_stream`.
         """
         self._resources = resources
         self._request = request
         self._description = description
         self._tail = tail
         self._open_stream = open_stream
-        self.cursor = b""
-        self.batch = 0
-        self.mixture_digest = 0
+        self._generations = itertools.count(request.reader.generation + 1)
+        self._mixture_digest = 0  # that of the last batch of the streams before
         self._count([(0, description.num_samples)])
 
-    def stream(self, batch: int | None = None, *, grow: bool = False) -> Stream:
-        """Returns the stream; opens it at the cursor, or at `batch`, if it is not open.
+    @property
+    def position(self) -> Position:
+        """The cursor resumes after the last batch taken; it is empty before the first session."""
+        stream = self._resources.stream
+        return self._resources.position if stream is None else stream.position
 
-        With `grow`, samples that were added since the cursor was saved come in later epochs.
-        """
+    @property
+    def last_batch(self) -> int | None:
+        """The number of the last batch, if it came from the stream that is open."""
+        stream = self._resources.stream
+        if stream is None or stream.position.batch == stream.opened.first_step:
+            return None
+        return stream.position.batch - 1
+
+    @property
+    def mixture_digest(self) -> int:
+        """See `Loader.mixture_digest`."""
+        stream, last = self._resources.stream, self.last_batch
+        if stream is None or last is None:
+            return self._mixture_digest
+        step = self.epochs.step_of(last)
+        begun = [each.digest for each in stream.mixture if each.first_step <= step]
+        return begun[-1] if begun else 0
+
+    def stream(self) -> Stream:
+        """Returns the stream; opens it at the cursor if it is not open."""
         self._resources.check_usable()
-        if self._resources.stream is None:
-            self._request.cursor = self.cursor
-            self._request.ClearField("step")
-            self._request.grow = grow
-            if batch is not None:
-                self._request.step = batch
-            stream = self._resources.stream = self._open_stream()
-            self.cursor = stream.opened.cursor
-            self.batch = stream.opened.first_step
-            self._adopt(stream.opened)
-        return self._resources.stream
+        return self._resources.stream or self._open(self.position.cursor)
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the next batch, and goes on behind it.
+    def peek(self) -> tuple[Stream, dict[str, torch.Tensor], Position]:
+        """Returns the stream, the tensors of its next batch, and the position behind it.
+
+        To replace the stream's position by that one takes the batch: see the Note above.
 
         Raises:
             StopIteration: The daemon has ended the batches.
         """
         stream = self._resources.open_stream() or self.stream()
-        batch = stream.take()
-        if batch is None:
+        found = stream.peek()
+        if found is None:
             raise StopIteration
-        tensors = batch.tensors
-        self.cursor = batch.cursor
-        self.batch = batch.step + 1
-        if stream.mixture:
-            step = self.epochs.step_of(batch.step)
-            begun = [each.digest for each in stream.mixture if each.first_step <= step]
-            self.mixture_digest = begun[-1] if begun else 0
-        return tensors
+        batch, behind = found
+        return stream, batch.tensors, behind
 
     def locate(self) -> None:
         """Opens the stream if nothing was read yet: the daemon says where a job begins."""
-        if not self.cursor:
+        if not self.position.cursor:
             self.stream()
 
     def go_to(self, batch: int) -> None:
         """Makes the batch with this number the next one."""
         self.locate()
-        if batch != self.batch:
-            self._resources.close_stream()
-            self.stream(batch)
+        if batch != self.position.batch:
+            self._resources.check_usable()
+            self._leave_stream()
+            self._open(self.position.cursor, step=batch)
 
     def resume(self, cursor: bytes, *, changed_transforms: bool) -> None:
         """Goes to the place of a cursor; stays where it is if the daemon refuses that."""
         self._resources.check_usable()
+        self._leave_stream()
+        self._open(cursor, grow=True, changed_transforms=changed_transforms)
+
+    def _leave_stream(self) -> None:
+        self._mixture_digest = self.mixture_digest
         self._resources.close_stream()
-        previous, self.cursor = self.cursor, cursor
-        self._request.changed_transforms = changed_transforms
+
+    def _open(self, cursor: bytes, **where: object) -> Stream:
+        """Opens a session there; an exception leaves the loader without one, where it was.
+
+        With `grow`, samples that were added since the cursor was saved come in later epochs.
+        """
+        request = pb.OpenSessionRequest()
+        request.CopyFrom(self._request)
+        request.MergeFrom(pb.OpenSessionRequest(cursor=cursor, **where))  # type: ignore[arg-type]
+        resources = self._resources
+        resources.finish()
         try:
-            self.stream(grow=True)
-        except BaseException:
-            self.cursor = previous
-            raise
+            stream = self._open_stream(request, self._generations, resources.unfinished)
+            self._adopt(stream.opened)
+            resources.stream = stream
+            return stream
         finally:
-            self._request.changed_transforms = False
+            resources.finish()
 
     def _adopt(self, opened: pb.SessionOpened) -> None:
         """Counts samples, steps and epochs as the session does."""

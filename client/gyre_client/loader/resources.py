@@ -2,6 +2,7 @@
 
 import os
 
+from gyre_client.batches.batch import Position
 from gyre_client.batches.device import DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import ForkedProcess, InvalidRequest
@@ -20,6 +21,8 @@ class LoaderResources:
         pid: The process that made them, which alone may use and release them.
         target: The daemon.
         stream: None where no session is open.
+        position: Where the loader stands while no session is open.
+        unfinished: Streams that are being opened or closed; an interrupt may have left them here.
         is_released: Whether they were released, so that no session can be opened.
     """
 
@@ -27,7 +30,10 @@ class LoaderResources:
         self.pid = os.getpid()
         self.target = target
         self.stream: BatchStream | DeviceStream | None = None
+        self.position = Position(b"", 0)
+        self.unfinished: list[BatchStream] = []
         self.is_released = False
+        self._holds_target = True
 
     def open_stream(self) -> BatchStream | DeviceStream | None:
         """Returns the stream if it is open in this process, which needs no further check."""
@@ -49,14 +55,28 @@ class LoaderResources:
             raise InvalidRequest("this Loader is closed")
 
     def close_stream(self) -> None:
-        """Ends the session; what was read ahead is dropped."""
-        stream, self.stream = self.stream, None
+        """Ends the session; what was read ahead is dropped, and the position stays."""
+        stream = self.stream
         if stream is not None:
+            self.unfinished.append(stream.source)
+            self.position = Position(stream.position.cursor, stream.position.batch)
+            self.stream = None
             stream.close()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends sessions that an interrupt kept from being opened or closed."""
+        while self.unfinished:
+            stream = self.unfinished[-1]
+            if self.stream is None or stream is not self.stream.source:
+                stream.close()
+            self.unfinished.pop()
 
     def release(self) -> None:
-        """Ends the session, and lets go of a private daemon."""
+        """Ends the session, and lets go of a private daemon; a second call does what is left."""
         if self.pid == os.getpid():  # a forked child's copy owns nothing
             self.is_released = True
             self.close_stream()
-            self.target.release()
+            if self._holds_target:
+                self._holds_target = False  # first: released twice, it would end another's daemon
+                self.target.release()

@@ -25,8 +25,21 @@ class LoaderSteps(DescribedDataset):
 
     @property
     def step(self) -> int:
-        """The global step of the next batch, counted from 0, with those that are left out."""
+        """The global step of the next batch, counted from 0, with those that are left out.
+
+        That of the batch in hand is `last_step`.
+        """
         return self.step_of(self.num_batches)
+
+    @property
+    def last_step(self) -> int | None:
+        """The global step of the last batch, the one that a loop has in hand: log this one.
+
+        `gyre plan --step`, `gyre why --step` and `gyre rewind --step` know the batch by it. None
+        before the first batch, and after `load_state_dict`, `set_epoch` or `reset` until the next.
+        """
+        last = self._place.last_batch
+        return None if last is None else self._place.epochs.step_of(last)
 
     def step_of(self, batch: int) -> int:
         """Returns the global step of the batch with this number, counted from 0."""
@@ -37,7 +50,7 @@ class LoaderSteps(DescribedDataset):
     def num_batches(self) -> int:
         """How many batches come before the next one: `step` without those that are left out."""
         self._place.locate()
-        return self._place.batch
+        return self._place.position.batch
 
     @property
     def mixture_digest(self) -> int:

@@ -10,8 +10,22 @@ A tensor stays valid as long as it is held. When a session ends, the batches tha
 moved out of its arenas: each becomes memory of this process, at the same address. Then the arenas
 are unmapped and the side channel is closed, which tells the daemon that it may free them. So one
 batch that is kept never keeps an arena.
+
+[Note: What a forked child inherits]
+The daemon fills a slot again when this process has released it, whatever a child still reads. So
+a child inherits no page of an arena, but copies: before a fork, all pages of the batches that the
+script may hold become this process's own. The child then moves them out. Batches that were not
+read yet are not copied. A batch that another thread takes while this one forks is not mapped in
+the child. To start a program without `preexec_fn` runs none of this, and copies nothing.
+
+[Note: What a finalizer may do]
+The last view of a batch may die in any thread and at any line, also while an exception unwinds.
+Code of Python that ran there could be interrupted half-way, so none does: the weak reference to the
+memory appends itself to a queue, which gRPC's sending thread empties. The locks here are held in
+background threads alone, where no signal is handled.
 """
 
+import logging
 import mmap
 import os
 import threading
@@ -20,18 +34,68 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.memory.mapping import PrivateMapping
+from gyre_client.memory.mapping import Memory, PrivateMapping
 from gyre_client.memory.memory_file import check_memory
 from gyre_client.memory.pages import PrivatePages
 from gyre_client.transport.side_channel import NotShared, SideChannel
 
+_log = logging.getLogger("gyre_client")
+
+
+class Loan(weakref.ref[Memory]):
+    """Memory of a batch group that is lent; it queues itself when the last view of it is gone.
+
+    Attributes:
+        begin: The first byte in the arena.
+        end: The byte behind the last page.
+        first_step: The first step of the group.
+        num_batches: How many batches lie there.
+        is_read: Whether the script may hold views of it.
+        is_copied: Whether all its pages are this process's own.
+    """
+
+    __slots__ = ("_arena", "begin", "end", "first_step", "is_copied", "is_read", "num_batches")
+
+    def __new__(
+        cls,
+        memory: Memory,
+        returned: "Callable[[Loan], None]",
+        arena: "Arena",
+        extent: tuple[int, int],
+        first_step: int,
+        num_batches: int,
+    ) -> "Loan":
+        """Makes a weak reference; `returned` is called with it when the memory is gone."""
+        return super().__new__(cls, memory, returned)
+
+    def __init__(
+        self,
+        memory: Memory,
+        returned: "Callable[[Loan], None]",
+        arena: "Arena",
+        extent: tuple[int, int],
+        first_step: int,
+        num_batches: int,
+    ) -> None:
+        super().__init__(memory, returned)  # type: ignore[call-arg]
+        self._arena = arena
+        self.begin, self.end = extent
+        self.first_step = first_step
+        self.num_batches = num_batches
+        self.is_read = self.is_copied = False
+
+    def take_back(self) -> None:
+        """Frees the memory, once it is gone; for a background thread."""
+        self._arena.take_back(self)
+
 
 class Arenas:
-    """The memory files of one session, each mapped when its first batch comes."""
+    """The memory files of one session, each mapped when its first batch comes.
+
+    Attributes:
+        returned: The loans whose memory is gone, and that nobody has taken back yet.
+    """
 
     def __init__(self, side: SideChannel, session_id: str, first_bytes: int) -> None:
         """Receives the first arena; `map_first` maps its pages.
@@ -49,13 +113,16 @@ class Arenas:
         self._side = side
         self._session_id = session_id
         self._num_received = 0
+        self.returned: deque[Loan] = deque()
         self._mapped = {0: self._receive(0, first_bytes)}
 
-    @property
-    def num_lent(self) -> int:
-        """The number of batches whose memory is in use."""
+    def num_lent(self, enough: int = 0) -> int:
+        """Returns the number of batches whose memory is in use; any below `enough` if it is."""
         # The receiver may add an arena meanwhile, hence the copy.
-        return sum(arena.num_lent for arena in list(self._mapped.values()))
+        num_lent = sum(arena.num_lent for arena in list(self._mapped.values()))
+        if num_lent > enough and self.returned:
+            num_lent -= sum(loan.num_batches for loan in self.returned.copy())
+        return num_lent
 
     def map_first(self) -> None:
         """Maps the pages of the first arena, while the daemon reads the first batches."""
@@ -105,7 +172,8 @@ class Arenas:
             self._side.close()
 
     def _receive(self, number: int, num_bytes: int | None = None) -> "Arena":
-        arena = Arena(self._side.receive(self._session_id, number), num_bytes)
+        descriptor = self._side.receive(self._session_id, number)
+        arena = Arena(descriptor, num_bytes, self.returned)
         self._num_received += 1
         return arena
 
@@ -114,15 +182,21 @@ class Arena:
     """One memory file. Memory lent out of it stays as it is until it is given back.
 
     Attributes:
-        num_lent: The number of batches whose memory is in use.
+        num_lent: The number of batches whose memory was lent and not taken back.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        num_bytes: int | None = None,
+        returned: deque[Loan] | None = None,
+    ) -> None:
         """Maps the file and closes the descriptor, which this object owns.
 
         Args:
             descriptor: Of a memory file of a daemon.
             num_bytes: The size that it was announced with; None if it was not.
+            returned: Where loans go whose memory is gone.
 
         Raises:
             NotShared: The file cannot be mapped.
@@ -136,28 +210,28 @@ class Arena:
         finally:
             os.close(descriptor)
         self._pages = PrivatePages(self._mapping.address, self._mapping.num_bytes)
+        self._returned = deque() if returned is None else returned
         self.num_lent = 0
-        self._lent: dict[int, int] = {}  # the end of each lent range, by its begin
-        self._begins: list[int] = []  # of the lent ranges, in rising order
+        self._loans: dict[int, Loan] = {}  # by the first byte
+        self._begins: list[int] = []  # of the loans, in rising order
         self._is_closed = False
-        self._lock = threading.Lock()  # guards all of the above
-        # Ranges whose last view is gone, and that nobody has taken back yet.
-        self._returned: deque[tuple[int, int, Callable[[], None]]] = deque()
+        self._lock = threading.Lock()  # guards all of the above, in background threads
+        _open_arenas.add(self)
 
     def map_pages(self) -> None:
         """Maps all pages at once, which takes half as long as one by one."""
         self._pages.map_pages()
 
     def lend(
-        self, begin: int, end: int, num_batches: int, returned: Callable[[], None]
-    ) -> npt.NDArray[np.uint8]:
-        """Returns the memory of `num_batches` batches, uint8 [end - begin], writable.
+        self, begin: int, end: int, num_batches: int = 1, first_step: int = 0
+    ) -> tuple[Memory, Loan]:
+        """Returns the memory of `num_batches` batches, uint8 [end - begin], writable; and its loan.
 
         Args:
             begin: The first byte in the file; the first of a page.
             end: The byte behind the last one.
             num_batches: How many batches lie there.
-            returned: Called when the last view of the memory is gone.
+            first_step: The step of the first one.
 
         Raises:
             ValueError: The range lies outside the file, does not begin with a page, or overlaps
@@ -172,15 +246,25 @@ class Arena:
             if self._is_closed:
                 raise DaemonUnavailable("the session is over")
             place = bisect(self._begins, begin)
-            before = self._lent[self._begins[place - 1]] if place else 0
+            before = self._loans[self._begins[place - 1]].end if place else 0
             if before > begin or any(each < end for each in self._begins[place : place + 1]):
                 raise ValueError(f"what lies at bytes [{begin}, {end}) is lent already")
+            loan = Loan(memory, self._returned.append, self, (begin, end), first_step, num_batches)
             self._begins.insert(place, begin)
-            self._lent[begin] = end
+            self._loans[begin] = loan
             self.num_lent += num_batches
-        weakref.finalize(memory, self._give_back, begin, num_batches, returned).atexit = False
-        self._take_back()
-        return memory
+        return memory, loan
+
+    def take_back(self, loan: Loan) -> None:
+        """Frees a range whose last view is gone; it shows the file again."""
+        with self._lock:
+            if self._is_closed:
+                return
+            del self._loans[loan.begin]
+            self._begins.remove(loan.begin)
+            self.num_lent -= loan.num_batches
+            if loan.is_copied or self._pages.may_be_written(loan.begin, loan.end - loan.begin):
+                self._mapping.drop_private(loan.begin, loan.end)
 
     def close(self) -> bool:
         """Moves out what is lent, and unmaps the rest.
@@ -190,45 +274,67 @@ class Arena:
         """
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-            is_out = was_closed or self._move_out()
-        self._take_back()
-        return is_out
+            if was_closed:
+                return True
+            _open_arenas.discard(self)
+            self._pages.close()
+            is_out, gap_begin = True, 0
+            for begin, loan in sorted(self._loans.items()):
+                memory = loan()  # keeps the range as it is meanwhile
+                if memory is not None:
+                    self._mapping.unmap(gap_begin, begin)
+                    is_out &= self._mapping.move_out(begin, loan.end, memory)
+                    gap_begin = loan.end
+            self._mapping.unmap(gap_begin, self._mapping.num_bytes)
+            return is_out
 
-    def _move_out(self) -> bool:
-        self._pages.close()
-        is_out, gap_begin = True, 0
-        for begin, end in sorted(self._lent.items()):
-            self._mapping.unmap(gap_begin, begin)
-            is_out &= self._mapping.move_out(begin, end)
-            gap_begin = end
-        self._mapping.unmap(gap_begin, self._mapping.num_bytes)
-        return is_out
-
-    def _give_back(self, begin: int, num_batches: int, returned: Callable[[], None]) -> None:
-        """Queues a range whose last view is gone.
-
-        A garbage collection may call this in any thread, also in one that holds the lock. So it
-        never waits for the lock: see `_take_back`.
-        """
-        self._returned.append((begin, num_batches, returned))
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """Frees the queued ranges, unless another thread holds the lock and will do it."""
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                begin, num_batches, returned = self._returned.popleft()
-                self._free(begin, self._lent.pop(begin))
-                self._begins.remove(begin)
-                self.num_lent -= num_batches
-            except IndexError:  # another thread took it first
+    def copy_for_child(self) -> None:
+        """Makes what the script may hold this process's own: see the Note on forked children."""
+        for loan in list(self._loans.values()):
+            memory = loan()  # so that nobody takes it back meanwhile
+            if memory is None or not loan.is_read or loan.is_copied:
                 continue
-            finally:
-                self._lock.release()
-            returned()
+            loan.is_copied = self._mapping.copy_for_child(loan.begin, loan.end)
+            if not loan.is_copied:
+                _log.error(
+                    "there is no memory to copy the batches that this process holds: the kernel "
+                    "ends a forked child that reads them"
+                )
 
-    def _free(self, begin: int, end: int) -> None:
-        if self._is_closed:
-            self._mapping.unmap(begin, end)
-        elif self._pages.may_be_written(begin, end - begin):
-            self._mapping.drop_private(begin, end)
+    def leave_to_child(self) -> None:
+        """In a forked child: keeps what was copied for it, and nothing of the daemon's.
+
+        Other threads do not exist here, and may have held the lock.
+        """
+        self._pages.close()
+        self._lock = threading.Lock()
+        self._is_closed = True
+        for loan in list(self._loans.values()):
+            memory = loan()
+            if memory is not None and loan.is_copied:
+                self._mapping.move_out(loan.begin, loan.end, memory)
+
+
+_open_arenas: set[Arena] = set()  # of all sessions of this process
+
+
+def _before_fork() -> None:
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            for arena in list(_open_arenas):
+                arena.copy_for_child()
+            break
+        except KeyboardInterrupt as error:  # the fork takes place in any case
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _in_child() -> None:
+    for arena in list(_open_arenas):
+        arena.leave_to_child()
+    _open_arenas.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -3,6 +3,9 @@
 All loaders of a process share one daemon: the first loader starts it, the last one stops it. The
 child watches its parent, so it ends, and removes its folder, even if the parent is killed. If both
 are killed, the next private daemon on this machine removes the folder.
+
+Its log, `gyred.log` in the folder, ends with the folder. If the daemon does not start and says
+why, the folder stays until the next private daemon.
 """
 
 import contextlib
@@ -11,13 +14,12 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from typing import IO
+from io import FileIO
 
 from gyre_client.errors import DaemonUnavailable, NotInstalled, StorageUnavailable
-from gyre_client.targets.private_folder import SOCKET, PrivateFolder
+from gyre_client.targets.private_folder import LOG, SOCKET, PrivateFolder
 from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.trust import check_listener
@@ -29,7 +31,10 @@ BAD_CONFIGURATION = 2
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
-MAX_STDERR_BYTES = 2000  # the end of the child's standard error that an error message quotes
+# An error quotes the end of the log. Beyond its limit, the log keeps its last quarter; that is
+# looked at when a session opens, as a line comes with a session, an outage or a fault.
+MAX_QUOTED_BYTES = 2000
+MAX_LOG_BYTES = 4 << 20
 _NEEDED = ("gyre_daemon", "aiofiles", "fsspec", "numpy", "prometheus_client", "uvloop")
 
 _log = logging.getLogger("gyre_client")
@@ -40,6 +45,7 @@ class PrivateDaemon:
 
     Attributes:
         address: Where the child listens, also after a restart.
+        log_path: What the child says, at most `MAX_LOG_BYTES` when a session opens.
     """
 
     def __init__(self) -> None:
@@ -47,21 +53,25 @@ class PrivateDaemon:
 
         Raises:
             NotInstalled: The extra `daemon` is missing.
-            DaemonUnavailable: The daemon does not start; the message quotes its standard error.
+            DaemonUnavailable: The daemon does not start; the message quotes and names its log.
         """
         missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
         if missing:
             raise NotInstalled.needs("a private daemon", missing, "daemon")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._folder = PrivateFolder()
         self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}", os.geteuid())
-        # The file has no name; `stop` closes it.
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.log_path = self._folder.path / LOG
+        self._log: FileIO = self.log_path.open("ab+", buffering=0)  # `stop` closes it
         try:
             self._child = self._start()
         except BaseException:
-            self._remove_files()
+            self._keep_log()
+            has_log = self._log.seek(0, os.SEEK_END) > 0
+            self._log.close()
+            self._folder.leave() if has_log else self._folder.remove()
             raise
+        _log.info("private daemon %d writes its log to %s", self.pid, self.log_path)
 
     @property
     def pid(self) -> int:
@@ -77,6 +87,10 @@ class PrivateDaemon:
         with self._lock:
             if self._child.poll() is not None:
                 self._child = self._start()
+            elif os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
+                kept = self._end_of_log(MAX_LOG_BYTES // 4)
+                self._log.truncate(0)  # both append, so the child goes on at the new end
+                self._log.write(kept)
 
     def stop(self) -> None:
         """Ends the child and removes its folder."""
@@ -87,11 +101,8 @@ class PrivateDaemon:
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait()
-            self._remove_files()
-
-    def _remove_files(self) -> None:
-        self._stderr.close()
-        self._folder.remove()
+            self._log.close()
+            self._folder.remove()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """Returns a child that answers; a start that fails by chance is tried once more."""
@@ -104,14 +115,14 @@ class PrivateDaemon:
             return self._start_once()
 
     def _start_once(self) -> "subprocess.Popen[bytes]":
-        self._folder.ensure()
+        self._keep_log()
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
         command += ["--socket-dir", str(self._folder.path), "--parent-pid", str(os.getpid())]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
+            stderr=self._log,
             start_new_session=True,  # Ctrl-C is for the parent to handle
         )
         try:
@@ -126,13 +137,12 @@ class PrivateDaemon:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if child.poll() is not None:
-                raise _StartFailed(child.returncode, self._end_of_stderr())
+                raise _StartFailed(child.returncode, self._said())
             if (self._folder.path / SOCKET).exists() and self._answers(child.pid):
                 return
             time.sleep(POLL_S)
         raise DaemonUnavailable(
-            f"the private daemon did not answer within {START_TIMEOUT_S:.0f} s: "
-            f"{self._end_of_stderr()}"
+            f"the private daemon did not answer within {START_TIMEOUT_S:.0f} s: {self._said()}"
         )
 
     def _answers(self, pid: int) -> bool:
@@ -144,10 +154,23 @@ class PrivateDaemon:
             return listener is not None and listener.pid == pid
         return False
 
-    def _end_of_stderr(self) -> str:
-        num_bytes = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, num_bytes - MAX_STDERR_BYTES))
-        return self._stderr.read().decode(errors="replace").strip() or "it said nothing"
+    def _keep_log(self) -> None:
+        """Puts the log where it was: a daemon that ends in good order removes the folder."""
+        self._folder.ensure()
+        if not self.log_path.exists():
+            kept = self._end_of_log(MAX_LOG_BYTES // 4)
+            self._log.close()
+            self._log = self.log_path.open("ab+", buffering=0)
+            self._log.write(kept)
+
+    def _end_of_log(self, max_bytes: int) -> bytes:
+        num_bytes = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, num_bytes - max_bytes))
+        return self._log.read()
+
+    def _said(self) -> str:
+        said = self._end_of_log(MAX_QUOTED_BYTES).decode(errors="replace").strip()
+        return f"{said} (its log is {self.log_path})" if said else "it said nothing"
 
 
 class _StartFailed(DaemonUnavailable):
@@ -157,8 +180,8 @@ class _StartFailed(DaemonUnavailable):
         status: Its exit status; a negative signal number if it was killed.
     """
 
-    def __init__(self, status: int, stderr: str) -> None:
-        super().__init__(f"the private daemon ended with status {status}: {stderr}")
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"the private daemon ended with status {status}: {said}")
         self.status = status
 
 
@@ -173,7 +196,8 @@ class _SharedDaemon:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: an interrupt on the way out must not lock out the thread that it interrupted.
+        self._lock = threading.RLock()
         self._daemon: PrivateDaemon | None = None
         self._num_users = 0
 

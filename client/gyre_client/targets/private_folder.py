@@ -1,4 +1,4 @@
-"""The folder of a private daemon's socket: only this user can enter it.
+"""The folder of a private daemon's socket and log: only this user can enter it.
 
 The owner holds a lock on the folder, and the daemon holds one on a file in it. The kernel drops
 both locks however a process ends. So a folder with neither lock belonged to an owner and a daemon
@@ -16,8 +16,14 @@ from gyre_client.errors import DaemonUnavailable
 from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES
 
 SOCKET = "gyre.sock"
+LOG = "gyred.log"
 _LOCK = f"{SOCKET}.lock"  # the daemon holds a lock on this file
-_FILES = (SOCKET, f"{SOCKET}.side", _LOCK)  # a folder with any other file is not ours to remove
+_FILES = (
+    SOCKET,
+    f"{SOCKET}.side",
+    _LOCK,
+    LOG,
+)  # a folder with any other file is not ours to remove
 _PREFIX = "gyred-"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -55,6 +61,10 @@ class PrivateFolder:
     def remove(self) -> None:
         """Removes the folder with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leaves the folder to the next private daemon of this user, which removes it."""
         os.close(self._descriptor)
 
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from gyre_client.errors import InvalidRequest
+from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError, InvalidRequest
 from gyre_client.messages.arguments import text
 from gyre_client.messages.requests import is_location
 from gyre_client.targets import private_daemon
@@ -31,6 +31,12 @@ class Target:
         """
         if self.private is not None:
             self.private.ensure()
+
+    def with_log(self, error: GyreError) -> GyreError:
+        """Returns the error; where the private daemon is at fault, one that names its log."""
+        if self.private is None or not isinstance(error, DaemonUnavailable | DaemonFault):
+            return error
+        return error.told(f"{error}. Its log is {self.private.log_path}")
 
     def release(self) -> None:
         """Ends this use of the daemon; a private daemon stops with its last user."""

@@ -1,15 +1,19 @@
 """The client's side of a session's control stream: credits, releases and heartbeats.
 
 Credits and releases are coalesced: everything that came up since the last message travels in the
-next one.
+next one. Each number here is written by one thread: what the consumer did are totals that gRPC's
+sending thread looks up, so an interrupt of the consumer neither loses nor doubles a credit.
 """
 
-import math
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.transport.wakeup import Wakeup
 
 # Credits that are fewer than `num_together` wait this long for more before they travel. Shorter
 # wakes a thread here and one in the daemon for every batch; longer delays a slow trainer's credit.
@@ -22,15 +26,51 @@ REPORT_S = 1.0
 MAX_RELEASES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What the consumer has done since the session began.
+
+    Attributes:
+        num_dequeued: The batches that left the queue.
+        num_taken: The batches that were handed to the script.
+        waited_s: How long it had no batch to go on with.
+    """
+
+    num_dequeued: int = 0
+    num_taken: int = 0
+    waited_s: float = 0.0
+
+
+class Returned(Protocol):
+    """The memory of successive batches that nobody uses any more."""
+
+    @property
+    def first_step(self) -> int:
+        """The first one's step."""
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches."""
+
+    def take_back(self) -> None:
+        """Makes it fit for other batches, before the daemon hears that it may write there."""
+
+
 class Outbox:
-    """Filled by the consumer and the receiver, drained by gRPC's sending thread."""
+    """Filled by the consumer and the receiver, drained by gRPC's sending thread.
+
+    Attributes:
+        returned: The memory of batches that is gone, and of which the daemon has not heard.
+        is_closed: Whether the messages end.
+    """
 
     def __init__(
         self,
         session_id: str,
         num_credits: int,
         num_together: int = 1,
-        num_taken: Callable[[], int] = lambda: 0,
+        consumed: Callable[[], Consumed] = Consumed,
+        returned: deque[Any] | None = None,
     ) -> None:
         """Queues the first credits.
 
@@ -39,79 +79,61 @@ class Outbox:
             num_credits: The first credits; they are sent at once.
             num_together: How many later credits, or released batches, are worth a message of
                 their own. Half of what the daemon granted leaves it the other half to go on with.
-            num_taken: Returns how many batches of the session the consumer has taken.
+            consumed: Returns what the consumer did.
+            returned: Where finalizers put the memory of batches that are gone, each `Returned`.
         """
         self._session_id = session_id
-        self._num_credits = num_credits
+        self._num_granted = num_credits  # by the receiver
+        self._num_together = num_together
+        self._consumed = consumed
+        self.returned: deque[Returned] = deque() if returned is None else returned
+        self._unmapped: deque[int] = deque()
+        self._wakeup = Wakeup()
+        self.is_closed = False
+        # of the sending thread
+        self._released: list[int] = []
         self._num_sent = 0  # credits
         self._waited_s = 0.0
-        self._num_together = num_together
-        self._num_taken = num_taken
-        self._is_due = num_credits > 0
-        self._released: list[int] = []
-        self._num_released = 0  # batches
-        self._unmapped: list[int] = []
-        self._sent_at_s = -math.inf  # when a message last had credits or releases
-        self._closed = False
-        self._changed = threading.Condition()
+        self._sent_at_s = 0.0  # when a message last had credits or releases
+        self._wakeup.wake()
 
     @property
     def num_given(self) -> int:
         """How many batches in all the daemon may have sent by now, at most."""
-        return self._num_sent + max(0, self._num_credits)
+        return max(self._num_sent, self._num_granted + self._consumed().num_dequeued)
 
-    def credit(self, num_batches: int, waited_s: float = 0.0) -> None:
-        """Lets the daemon send `num_batches` more.
-
-        Args:
-            num_batches: How many batches the consumer took out of the queue.
-            waited_s: How long it had no batch to go on with, beyond what `note_wait` was told.
-        """
-        with self._changed:
-            self._num_credits += num_batches
-            self._waited_s += waited_s
-            self._notify_if_due(self._num_credits)
+    def send_if_due(self, num_per_group: int) -> None:
+        """Wakes the sending thread if it is worth a message; a group has about so many batches."""
+        num_credits = self._num_granted + self._consumed().num_dequeued - self._num_sent
+        num_waiting = max(num_credits, len(self.returned) * num_per_group)
+        if num_waiting >= self._num_together or (
+            num_waiting > 0 and time.monotonic() > self._sent_at_s + LONG_WAIT_S
+        ):
+            self._wakeup.wake()
 
     def grant(self, num_more: int, num_together: int) -> None:
         """Changes the number of batches that may be under way by `num_more`.
 
         If it is negative, that many of the next credits are kept back.
         """
-        with self._changed:
-            self._num_credits += num_more
-            self._num_together = num_together
-            self._notify_if_due(self._num_credits)
+        self._num_granted += num_more
+        self._num_together = num_together
+        self._wakeup.wake()
 
-    def note_wait(self, seconds: float) -> None:
-        """Adds to the time that the consumer had no batch to go on with.
-
-        It travels with the next credit, or at once when it has added up to `LONG_WAIT_S`.
-        """
-        with self._changed:
-            self._waited_s += seconds
-            if self._waited_s >= LONG_WAIT_S:
-                self._is_due = True
-                self._changed.notify()
-
-    def release(self, first_step: int, num_batches: int = 1) -> None:
-        """Gives the memory of a batch group back: `num_batches` that begin with `first_step`."""
-        with self._changed:
-            self._released.append(first_step)
-            self._num_released += num_batches
-            self._notify_if_due(self._num_released)
+    def release(self, returned: Returned) -> None:
+        """Gives memory back that no finalizer returns."""
+        self.returned.append(returned)
+        self.send_if_due(returned.num_batches)
 
     def unmapped(self, arenas: Sequence[int]) -> None:
         """Tells the daemon that this process no longer maps these arenas."""
-        with self._changed:
-            self._unmapped += arenas
-            self._is_due = True
-            self._changed.notify()
+        self._unmapped += arenas
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Ends the messages; the client then half-closes its stream."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self.is_closed = True
+        self._wakeup.wake()
 
     def messages(
         self, heartbeat_s: float, on_wake: Callable[[], None]
@@ -120,20 +142,20 @@ class Outbox:
 
         Args:
             heartbeat_s: The longest silence; a heartbeat ends it.
-            on_wake: Called before each message, and at least every `heartbeat_s`.
+            on_wake: Called before each message, at the end, and at least every `heartbeat_s`.
         """
         yield pb.StreamRequest(attach=pb.Attach(session_id=self._session_id))
         sent_at_s, num_reported = time.monotonic(), 0
-        while not self._closed:
-            with self._changed:
-                is_due = self._changed.wait_for(
-                    lambda: self._is_due or self._closed, min(heartbeat_s, REPORT_S)
-                )
-                credit, unmapped = self._take_queued()
+        while not self.is_closed:
+            if not self._released:
+                self._wakeup.wait(min(heartbeat_s, LONG_WAIT_S))
+            consumed = self._consumed()
+            credit, unmapped = self._take_queued(consumed)
             on_wake()
-            num_taken = self._num_taken()
-            has_news = is_due or credit.ByteSize() or unmapped or num_taken != num_reported
-            if not has_news and time.monotonic() < sent_at_s + heartbeat_s:
+            num_taken, silent_s = consumed.num_taken, time.monotonic() - sent_at_s
+            has_news = credit.ByteSize() or unmapped
+            is_due = silent_s >= (REPORT_S if num_taken != num_reported else heartbeat_s)
+            if not (has_news or is_due) or self.is_closed:
                 continue
             sent_at_s, num_reported = time.monotonic(), num_taken
             if unmapped:
@@ -145,23 +167,23 @@ class Outbox:
                 yield pb.StreamRequest(release=release, num_taken=num_taken)
             elif not unmapped:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=num_taken)
+        on_wake()
 
-    def _take_queued(self) -> tuple[pb.Credit, list[int]]:
-        """Returns what is queued, as one message; the caller holds the lock."""
+    def _take_queued(self, consumed: Consumed) -> tuple[pb.Credit, list[int]]:
+        """Returns what is queued, as one message."""
+        while self.returned:
+            returned = self.returned.popleft()
+            returned.take_back()
+            self._released.append(returned.first_step)
         released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
-        credit = pb.Credit(
-            num_batches=max(0, self._num_credits), waited_s=self._waited_s, released_steps=released
-        )
-        self._num_sent += credit.num_batches
-        self._num_credits -= credit.num_batches
-        self._waited_s = 0.0
-        unmapped, self._unmapped = self._unmapped, []
-        self._is_due, self._num_released = bool(self._released), len(self._released)
-        if released or credit.waited_s:
+        num_credits = max(0, self._num_granted + consumed.num_dequeued - self._num_sent)
+        waited_s = consumed.waited_s - self._waited_s
+        if not num_credits and waited_s < LONG_WAIT_S:
+            waited_s = 0.0  # it travels with the next credit
+        self._num_sent += num_credits
+        self._waited_s += waited_s
+        unmapped = [self._unmapped.popleft() for _ in range(len(self._unmapped))]
+        if released or num_credits or waited_s:
             self._sent_at_s = time.monotonic()
+        credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
         return credit, unmapped
-
-    def _notify_if_due(self, num_waiting: int) -> None:
-        if num_waiting >= self._num_together or time.monotonic() > self._sent_at_s + LONG_WAIT_S:
-            self._is_due = True
-            self._changed.notify()

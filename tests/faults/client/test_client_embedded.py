@@ -284,9 +284,49 @@ def test_a_daemon_that_cannot_start_is_an_error_that_quotes_its_log(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GYRE_PREFETCH_BATCHES", "many")
-    with pytest.raises(DaemonUnavailable, match=r"ended with status 2: gyred: .*many"):
+    with pytest.raises(
+        DaemonUnavailable, match=r"ended with status 2: gyred: .*many.*\(its log is .*gyred.log\)"
+    ) as failure:
         private(tokens)
     assert daemons() == []
+    log = Path(str(failure.value).partition("its log is ")[2].rstrip(")"))
+    assert "many" in log.read_text(), "the folder stays"
+    monkeypatch.delenv("GYRE_PREFETCH_BATCHES")
+    with private(tokens):
+        assert not log.exists(), "the next private daemon removes it"
+
+
+def test_the_log_outlives_a_restart_and_is_cut(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre_client.targets.private_daemon.MAX_LOG_BYTES", 8000)
+    with private(tokens) as loader:
+        next(loader)
+        (daemon,) = daemons()
+        log = directory_of(daemon) / "gyred.log"
+        first = log.read_text()
+        assert '"event": "ready"' in first
+        daemon.terminate()  # in good order, so that it removes its folder
+        for _ in range(30):
+            next(loader)
+        assert log.read_text()[:100] == first[:100] or log.stat().st_size < 8000
+        with log.open("a") as file:
+            file.write("x" * 9000)
+        loader.reset()
+        assert "x" * 1000 in log.read_text()
+        assert log.stat().st_size < 8000
+    assert not log.exists()
+
+
+def test_an_error_of_a_private_daemon_names_its_log(tokens: Path) -> None:
+    with private(tokens) as loader:
+        (daemon,) = daemons()
+        target = loader._resources.target
+        error = target.with_log(DaemonUnavailable("it is gone", {"a": "b"}))
+        assert str(error) == f"it is gone. Its log is {directory_of(daemon)}/gyred.log"
+        assert (type(error), error.facts) == (DaemonUnavailable, {"a": "b"})
+        refused = ShardMissing("no shard")
+        assert target.with_log(refused) is refused
 
 
 def test_a_daemon_that_is_not_installed_is_one_sentence(

@@ -90,7 +90,9 @@ def device_stream(
         num_epochs=num_epochs,
         prefetch_batches=prefetch_batches,
     )
-    stream = DeviceStream(BatchStream(Target(parse_address(daemon.address)), request, 5.0), device)
+    source = BatchStream(Target(parse_address(daemon.address)), request, 5.0)
+    source.open()
+    stream = DeviceStream(source, device)
     try:
         yield stream
     finally:

@@ -27,14 +27,14 @@ def test_a_second_thread_gets_an_error_while_the_first_one_reads(numbers: str) -
     with Loader("numbers", batch_size=4, epochs=1, tail="drop", address=numbers) as loader:
         waiting, go_on = threading.Event(), threading.Event()
         stream = loader._place.stream()
-        take = stream.take
+        peek = stream.peek
 
-        def slow_take() -> Any:
+        def slow_peek() -> Any:
             waiting.set()
             assert go_on.wait(30)
-            return take()
+            return peek()
 
-        stream.take = slow_take  # type: ignore[method-assign]
+        stream.peek = slow_peek  # type: ignore[method-assign]
         first: list[Batch] = []
         reader = threading.Thread(target=lambda: first.append(next(loader)), name="evaluation")
         reader.start()
@@ -50,7 +50,7 @@ def test_a_second_thread_gets_an_error_while_the_first_one_reads(numbers: str) -
         finally:
             go_on.set()
             reader.join()
-        stream.take = take  # type: ignore[method-assign]
+        stream.peek = peek  # type: ignore[method-assign]
         rest = list(loader)  # in this thread again
         with Loader("numbers", batch_size=4, epochs=1, tail="drop", address=numbers) as other:
             assert same(first + rest, list(other))

@@ -11,6 +11,7 @@ from gyre_client.messages.layouts import BatchTensors
 from gyre_client.targets.target import Target
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.outbox import Consumed
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests.stub_daemon import (
@@ -65,6 +66,7 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
         )
         stream = BatchStream(Target(parse_address(stub.address)), request, reattach_timeout_s)
         closing.append(stream.close)
+        stream.open()
         return stream, stub
 
     yield start
@@ -107,7 +109,7 @@ def test_a_batch_that_was_on_its_way_when_the_client_gave_up_is_no_fault(tmp_pat
     tensors = BatchTensors(opened.fields, BATCH_SIZE, has_mask=False)
     session = Session(opened, None, {}, tensors, is_endless=True, stall_timeout_s=60.0)
     with Connection(parse_address(f"unix:{tmp_path}/nobody.sock")) as connection:
-        attachment = Attachment(connection, session, 2, lambda: None, lambda: 0)
+        attachment = Attachment(connection, session, 2, lambda: None, Consumed)
         with pytest.raises(DaemonFault, match="payload of step 3"):
             next(attachment._receive(group(3)))
         attachment.close()

@@ -35,7 +35,7 @@ def test_lent_batches_are_counted_while_arenas_are_added() -> None:
     adding = threading.Thread(target=lambda: [arenas.get(number) for number in range(1, 2000)])
     adding.start()
     while adding.is_alive():
-        assert arenas.num_lent == 0
+        assert arenas.num_lent() == 0
     adding.join()
     assert arenas.get(1999).num_lent == 0
     arenas.close()

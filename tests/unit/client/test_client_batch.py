@@ -155,12 +155,15 @@ def test_a_group_returns_its_batches_in_order() -> None:
         [10, 40],
     )
     assert (len(group), group.last_cursor) == (2, b"c-")
-    taken = [(group.is_taken, group.take()) for _ in range(len(group))]
-    assert [
-        (was_taken, batch.step, batch.cursor, batch.tensors["x"].tolist())
-        for was_taken, batch in taken
-    ] == [(False, 7, b"a-b", [11, 12, 13]), (False, 8, b"c-", [41, 42])]
-    assert group.is_taken
+    batches = [group.batch(step) for step in range(7, group.behind)]
+    assert [(batch.step, batch.cursor, batch.tensors["x"].tolist()) for batch in batches] == [
+        (7, b"a-b", [11, 12, 13]),
+        (8, b"c-", [41, 42]),
+    ]
+    assert group.batch(7).tensors["x"].data_ptr() == batches[0].tensors["x"].data_ptr()
+    copied = group.batch(7, copies=True).tensors["x"]
+    assert copied.tolist() == [11, 12, 13]
+    assert copied.data_ptr() != batches[0].tensors["x"].data_ptr()
     with pytest.raises(ValueError, match="2 batches at 1 places"):
         BatchGroup(7, read_cursors(pb.Cursors()), layouts, memory, [0])
 

@@ -3,9 +3,11 @@
 import inspect
 from itertools import islice
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from gyre_client.batches.batch import Position
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.dataloader_keywords import refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
@@ -60,19 +62,22 @@ class Counted:
     """A stream whose batches are their steps."""
 
     def __init__(self, length: int = 5) -> None:
-        self._batch = 0
+        self.position = Position(b"", 0)
         self._active = ActiveIteration()
         self.epochs = Epochs([(0, length)], 1)
 
-    def __next__(self) -> Any:
-        self._batch += 1
-        return self._batch - 1
+    @property
+    def _batch(self) -> int:
+        return self.position.batch
+
+    def _peek(self) -> Any:
+        return self, self._batch, Position(b"", self._batch + 1)
 
     def reset(self) -> None:
         self.go_to(0)
 
     def go_to(self, step: int) -> None:
-        self._batch = step
+        self.position = Position(b"", step)
         self._active.forget_end()
 
     def _stop_batch(self, num_epochs: int | None) -> int:
@@ -126,13 +131,29 @@ def test_only_the_youngest_iterator_goes_on() -> None:
     with pytest.raises(InvalidRequest, match="another iteration of this Loader has begun"):
         next(older)
     assert list(younger) == [1, 2, 3, 4]
-    assert not older.is_at_end
 
 
 def test_the_end_is_known_with_the_last_batch() -> None:
     stream = Counted(3)
     one = steps(stream)
-    assert [(step, one.is_at_end) for step in one] == [(0, False), (1, False), (2, True)]
+    assert not one.ends_at(3), "not before its first batch is asked for"
+    assert [(step, one.ends_at(step + 1)) for step in one] == [(0, False), (1, False), (2, True)]
+
+
+def test_what_is_raised_before_a_batch_is_taken_leaves_it_there() -> None:
+    stream = Counted()
+    one = steps(stream)
+    peeked, reset = stream._peek, stream.reset
+    stream._peek = stream.reset = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        next(one)
+    stream._peek = peeked  # type: ignore[method-assign]
+    assert list(one) == [0, 1, 2, 3, 4]
+    restarted = steps(stream, restart=True)
+    with pytest.raises(KeyboardInterrupt):
+        next(restarted)
+    stream.reset = reset  # type: ignore[method-assign]
+    assert list(restarted) == [0, 1, 2, 3, 4], "an interrupted restart is repeated"
 
 
 def test_an_unknown_keyword_is_refused_with_its_equivalent() -> None:
