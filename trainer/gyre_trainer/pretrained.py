@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gyre_trainer.adapter_files import has_adapters, is_adapted, load_adapters, save_adapters
 from gyre_trainer.errors import CheckpointRejected, RotationError
 from gyre_trainer.layers.encoded.quantized_linear import is_quantized
-from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.joined import Joined
 from gyre_trainer.shards.local_shards import local_of

@@ -23,17 +23,17 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.first_calls import check_at_first_calls
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
-from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
+from gyre_trainer.inspection.rotation_plan import RotationPlan, note_layer_by_layer, plan_of
 from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.encoded.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.experts.lists import call_every_expert
-from gyre_trainer.layers.found.finder import BlockFinder
-from gyre_trainer.layers.found.parts import recompute_layers, recompute_parts
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
-from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
+from gyre_trainer.layers.known_blocks import KnownBlocks, suggested_rule
+from gyre_trainer.layers.known_modules import has_code_of, is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
+from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_parts
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
@@ -54,7 +54,7 @@ from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
-from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small
+from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, num_hooks_inside
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.sharded_module import refuse_own_saving
@@ -188,12 +188,12 @@ def rotate_all(
             whole module, which every rank gathers for that: outputs and gradients. None verifies
             modules with a rule that have up to 4 million parameters, and the plan names larger
             ones; True every module, of any size.
-        find_blocks: whether attention, MLPs and experts of an unknown class rotate as a whole,
-            where their structure and a trial on a small twin say that they can; those with packed
-            layers, such as Phi-3's, and attention whose query heads alone the ranks can share
-            evenly, only where the policy recomputes. The returned plan shows what
-            was found. False lets their layers rotate one by one, which adapters that
-            come later need, and `quantize_frozen`.
+        find_blocks: whether attention and MLPs whose code is in the table of known blocks rotate as
+            one (`gyre_trainer.layers.known_blocks`); those with packed layers, such as Phi-3's, and
+            attention whose query heads alone the ranks can share evenly, only where the policy
+            recomputes. All others rotate layer by layer, and the returned plan says why. False lets
+            all layers rotate one by one, which adapters that come later need, and
+            `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
             rule, and so do smaller parameters that a module reads: their hops would take longer
             than their memory is worth.
@@ -223,15 +223,14 @@ def rotate_all(
     support_dtensors()
     notice_later_adapters()
     target = RotationTarget(mesh, policy)
-    finder = None
-    if find_blocks:
-        finder = BlockFinder(
-            model,
-            target.num_slices,
-            regrouped=policy.recompute,
-            drops_out=policy.dropout != "equal",
-        )
-    walk = _Walk(rules or {}, target, verify, finder, min_numel)
+    blocks = KnownBlocks(
+        model,
+        target.num_slices,
+        regrouped=policy.recompute,
+        drops_out=policy.dropout != "equal",
+        experts_alone=not find_blocks,
+    )
+    walk = _Walk(rules or {}, target, verify, blocks, min_numel)
     walk.visit("", model)
     walk.require_all_used()
     share_cut(model, target)
@@ -242,6 +241,8 @@ def rotate_all(
         _keep_whole(model, target)
     refuse_own_saving(model)
     note_ring(model, mesh, independent=independent)
+    for module, reason in blocks.reasons.items():
+        note_layer_by_layer(module, reason, suggested_rule(module))
     plan = plan_of(model)
     warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)
     return plan
@@ -259,10 +260,10 @@ class _Walk:
         rules: Rules,
         target: RotationTarget,
         verify: bool | None,
-        finder: BlockFinder | None,
+        blocks: KnownBlocks,
         min_numel: int,
     ) -> None:
-        self._finder = finder
+        self._blocks = blocks
         self._min_numel = min_numel
         self._rules = rules
         self._target = target
@@ -309,12 +310,11 @@ class _Walk:
             self.visit(inner, child, keeps_whole=whole)
 
     def _rotate_by_kind(self, module: nn.Module) -> bool:
-        """Rotate a module whose kind is known or can be found, and return whether it is."""
+        """Rotate a module whose kind or whose code is known, and return whether it is."""
         if rotate_known(module, self._target):
             check_at_first_calls(module, None, self._verify)
             return True
-        finder = None if has_foreign_codes(module) else self._finder
-        rule = None if finder is None else finder.rule_of(module)
+        rule = None if has_foreign_codes(module) else self._blocks.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None
@@ -328,14 +328,38 @@ class _Walk:
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
+                reasons = [
+                    f"; {type(module).__name__}: {reason}"
+                    for module, reason in self._blocks.reasons.items()
+                    if isinstance(key, type) and isinstance(module, key)
+                ]
                 raise RotationError(
                     f"the rule for {name} fits no module, or only modules inside one that rotates"
+                    + "".join(reasons[:1])
                 )
 
     def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
         paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]
-        classes = [key for key in self._rules if isinstance(key, type) and isinstance(module, key)]
+        classes = [
+            key
+            for key in self._rules
+            if isinstance(key, type) and isinstance(module, key) and self._applies(key, module)
+        ]
         return (*paths, *classes, None)[0]
+
+    def _applies(self, key: type[nn.Module], module: nn.Module) -> bool:
+        """Whether the rule of a class is for this module's code, not for that of its subclass."""
+        rule = self._rules[key]
+        if rule is None or isinstance(rule, ReadRule):
+            return True
+        reason = ""
+        if not has_code_of(module, key):
+            reason = f"it overrides code of {key.__name__}, which the rule is for"
+        elif num_hooks_inside(module):
+            reason = "a hook is registered on a layer inside"
+        if reason:
+            self._blocks.reasons[module] = reason
+        return not reason
 
 
 def _largest_numel(module: nn.Module) -> int:
@@ -343,7 +367,10 @@ def _largest_numel(module: nn.Module) -> int:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse a module that is rotated already, and parameters without a shape or with hooks."""
+    """Refuse a module that is rotated already, and parameters that cannot be sharded.
+
+    Those are complex ones, those without a shape, and those with hooks.
+    """
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
     inside = (each for each in module.modules() if hasattr(each, "grad_averaging"))
@@ -351,6 +378,12 @@ def _require_new(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             continue
+        if parameter.is_complex():
+            raise RotationError(
+                f"{type(module).__name__}.{name} is {parameter.dtype}, but complex parameters "
+                "cannot be trained on a ring. Keep it as a real parameter with a last dim of 2 "
+                "(torch.view_as_real), and read it by torch.view_as_complex in the forward"
+            )
         if is_lazy(parameter):
             raise RotationError(
                 f"{type(module).__name__}.{name} has no shape yet; "

@@ -14,7 +14,6 @@ from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate, rotate_all
 from torch import Tensor, nn
 
@@ -53,26 +52,6 @@ class Biased(nn.Module):
         weights = (q @ k.mT + bias).softmax(-1)
         y = weights @ v if scale is None else weights @ v * scale
         return self.o(y.transpose(1, 2).flatten(2)), bias, weights
-
-
-class Mixed(nn.Module):
-    """Attention of which each head also gets the bias of the other heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Biased(4)
-        self.num_heads = 4
-        self.q, self.k, self.v, self.o = self.inner.q, self.inner.k, self.inner.v, self.inner.o
-        del self.inner
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (self.num_heads, CHANNELS)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mixed = 0 if bias is None else bias.cumsum(1)
-        output: Tensor = self.o(((q @ k.mT + mixed).softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return output
 
 
 class OfBatch(Biased):
@@ -133,21 +112,6 @@ def test_each_slice_has_the_bias_of_its_heads(
 ) -> None:
     for found in ranks(num_ranks).run(distances, cases(num_ranks), policy):
         assert max(found.values()) <= 1e-12, found
-
-
-def test_arguments_by_heads_are_found_by_their_effect() -> None:
-    rule = find_rule(Biased(4), 2)
-    assert isinstance(rule, AttentionRule)
-    assert rule.by_heads == ("bias", "scale")
-    assert rule.tables == ("table",)
-    assert rule.batched == ()
-    assert find_rule(Mixed(), 2) is None
-
-
-def test_a_bias_of_three_dims_may_have_the_batch_in_front() -> None:
-    rule = find_rule(OfBatch(4), 4)
-    assert isinstance(rule, AttentionRule)
-    assert rule.by_heads == rule.batched == ("bias",)
 
 
 def passed_and_refused() -> tuple[bool, str]:

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate
 from torch import Tensor, nn
@@ -74,32 +72,6 @@ def test_a_function_that_drops_out_the_input_is_refused_without_its_rule(
 ) -> None:
     for each in ranks(2).run(told_of_function):
         assert "Perceptron drops out before its first layers, with dropout" in each
-
-
-class Cross(nn.Module):
-    """Attention that drops out its output only where it attends to a source."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.q, self.k, self.v = (nn.Linear(8, 16) for _ in range(3))
-        self.o = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
-        y = x if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (
-            each.unflatten(-1, (-1, 4)).transpose(1, 2)
-            for each in (self.q(x), self.k(y), self.v(y))
-        )
-        output: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        drops = self.training and encoder_hidden_states is not None
-        return F.dropout(output, 0.5, drops)
-
-
-def test_a_dropout_in_one_kind_of_call_alone_is_found() -> None:
-    rule = find_rule(Cross(), 2)
-    assert isinstance(rule, AttentionRule)
-    assert rule.drops_out
 
 
 def told_of_function() -> str:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
@@ -85,15 +84,6 @@ class ReadsOutputs(nn.Module):
 
 def returns() -> Case:
     return Case(ReadsOutputs(), (x(),))
-
-
-class Keeps(Returns):
-    """An MLP that keeps what it computed, for others to read."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.up(x).relu()
-        output: Tensor = self.down(self.hidden)
-        return output
 
 
 class Biased(nn.Module):
@@ -196,17 +186,6 @@ def test_a_state_of_before_the_call_is_computed_with_again(
     policy = RotationPolicy(recompute=True, recompute_layers=recompute_layers)
     for found in ranks(2).run(distances, {"remembers": remembers}, policy):
         assert found["remembers"] <= 1e-12
-
-
-def test_blocks_are_found_where_nothing_could_be_of_one_slice() -> None:
-    assert find_rule(in_place().module, 2) == MLPRule(ups=("0",), down="2")
-    assert find_rule(Normed(), 2) is None
-    assert find_rule(Returns(Output), 2) is None
-    assert find_rule(Returns(Pair), 2) is None
-    rule = find_rule(Biased(), 2)
-    assert isinstance(rule, AttentionRule)
-    assert rule.by_heads == ("position_bias",)
-    assert find_rule(Keeps(), 2) is None
 
 
 def told() -> list[str]:

@@ -28,13 +28,14 @@ from tests.distributed.models.packed import (
     RECOMPUTED,
     ROWS,
     SIZES,
+    Packed,
+    PackedGate,
     on_meta,
     part,
     rotated,
     rules_in,
     small,
 )
-from tests.distributed.models.test_rotation_found_blocks import Packed, PackedGate
 from tests.distributed.training import whole
 
 DEEP = pytest.mark.models

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.blocks import find_rule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
@@ -151,64 +149,3 @@ def test_families_train_exactly_in_more_ways(
     num_heads: int,
 ) -> None:
     require_exact(ranks_both_ways(num_ranks), family, policy, num_heads)
-
-
-class Windows(nn.Module):
-    """Attention of a window of nine tokens, with a column of its table for each head."""
-
-    distance: Tensor
-
-    def __init__(self, num_heads: int = 4) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(num_heads * 4, num_heads * 4) for _ in range(4))
-        self.table = nn.Parameter(torch.randn(17, num_heads))
-        places = torch.arange(9)
-        self.register_buffer("distance", places - places[:, None] + 8)
-
-    def bias(self) -> Tensor:
-        found: Tensor = self.table[self.distance].permute(2, 0, 1)
-        return found
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
-        scores = q @ k.mT + self.bias()
-        if attention_mask is not None:  # one for each window
-            mask = attention_mask.view(-1, 1, 9, 9)
-            scores = (scores.view(-1, len(mask), self.num_heads, 9, 9) + mask).flatten(0, 1)
-        output: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return output
-
-
-class Mixing(Windows):
-    """Its bias of a head is that of all heads together."""
-
-    def bias(self) -> Tensor:
-        return super().bias().sum(0)
-
-
-def test_tables_among_parameters_are_cut_by_heads_where_heads_use_their_columns() -> None:
-    for device in ("cpu", "meta"):
-        with torch.device(device):
-            module, mixing = Windows(), Mixing()
-        rule = find_rule(module, 2)
-        assert isinstance(rule, AttentionRule)
-        assert rule.tables == ("table",)
-        assert rule.counts == ("num_heads",)  # read where there is a mask alone
-        assert {cut.name: cut.dim for cut in rule.cuts(module, 2)}["table"] == 1
-        assert find_rule(mixing, 2) is None
-
-
-class Flagged(Windows):
-    """Requires a bias, as Falcon does, and only looks whether there is one."""
-
-    def forward(self, x: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        if bias is None:
-            raise TypeError("needs rotary positions")
-        return super().forward(x, mask)
-
-
-def test_attention_that_requires_what_is_not_known_is_no_block() -> None:
-    assert find_rule(Flagged(), 2) is None

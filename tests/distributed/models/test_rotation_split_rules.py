@@ -9,8 +9,6 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.found.finder import block_rules
-from gyre_trainer.layers.found.split import find_split_rule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from gyre_trainer.rotation.bundles.whole_parameters import MAX_BUNDLE_NUMEL
@@ -60,67 +58,6 @@ class Layer(nn.Module):
         return self.second(self.first(x), x) * self.scale
 
 
-class Unfed(Layer):
-    """The second module is given something else than the first one returns."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(x, self.first(x))
-
-
-class Between(Layer):
-    """There is a function between the first module and the last layer."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(self.first(x).exp(), x)
-
-
-class Twice(Layer):
-    """What the first module returns is used once more."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        hidden = self.first(x)
-        return self.second(hidden, x) + hidden.mean()
-
-
-class Returned(Layer):
-    """What the first module returns is returned, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output, and the hidden activations."""
-        hidden = self.first(x)
-        return self.second(hidden, x), hidden
-
-
-class InTraining(Layer):
-    """The first module is used in training alone."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        return self.second(self.first(x) if self.training else x, x)
-
-
-class Undifferentiated(Layer):
-    """The first module takes no gradient, and the last layer does."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        with torch.no_grad():
-            hidden = self.first(x)
-        return self.second(hidden, x)
-
-
-class Asking(Layer):
-    """What the first module returns is used as its class says."""
-
-    def forward(self, x: Tensor) -> Any:
-        """The output."""
-        hidden = self.first(x)
-        return self.second(hidden, x) * (1 if isinstance(hidden, Tensor) else 2)
-
-
 class Written(Layer):
     """The last layer is called twice, and one of its outputs is written to."""
 
@@ -144,24 +81,6 @@ class Others(Layer):
         y = super().forward(x)
         other = self.second.down(y.repeat(1, 1, 2)[..., :12])
         return y + other * self.second.down.weight.square().mean()
-
-
-def test_only_what_the_first_module_feeds_is_a_block() -> None:
-    rule = MLPRule(ups=("first.up",), down="second.down", core="first")
-    assert find_split_rule(Layer(), 2) == rule
-    assert find_split_rule(Others(), 2) == rule
-    others = Unfed(8), Between(), Twice(), Returned(), InTraining(8), Undifferentiated(), Asking()
-    for other in others:
-        assert find_split_rule(other, 2) is None, type(other).__name__
-    hooked = Layer()
-    hooked.first.register_forward_hook(lambda *_: None)
-    assert find_split_rule(hooked, 2) is None
-    for path in ("first", "second.down"):
-        watched = Layer()
-        watched.get_submodule(path).register_full_backward_hook(lambda *_: None)
-        assert find_split_rule(watched, 2) is None
-    assert list(block_rules(nn.Sequential(Layer()), 2)) == ["0"]
-    assert not block_rules(Layer(), 2)  # no item of a list: its parts may be called by others
 
 
 def with_shared_parts() -> list[nn.Sequential]:
@@ -192,10 +111,6 @@ def of_shared_parts() -> list[float]:
 
 def test_layers_that_share_a_part_have_no_split_block(ranks: StartRanks) -> None:
     """Another block could not be given what that part returns."""
-    for model in with_shared_parts():
-        assert not any(getattr(rule, "core", "") for rule in block_rules(model, 2).values())
-    repeated = Layer()
-    assert list(block_rules(nn.Sequential(repeated, repeated), 2)) == ["0"]
     for off in ranks(2).run(of_shared_parts):
         assert max(off) < 1e-12
 
@@ -213,7 +128,8 @@ def used_otherwise() -> tuple[float, list[str]]:
         torch.manual_seed(0)
         models.append(nn.Sequential(Others(), Layer(), Written()).double())
     model: Any = models[0]
-    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
+    rules: Any = {"?": MLPRule(ups=("first.up",), down="second.down", core="first")}
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=POLICIES["recompute"], rules=rules)
     assert [each.rule for each in plan.entries if each.rule] == ["MLPRule"] * 3
     off = gradients(model, mine(x)), gradients(models[1], x)
     told = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.preloaded.interpreter import Interpreter
 from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
-from tests.unit.trainer.test_trainer_found_table import FOUND, HEADS, NO_DROPOUT, OTHERS, SIZES
+from tests.unit.trainer.test_trainer_known_blocks import FOUND, HEADS, NO_DROPOUT, OTHERS, SIZES
 
 NUM_ROWS, LENGTH = 12, 12
 # What the table of blocks lacks.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.rotate import Rules, linear_cross_entropy
+from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated
@@ -40,7 +40,6 @@ def distribute(
     strategy: Strategy,
     mesh: DeviceMesh,
     device: torch.device,
-    rules: Rules | None = None,
 ) -> nn.Module:
     """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet.
 
@@ -49,10 +48,9 @@ def distribute(
         strategy: how the model is distributed.
         mesh: the ranks.
         device: where a model that does not rotate is made.
-        rules: as `gyre_trainer.training.build.rotated` takes them.
     """
     if strategy is Strategy.GYRE:
-        return rotated(config, mesh, rules)
+        return rotated(config, mesh)
     shards = strategy is not Strategy.DDP
     with device:
         model = (

@@ -22,11 +22,10 @@ from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import FewExperts, KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
-from gyre_trainer.layers.found.finder import block_rules, experts_rules
 from gyre_trainer.layers.head.alike_chunks import few_for_all
-from gyre_trainer.rotate import Rules, make_mesh
+from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initial.sharded_init import allocate
-from gyre_trainer.training.build import encode_frozen, has_adapters, plain
+from gyre_trainer.training.build import encode_frozen, plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
@@ -54,12 +53,11 @@ def dry_run(
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
-    rules = found_rules(config, num_ranks) if strategy is Strategy.GYRE else None
     values = KnownValues(experts)
     with few_for_all(), on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
         examples = stand_in(config, config.data.batch_size // num_ranks)
-        model = distribute(config, strategy, mesh, device, rules)
+        model = distribute(config, strategy, mesh, device)
         allocate(model, device)
         if strategy is Strategy.GYRE:
             encode_frozen(model, config, mesh)
@@ -106,24 +104,6 @@ def _num_warm_up_tokens(config: TrainConfig) -> int:
     keys = library_config(config.model).to_dict()
     has_experts = any("expert" in key for key in keys)
     return config.data.sequence_length if has_experts else _FEW_TOKENS
-
-
-def found_rules(config: TrainConfig, num_ranks: int) -> Rules | None:
-    """The rules of a model of transformers, by the paths of its blocks.
-
-    They are found before a dry run: fake tensors have no values to try a rule with. None for a GPT;
-    of a model with adapters, which rotates layer by layer, those of stacked experts alone.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    if isinstance(config.model, GPTConfig):
-        return None
-    with torch.device("meta"):
-        model = plain(config.model)
-    if has_adapters(config.model):
-        return experts_rules(model, num_ranks)
-    return block_rules(model, num_ranks, regrouped=config.memory.recompute)
 
 
 @contextmanager

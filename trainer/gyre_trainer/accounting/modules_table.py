@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gyre_trainer.accounting.baselines import add_fake_adapters
-from gyre_trainer.accounting.dry_run import found_rules, on_fake_ranks
+from gyre_trainer.accounting.dry_run import on_fake_ranks
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.shards.initial.sharded_init import allocate
@@ -17,8 +18,20 @@ from gyre_trainer.training.config import TrainConfig
 
 _Kind = tuple[str, str, int]
 """The path with its numbers replaced, the rule, the bytes of one module."""
-ModuleCounts = Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]
-"""By kinds of modules: the path of the first one; number, bytes and rank 0's bytes of all."""
+
+
+@dataclass(frozen=True)
+class ModuleCounts:
+    """The modules of a model.
+
+    Attributes:
+        kinds: by kinds of modules: the path of the first one; number, bytes and rank 0's bytes of
+            all.
+        notes: a line for each class with the layers of a block that rotates layer by layer.
+    """
+
+    kinds: Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]
+    notes: tuple[str, ...]
 
 
 def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
@@ -28,23 +41,22 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
         ConfigError: there is no such model.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
-    rules = found_rules(config, num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
-        model = rotated(config, mesh, rules)
+        model = rotated(config, mesh)
         if encodes(config.model):
             allocate(model, torch.device("cpu"))
             encode_frozen(model, config, mesh)
             add_fake_adapters(model, config, torch.device("cpu"))
         else:
             add_adapters(model, config)
-        entries = plan_of(model).entries
+        plan = plan_of(model)
     counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
-    for entry in entries:
+    for entry in plan.entries:
         path = re.sub(r"\b\d+\b", "*", entry.path)
         kind = path, entry.rule or entry.how, entry.num_bytes
         _, count = counts.setdefault(kind, (entry.path, np.zeros(3, np.int64)))
         count += 1, entry.num_bytes, entry.num_local_bytes
-    return counts
+    return ModuleCounts(counts, tuple(plan.layer_lines(counts=False)))
 
 
 def modules_table(
@@ -61,15 +73,15 @@ def modules_table(
     """
     lines = [["module", "rule", "bytes", "per rank"]]
     total = np.zeros(3, np.int64)
-    for kind, (first, count) in counts.items():
+    for kind, (first, count) in counts.kinds.items():
         path, rule, _ = kind
-        of_layer = count - fewer[kind][1] if fewer else 0
+        of_layer = count - fewer.kinds[kind][1] if fewer else 0
         row = count + num_more_layers * of_layer
         total += row
         number, *sizes = row.tolist()
         lines.append([f"{path} x{number}" if number > 1 else first, rule, *map(mib, sizes)])
     lines.append(["total", "", *map(mib, total[1:].tolist())])
-    return table(lines, num_texts=2)
+    return "\n".join([table(lines, num_texts=2), *counts.notes])
 
 
 def mib(num_bytes: int) -> str:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.local_shards import digest_of
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
-from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of
 from gyre_trainer.shards.local_shards import local_of, place_of
 
 How = Literal["rotated", "replicated", "local"]
@@ -46,6 +48,33 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerByLayer:
+    """A module with the layers of a block, which rotate one by one.
+
+    Attributes:
+        path: the module's path in the model.
+        module_class: the name of its class.
+        reason: why it does not rotate as one.
+        rule: a rule by which it would, as it is typed; empty for none that is known.
+        num_features: activations of a token that its layers return.
+    """
+
+    path: str
+    module_class: str
+    reason: str
+    rule: str
+    num_features: int
+
+
+_REASONS: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
+
+
+def note_layer_by_layer(module: nn.Module, reason: str, rule: str) -> None:
+    """Let plans tell why a module does not rotate as one, and by which rule it would."""
+    _REASONS[module] = reason, rule
+
+
+@dataclass(frozen=True, slots=True)
 class RotationPlan:
     """What became of every parameter and buffer of a model, in the order of its modules.
 
@@ -54,11 +83,13 @@ class RotationPlan:
         recomputed: path and class of each module that backward computes again around what rotates.
         unverified: path and class of each module with a rule that was given or found, and that is
             too large to be verified by default.
+        layer_by_layer: modules with the layers of a block, which rotate one by one.
     """
 
     entries: tuple[PlanEntry, ...]
     recomputed: tuple[tuple[str, str], ...] = ()
     unverified: tuple[tuple[str, str], ...] = ()
+    layer_by_layer: tuple[LayerByLayer, ...] = ()
 
     @property
     def num_local_bytes(self) -> int:
@@ -81,8 +112,26 @@ class RotationPlan:
                 table(rows, num_texts=3),
                 *_by_class(self.recomputed, again),
                 *_by_class(self.unverified, large),
+                *self.layer_lines(),
             ]
         )
+
+    def layer_lines(self, *, counts: bool = True) -> Iterator[str]:
+        """A line for each class that rotates layer by layer: why, at which cost, and what to do.
+
+        ``counts`` is whether it tells how many modules there are.
+        """
+        classes: dict[tuple[str, ...], list[LayerByLayer]] = {}
+        for each in self.layer_by_layer:
+            classes.setdefault((each.module_class, each.reason, each.rule), []).append(each)
+        for (name, reason, rule), modules in classes.items():
+            more = f" and {len(modules) - 1} more" if counts and len(modules) > 1 else ""
+            line = (
+                f"{name}: rotates layer by layer, because {reason}: "
+                f"{modules[0].path or '(model)'}{more}; each rank keeps all "
+                f"{modules[0].num_features:,} activations of a token"
+            )
+            yield line + (f"; a rule for it: rules={{{name}: {rule}}}" if rule else "")
 
 
 def _by_class(modules: Sequence[tuple[str, str]], what: str) -> Iterator[str]:
@@ -120,6 +169,21 @@ def plan_of(model: nn.Module) -> RotationPlan:
             for path, module in model.named_modules()
             if getattr(module, "is_unverified", False)
         ),
+        tuple(
+            LayerByLayer(path, own_class(module).__name__, *_REASONS[module], _features(module))
+            for path, module in model.named_modules()
+            if module in _REASONS and not isinstance(module, RotatedModule)
+        ),
+    )
+
+
+def _features(module: nn.Module) -> int:
+    """The outputs of a token that the layers inside return."""
+    rotating = (each for each in module.modules() if isinstance(each, RotatedModule))
+    return sum(
+        cut.shape[each.rotation.layout.cuts[0].dim]
+        for each in rotating
+        for cut in each.rotation.layout.cuts[:1]
     )
 
 

@@ -1,7 +1,7 @@
 """Checks that a rule is true of its module, on the own slice and before training."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.backward.inner_checkpoints import WatchCheckpoints
+from gyre_trainer.rotation.backward.randomness import generators_of, set_states, states_of
 from gyre_trainer.rotation.backward.slice_dropout import Dropout, Place, Undropped
 from gyre_trainer.rotation.caches.shared_cache import is_cache
 from gyre_trainer.rotation.call import Call
@@ -47,14 +48,21 @@ def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any
             not, or elsewhere than the rule knows, or its output is not linear in the weights that
             the rule names.
     """
-    state = torch.get_rng_state()
-    try:
-        with torch.inference_mode(mode=False):
-            _check_dropout(rotation, *_recordable(args, kwargs))
-        torch.set_rng_state(state)
+    with _same_numbers(rotation), torch.inference_mode(mode=False):
+        _check_dropout(rotation, *_recordable(args, kwargs))
+    with _same_numbers(rotation):
         _check_linearity(rotation, args, kwargs)
+
+
+@contextmanager
+def _same_numbers(rotation: Rotation) -> Iterator[None]:
+    """A context whose random numbers are drawn again afterwards."""
+    generators = generators_of(rotation.sharded.flat.device)
+    states = states_of(generators)
+    try:
+        yield
     finally:
-        torch.set_rng_state(state)
+        set_states(generators, states)
 
 
 def _recordable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -163,14 +171,12 @@ def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[s
     """
     if not torch.is_grad_enabled():
         return
-    state = torch.get_rng_state()
     call, flat = _own_slice_call(rotation, args, kwargs)
     for tensor in call.inputs:
         tensor.requires_grad_(tensor.is_floating_point())
     call.trainable = [True] * len(rotation.layout.cuts)
-    with WatchCheckpoints() as watch:
+    with _same_numbers(rotation), WatchCheckpoints() as watch:
         outputs = call.compute(rotation.sharded.ring.rank, flat).outputs
-    torch.set_rng_state(state)
     if watch.found(outputs):
         raise RotationError(
             f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
@@ -193,12 +199,12 @@ def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[st
     names = rotation.rule.linear_in
     call, flat = _own_slice_call(rotation, args, kwargs)
     index = rotation.sharded.ring.rank
-    state = torch.get_rng_state()
-    expected = [-2 * output for output in _that_add_up(rotation, call.compute(index, flat).outputs)]
+    with _same_numbers(rotation):
+        outputs = call.compute(index, flat).outputs
+    expected = [-2 * output for output in _that_add_up(rotation, outputs)]
     scaled = flat.clone()
     for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
         view.mul_(-2 if cut.name in names else 1)
-    torch.set_rng_state(state)  # the same masks
     found = _that_add_up(rotation, call.compute(index, scaled).outputs)
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.shards.replaced_parameters import ids_held_by
 
 # A look is two requests to the store, some tenths of a millisecond. Rings that start together look

@@ -14,11 +14,15 @@ from gyre_trainer.layers.multihead import rotate_multihead
 from gyre_trainer.layers.projections import is_transposed_linear
 from gyre_trainer.layers.query_heads import rotate_attention
 from gyre_trainer.layers.transformer import rotate_transformer_layer
+from gyre_trainer.rotation.guard import own_class, sets_forward
+from gyre_trainer.rotation.rotated_module import num_hooks_of
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# What a forward does not call.
+_NOT_CALLED = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "inits"}
 _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
@@ -34,7 +38,9 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         wrap(module, TransposedLinearRule(), target)
         return True
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
-    if kind is None or type(module).forward is not kind.forward or computes_weights(module):
+    if kind is None or not has_code_of(module, kind) or computes_weights(module):
+        return False
+    if kind not in (*_LAYERS, nn.MultiheadAttention) and _has_hooks(module):
         return False
     match module:
         case nn.Linear():
@@ -50,6 +56,35 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
         case _:
             wrap(module, _rule_of(module), target)
     return True
+
+
+def has_code_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module runs the code of a class: no subclass, nor the instance, overrides it."""
+    cls = own_class(module)
+    if sets_forward(module) or cls.forward is not kind.forward:  # type: ignore[attr-defined]
+        return False
+    named = {
+        name
+        for each in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, value in vars(each).items()
+        if callable(value) or isinstance(value, property)
+    } - _NOT_CALLED
+    subclasses = cls.__mro__[: cls.__mro__.index(kind)]
+    return not any(name in vars(each) for each in subclasses for name in named)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether other code would see what slices compute: by a hook or a forward on a layer inside.
+
+    The attention of torch's layers rotates by itself.
+    """
+    parts = [
+        each
+        for name, each in module.named_children()
+        if not isinstance(each, nn.MultiheadAttention)
+    ]
+    inside = [each for part in parts for each in part.modules()]
+    return any(sets_forward(each) or num_hooks_of(each) for each in inside)
 
 
 def computes_weights(module: nn.Module) -> bool:

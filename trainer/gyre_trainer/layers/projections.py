@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import mix_in, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import mix_in
 from gyre_trainer.shards.layout import Cut
 
 

@@ -29,8 +29,9 @@ from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.graph_sites import NOTHING, Sites
+from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.pass_operator import traced_pass
-from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, mix_in, own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, mix_in
 from gyre_trainer.rotation.rule import parameter_at, swapped
 from gyre_trainer.shards.local_shards import local_of
 

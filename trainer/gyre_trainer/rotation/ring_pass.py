@@ -23,7 +23,6 @@ remote slice outlives its use.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -244,8 +243,9 @@ class RingPass:
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
-            with self._randomness.recording(index) if self._randomness else nullcontext():
-                return [output.detach() for output in self._call.compute(index, flat).outputs]
+            if self._randomness is not None:
+                self._randomness.record(index)
+            return [output.detach() for output in self._call.compute(index, flat).outputs]
         saved = SavedTensors(flat, self._rotation.name)
         with torch.enable_grad(), saved.recording():
             computed = self._call.compute(index, flat)

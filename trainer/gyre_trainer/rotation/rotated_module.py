@@ -14,6 +14,7 @@ from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, Dropout
 from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
 from gyre_trainer.rotation.bundles.bundle import Bundle
 from gyre_trainer.rotation.bundles.forming import bundled
+from gyre_trainer.rotation.guard import MIXED, Guard, own_class
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import Rule
@@ -23,7 +24,6 @@ from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
 # one imports the compiler at the first call; that of `torch.compiler` would import it here.
 uncompiled = _disable_dynamo
 
-_MIXED = "_mixed_in"  # marks classes that `mix_in` made
 _MIXED_CLASSES: WeakValueDictionary[tuple[type, type], type] = WeakValueDictionary()
 
 
@@ -38,6 +38,7 @@ class RotatedModule(ShardedModule):
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
         num_hooks: how many hooks modules inside had when it was rotated.
+        guard: what its rule depends on and code may switch later.
     """
 
     rotation: Rotation
@@ -46,6 +47,7 @@ class RotatedModule(ShardedModule):
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False
     num_hooks: int = 0
+    guard: Guard
     training: bool
     _by_rule: dict[Rule, Rotation]
 
@@ -57,6 +59,7 @@ class RotatedModule(ShardedModule):
     @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
         """One pass round the ring, or a call beside the others of the bundle."""
+        self.guard.require_same()
         self._require_no_more_hooks()
         self.add_dropout_masks(kwargs)
         if self.bundle is not None:
@@ -110,7 +113,9 @@ class RotatedModule(ShardedModule):
         """A module with a copy of this rank's slice, which rotates by itself on the same ring."""
         rotation = self.rotation
         copy_shards(list(rotation.module.parameters()), memo)
-        copied: Any = self._copy(memo, "rotation", "_by_rule", "bundle")
+        copied: Any = self._copy(memo, "rotation", "_by_rule", "bundle", "guard")
+        core = deepcopy(self.guard.module, memo)
+        copied.guard = Guard.of(core, self.guard.name, drops_out=self.guard.drops_out)
         copied.rotation = replace(
             rotation,
             module=copied,
@@ -122,20 +127,23 @@ class RotatedModule(ShardedModule):
         return cast("Self", copied)
 
 
-def num_hooks_inside(module: nn.Module) -> int:
-    """How many hooks of others modules inside have, which would get what slices compute."""
+def num_hooks_of(module: nn.Module) -> int:
+    """How many hooks of other code a module has."""
     return sum(
         not getattr(hook, "__module__", "").startswith("gyre_trainer.")
-        for each in module.modules()
-        if each is not module
         for hooks in (
-            each._forward_hooks,
-            each._forward_pre_hooks,
-            each._backward_hooks,
-            each._backward_pre_hooks,
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
         )
         for hook in hooks.values()
     )
+
+
+def num_hooks_inside(module: nn.Module) -> int:
+    """How many hooks of others modules inside have, which would get what slices compute."""
+    return sum(num_hooks_of(each) for each in module.modules() if each is not module)
 
 
 def num_hooks(module: nn.Module, rule: Rule) -> int:
@@ -157,12 +165,14 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
     """Replace the module's class by a subclass of it with ``behaviour`` before it.
 
     The module stays an instance of its own class. Modules of one class share the subclass, so that
-    they share compiled graphs, too.
+    they share compiled graphs, too. One that has the behaviour is left as it is.
     """
     cls = type(module)
+    if issubclass(cls, behaviour):
+        return
     mixed = _MIXED_CLASSES.get((behaviour, cls))
     if mixed is None:
-        mixed = type(f"{prefix}{cls.__name__}", (behaviour, cls), {_MIXED: True})
+        mixed = type(f"{prefix}{cls.__name__}", (behaviour, cls), {MIXED: True})
         _MIXED_CLASSES[behaviour, cls] = mixed
     module.__class__ = mixed
 
@@ -186,15 +196,6 @@ def _from_inside(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def own_class(module: nn.Module) -> type:
-    """The module's class before anything was mixed in."""
-    return next(
-        cls
-        for cls in type(module).__mro__
-        if issubclass(cls, nn.Module) and _MIXED not in vars(cls)
-    )
-
-
 def behaviours_of(module: nn.Module) -> list[type]:
     """What was mixed in before the module's class, the last one first."""
-    return [cls.__bases__[0] for cls in type(module).__mro__ if _MIXED in vars(cls)]
+    return [cls.__bases__[0] for cls in type(module).__mro__ if MIXED in vars(cls)]

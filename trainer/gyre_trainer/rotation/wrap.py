@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.guard import Guard, own_class, sets_forward
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, num_hooks
 from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
 from gyre_trainer.rotation.rule import Rule
@@ -58,6 +59,7 @@ def wrap(
         RotationError: the module cannot be cut like this; the message names module and parameter.
     """
     reads = None if partial is None else partial.reads
+    require_own_forward(module)
     for name, child in module.named_modules():
         if isinstance(child, RotatedModule) and _is_read(name, reads):
             raise RotationError(
@@ -91,7 +93,24 @@ def wrap(
     mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module.num_hooks = num_hooks(module, rule)  # type: ignore[assignment]
+    core = module.get_submodule(rule.core)
+    module.guard = Guard.of(core, rotation.name, drops_out=rule.drops_out)  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
+
+
+def require_own_forward(module: nn.Module) -> None:
+    """Refuse a forward that is set on an instance: the module that rotates would not call it.
+
+    Raises:
+        RotationError: names the module.
+    """
+    for name, each in module.named_modules():
+        if sets_forward(each):
+            raise RotationError(
+                f"{own_class(module).__name__}{'.' if name else ''}{name} has a forward that is "
+                "set on the instance, so no rule can be true of it. Remove it before rotating, or "
+                "give no rule for the module"
+            )
 
 
 def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:

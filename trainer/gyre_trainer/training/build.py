@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer import pretrained
-from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import ConfigError, RotationError
-from gyre_trainer.layers.found.finder import experts_rules
-from gyre_trainer.rotate import RotationPolicy, Rules, materialize, quantize_frozen, rotate_all
+from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, rotate_all
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
@@ -45,16 +43,11 @@ def features_of(model: nn.Module) -> nn.Module:
     return features
 
 
-def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -> nn.Module:
+def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     """The model, rotated before it exists, so that no rank ever holds more than its own shards.
 
     Its parameters have no values until `materialize`. It has no adapters yet, and where it will
     have some, it rotates layer by layer: an adapter takes the place of a layer inside a block.
-
-    Args:
-        config: of the run.
-        mesh: the ring.
-        rules: the rules of blocks by their paths, where they were found before; None finds them.
     """
     with torch.device("meta"):
         model = plain(config.model)
@@ -66,18 +59,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -
         recompute_layers=config.memory.recompute_layers,
         bundle_numel=config.memory.bundle_numel,
     )
-    verify = None if rules is None else False
-    finds = rules is None and not isinstance(model, GPT) and not has_adapters(config.model)
-    if rules is None and has_adapters(config.model):
-        rules = experts_rules(model, ring_of(mesh).size)
-    rotate_all(
-        model,
-        mesh=mesh,
-        policy=policy,
-        rules=rules,
-        find_blocks=finds,
-        verify=verify,
-    )
+    rotate_all(model, mesh=mesh, policy=policy, find_blocks=not has_adapters(config.model))
     return model
 
 

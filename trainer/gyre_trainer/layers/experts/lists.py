@@ -30,7 +30,8 @@ from gyre_trainer.layers.experts.call_order import CallOrder
 from gyre_trainer.layers.experts.token_rows import WatchExperts
 from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.weighted_outputs import Weighing, as_weighing
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
 from gyre_trainer.rotation.rotation import Rotation
 
 _LIST_NAME = "experts"

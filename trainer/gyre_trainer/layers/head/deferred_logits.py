@@ -29,7 +29,8 @@ from gyre_trainer.layers.encoded.quantized_linear import is_quantized
 from gyre_trainer.layers.head.cross_entropy import Reduction, linear_cross_entropy
 from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
 from gyre_trainer.layers.linear import LinearRule, WeightOnlyRule
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
 _LABELS = "labels"
 _WHAT_TO_DO = (

@@ -2,6 +2,6 @@
 
 In: a module with such a block inside, and a rule that names its core and its last layer. Out: the
 same module, in which both rotate as one, and everything else runs as before. `gyre_trainer.rotate`,
-`layers.found`, `layers.whole` and `layers.whole_graph` import this package; users name the core in
+`layers.whole` and `layers.whole_graph` import this package; users name the core in
 `AttentionRule` or `MLPRule`.
 """

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import mix_in, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import mix_in
 from gyre_trainer.rotation.rule import parameter_at
 from gyre_trainer.shards.local_shards import as_dtensor, local_of, place_of
 

@@ -28,7 +28,8 @@ from gyre_trainer.layers.whole.adapters import (
     use_norms_of_shards,
 )
 from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
-from gyre_trainer.rotation.rotated_module import mix_in, own_class, uncompiled
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import mix_in, uncompiled
 from gyre_trainer.shards.local_shards import local_of, place_of
 
 # Ways to begin LoRA that do not read the layer's weights, and folders of other methods that do not.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.rotated_module import RotatedModule, own_class, uncompiled
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.shards.gathered import Gathered, release_after
 from gyre_trainer.shards.local_shards import local_of, place_of

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.whole.read_parameters import CutPlace, has_forward, own_parameters
 from gyre_trainer.layers.whole.replicated import ReplicatedModule
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.layout import Cut, Layout

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.guard import own_class
 
 
 def fix_vocabulary(model: nn.Module) -> None:

@@ -33,12 +33,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.backward.randomness import (
-    generators_of,
-    have_drawn,
-    set_states,
-    states_of,
-)
+from gyre_trainer.rotation.backward.randomness import generators_of, set_states, states_of
 from gyre_trainer.rotation.backward.weighted_outputs import as_weighing
 
 Outputs = tuple[Tensor, ...]
@@ -53,7 +48,7 @@ class _Kept:
         form: the form of its output.
         outputs: detached; empty once the graph keeps them.
         versions: of the outputs, when the module returned them.
-        states: of the generators of random numbers after the call; None where it drew none.
+        states: of the generators of random numbers after the call.
         is_kept: whether the outputs are kept.
         is_promised: whether the module never goes round the ring again.
         likes: shape, dtype and device of the outputs, where it is promised.
@@ -63,7 +58,7 @@ class _Kept:
     form: Any
     outputs: list[Tensor]
     versions: list[int]
-    states: list[Tensor] | None
+    states: list[Tensor]
     is_kept: bool = True
     is_promised: bool = False
     likes: list[tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=list)
@@ -167,14 +162,12 @@ class KeptOutputs:
         number = self.last[0] + 1
         is_promised = is_promised or number == self._spared
         if not self._keeps and not is_promised:
-            self._calls.append(_Kept(owner, None, [], [], None, is_kept=False))
+            self._calls.append(_Kept(owner, None, [], [], [], is_kept=False))
             outputs = compute()
             self.last = number, [output.grad_fn for output in outputs if output.requires_grad]
             return outputs
-        before = states_of(self._generators)
         outputs = compute()
-        after = states_of(self._generators)
-        states = after if have_drawn(before, after) else None
+        states = states_of(self._generators)
         each = _Kept(owner, call.output_form, [], [], states, is_promised=is_promised)
         if is_promised:
             each.likes = [(output.shape, output.dtype, output.device) for output in outputs]
@@ -273,8 +266,7 @@ class KeptOutputs:
         if not kept.is_kept and not kept.is_promised:
             return compute()
         call.output_form = kept.form
-        if kept.states is not None:
-            set_states(self._generators, kept.states)
+        set_states(self._generators, kept.states)
         given = kept.outputs if kept.is_kept else kept.stand_ins()
         outputs: Outputs = _Replay.apply(given, *inputs)  # type: ignore[no-untyped-call]
         kept.outputs = []

@@ -29,40 +29,23 @@ def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) 
             generator.set_state(state)
 
 
-def have_drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Whether random numbers were drawn between two moments."""
-    with torch._C._DisableTorchDispatch():
-        return any(not torch.equal(*each) for each in zip(before, after, strict=True))
-
-
 class Randomness:
-    """The states of torch's generators before slices that drew random numbers.
-
-    Slices that draw none cost a look at the state, and keep nothing.
-    """
+    """The states of torch's generators before each slice; backward draws the same numbers again."""
 
     def __init__(self, device: torch.device) -> None:
         """``device`` is that of the parameters; the CPU's generator is replayed, too."""
         self._generators = generators_of(device)
         self._states: dict[int, list[Tensor]] = {}
 
-    @contextmanager
-    def recording(self, index: int) -> Iterator[None]:
-        """A context in which slice ``index`` computes for the first time."""
-        before = states_of(self._generators)
-        yield
-        if have_drawn(before, states_of(self._generators)):
-            self._states[index] = before
+    def record(self, index: int) -> None:
+        """Note the states: slice ``index`` computes now for the first time."""
+        self._states[index] = states_of(self._generators)
 
     @contextmanager
     def replaying(self, index: int) -> Iterator[None]:
         """A context in which slice ``index`` draws the same random numbers once more."""
-        states = self._states.pop(index, None)
-        if states is None:
-            yield
-            return
         now = states_of(self._generators)
-        set_states(self._generators, states)
+        set_states(self._generators, self._states.pop(index))
         try:
             yield
         finally:

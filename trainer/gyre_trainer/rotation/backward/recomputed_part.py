@@ -23,7 +23,8 @@ from gyre_trainer.rotation.backward.recomputation import recomputation_of
 from gyre_trainer.rotation.backward.weighted_sums import Dependence, are_added_up, are_dropped_out
 from gyre_trainer.rotation.call import is_constant
 from gyre_trainer.rotation.form import Arguments
-from gyre_trainer.rotation.rotated_module import own_class, uncompiled
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import uncompiled
 
 
 class RecomputedPart:

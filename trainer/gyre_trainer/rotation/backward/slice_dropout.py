@@ -14,9 +14,8 @@ on one of three kinds of tensors:
 Which one it is shows the order of the forward: a dropout is called before the first use of the
 first layers' weights, after that, or after the first use of the last layer's. A use makes a tensor
 of the weight, as `F.linear` does, or `x @ weight.T`. An argument of the call is dropped out as what
-goes into the first layers, whenever that is. The trial of a rule (`gyre_trainer.layers.found`)
-compares the shapes that a whole module and its slices drop out, and the first call in training
-compares the order with what was computed from what.
+goes into the first layers, whenever that is. The first call in training compares the order with
+what was computed from what.
 
 A mask is that of the call's key (`dropout_masks`), of the dropout's number in the forward, of the
 rank, and of the slice where each has its own. So backward finds it again in whichever order slices

@@ -11,7 +11,7 @@ from msgspec import Meta
 from torch import nn
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
-from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.shards.regular_files import open_regular, read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast0
 from gyre_trainer.training.objectives.settings import Objective

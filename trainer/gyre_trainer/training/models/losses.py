@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.head.deferred_logits import asked_to_defer
 from gyre_trainer.rotate import linear_cross_entropy
-from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
 from gyre_trainer.training.models.gpt import GPT
 

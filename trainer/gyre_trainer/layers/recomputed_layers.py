@@ -14,7 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.experts.lists import CallsEveryExpert, recomputes_experts
 from gyre_trainer.layers.split.block import rotates_whole
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LAYER = {"weight", "bias"}

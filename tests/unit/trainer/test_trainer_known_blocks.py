@@ -1,11 +1,10 @@
-"""Which blocks of the families of transformers are found, and how much of each rotates."""
+"""Which blocks of the families of transformers rotate as one, and how much of each rotates."""
 
 from typing import Any
 
 import pytest
 import torch
 from gyre_trainer.accounting.dry_run import on_fake_ranks
-from gyre_trainer.layers.found.finder import block_rules
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 
@@ -60,7 +59,8 @@ CLASSES = {
     ),
     "Pix2StructVision": ("Pix2StructVisionConfig", "Pix2StructVisionModel"),
 }
-A, M, L = "AttentionRule", "MLPRule", "LinearRule"
+A, M = "AttentionRule", "MLPRule"
+BLOCKS = {A, M, "ExpertsRule", "OwnEmbeddingRule"}
 BOTH = {"self_attn": A, "mlp": M}
 LISTED = dict.fromkeys("0123", M)  # experts
 # What is found on two ranks without recomputation, and on four with it. Two can share the two
@@ -87,16 +87,9 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         ["T5", "UMT5"],
         ({"SelfAttention": A, "EncDecAttention": A, "DenseReluDense": M},) * 2,
     ),
-    "SwitchTransformers": (
-        {"SelfAttention": A, "EncDecAttention": A, "mlp": M, "expert_0": M, "expert_1": M},
-    )
-    * 2,
-    "Pix2StructVision": ({"attention": A, "mlp": M},) * 2,
-    "Mpt": ({}, {"attn": A}),
     "Bert": ({"attention": A, "0": M, "1": M},) * 2,  # the layer has the last layer of its MLP
     "Esm": ({"attention": A, "0": M, "1": M},) * 2,  # its positions are a buffer, as GPT-Neo's mask
     "GPTNeo": ({"attention": A, "mlp": M},) * 2,
-    "Falcon": ({"query_key_value": L, "dense": L, "mlp": M},) * 2,
 }
 # Its embeddings of positions, of a class of their own, are a twentieth of a model as small as this.
 FEW = {"OPT": 0.94}
@@ -114,51 +107,25 @@ def on_meta(family: str, dropout: float = 0.0) -> Any:
         return build(config)
 
 
-def found(
+def blocks_of(
     family: str, num_ranks: int, *, recompute: bool, dropout: float
 ) -> tuple[dict[str, str], float]:
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
     model: nn.Module = on_meta(family, dropout)
-    rules: dict[Any, Any] = block_rules(model, num_ranks, regrouped=recompute)
     with on_fake_ranks(num_ranks) as mesh:
         policy = RotationPolicy(recompute=recompute)
-        plan = rotate_all(model, mesh=mesh, policy=policy, rules=rules, find_blocks=False)
-    rotating = sum(entry.numel for entry in plan.entries if entry.how == "rotated")
+        plan = rotate_all(model, mesh=mesh, policy=policy)
+    rotates = [entry for entry in plan.entries if entry.how == "rotated"]
+    rotating = sum(entry.numel for entry in rotates)
     total = sum(entry.numel for entry in plan.entries if entry.how != "local")
-    last = {path.rpartition(".")[2]: type(rule).__name__ for path, rule in rules.items()}
-    return last, rotating / total
+    blocks = {each.path.rpartition(".")[2]: each.rule for each in rotates}
+    return {name: rule for name, rule in blocks.items() if rule in BLOCKS}, rotating / total
 
 
 @pytest.mark.parametrize("family", FOUND)
-def test_blocks_of_the_families_are_found(family: str) -> None:
+def test_blocks_of_the_families_rotate_as_one(family: str) -> None:
     cases = zip((2, 4), (False, True), (0.0, 0.1), FOUND[family], strict=True)
     for num_ranks, recompute, dropout, expected in cases:
-        blocks, share = found(family, num_ranks, recompute=recompute, dropout=dropout)
+        blocks, share = blocks_of(family, num_ranks, recompute=recompute, dropout=dropout)
         assert blocks == expected
         assert share > FEW.get(family, 0.97)
-
-
-def test_attention_that_needs_a_source_is_tried_with_a_mask_too() -> None:
-    """With a mask it reads how many query heads share a key/value head, and without it does not."""
-    import transformers
-
-    library: Any = transformers
-    side = SIZES | HEADS | {"head_dim": 8}
-    config = library.T5GemmaConfig(encoder=dict(side), decoder=dict(side), vocab_size=32)
-    with torch.device("meta"):
-        model: nn.Module = library.T5GemmaForConditionalGeneration(config)
-    rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
-    assert rules["model.decoder.layers.0.cross_attn"].groups == ("num_key_value_groups",)
-
-
-def test_attention_that_fails_without_an_optional_source_is_tried_with_a_mask_too() -> None:
-    from transformers.models.mllama import configuration_mllama, modeling_mllama
-
-    of_text: Any = configuration_mllama.MllamaTextConfig
-    of_models: Any = modeling_mllama.MllamaForCausalLM
-    layers = {"cross_attention_layers": [1], "rope_scaling": {"rope_type": "default"}}
-    config = of_text(**SIZES | HEADS | layers | {"pad_token_id": 0})
-    with torch.device("meta"):
-        model: nn.Module = of_models(config)
-    rules: dict[Any, Any] = block_rules(model, 3, regrouped=True)
-    assert rules["model.layers.1.cross_attn"].groups == ("num_key_value_groups",)
