@@ -279,7 +279,7 @@ class _Daemon:
         log_event("stopped")
 
     async def _watch_descriptors(self) -> None:
-        """Close files that nobody reads, and connections that take too much memory, without end."""
+        """Close files without a reader, and connections that take too much memory, without end."""
         limit_bytes = own_limit_bytes(memory_limit_bytes())
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)

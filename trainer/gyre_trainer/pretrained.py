@@ -61,6 +61,9 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_INDEX_DECODER = msgspec.json.Decoder(_Index)
+
+
 class IncompatibleKeys(NamedTuple):
     """What model and files do not share, as `torch.nn.Module.load_state_dict` returns it.
 
@@ -186,7 +189,7 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
             )
         return read_header(path / _ONE_FILE)
     try:
-        weight_map = msgspec.json.decode(read_regular(index), type=_Index).weight_map
+        weight_map = _INDEX_DECODER.decode(read_regular(index)).weight_map
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointRejected(f"{index} names files outside of its folder")
@@ -225,7 +228,7 @@ def _of_model(
 class _Conversions(NamedTuple):
     """What transformers knows of files since version 5.
 
-    It tells nobody else by a public function: `from_pretrained` loads whole models. Peft uses the
+    No public function tells it: `from_pretrained` loads whole models. Peft uses the
     same modules.
     """
 
@@ -278,7 +281,7 @@ def _converted(
             found |= _values(group.convert(name, model=model, config=model.config))
         except Exception as error:  # of the library's operations
             raise CheckpointRejected(
-                f"{path} has tensors of which {name} cannot be made by parts: {error}; make the "
+                f"{path} has tensors from which {name} cannot be made by parts: {error}; make the "
                 "model by from_pretrained of transformers, and rotate it then"
             ) from error
     return found

@@ -162,7 +162,7 @@ class DeviceStream:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             while not self._has_ended and (left_s := deadline_s - time.monotonic()) > 0:
                 self._ended.wait(left_s)
-        self._ready.clear()  # batches that nobody took give their memory back
+        self._ready.clear()  # batches that were not taken give their memory back
         self._ready.append(InvalidRequest(CLOSED))
 
     def _run(self) -> None:

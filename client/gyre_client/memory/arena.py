@@ -50,7 +50,7 @@ class Loan(weakref.ref[Memory]):
         begin: The first byte in the arena.
         end: The byte behind the last page.
         first_step: The first step of the group.
-        num_batches: How many batches lie there.
+        num_batches: How many batches are there.
         is_read: Whether the script may hold views of it.
         is_copied: Whether all its pages are this process's own.
     """
@@ -94,7 +94,7 @@ class Arenas:
     """The memory files of one session, each mapped when its first batch comes.
 
     Attributes:
-        returned: The loans whose memory is gone, and that nobody has taken back yet.
+        returned: The loans whose memory is gone, not taken back yet.
     """
 
     def __init__(self, side: SideChannel, session_id: str, first_bytes: int) -> None:
@@ -291,7 +291,7 @@ class Arena:
     def copy_for_child(self) -> None:
         """Makes what the script may hold this process's own: see the Note on forked children."""
         for loan in list(self._loans.values()):
-            memory = loan()  # so that nobody takes it back meanwhile
+            memory = loan()  # so that it is not taken back meanwhile
             if memory is None or not loan.is_read or loan.is_copied:
                 continue
             loan.is_copied = self._mapping.copy_for_child(loan.begin, loan.end)

@@ -42,7 +42,7 @@ class Consumed:
 
 
 class Returned(Protocol):
-    """The memory of successive batches that nobody uses any more."""
+    """The memory of successive batches that is no longer used."""
 
     @property
     def first_step(self) -> int:
@@ -60,7 +60,7 @@ class Outbox:
     """Filled by the consumer and the receiver, drained by gRPC's sending thread.
 
     Attributes:
-        returned: The memory of batches that is gone, and of which the daemon has not heard.
+        returned: The memory of batches that is gone, not reported to the daemon yet.
         is_closed: Whether the messages end.
     """
 

@@ -8,7 +8,7 @@ class Wakeup:
     """Wakes one thread that waits; a call before it waits counts.
 
     A signal may end any line of Python in the main thread. `threading.Event` and `Condition` are
-    written in Python and hold a lock meanwhile, which nobody would release. A `SimpleQueue` is not.
+    written in Python and hold a lock meanwhile, never to be released. A `SimpleQueue` is not.
     """
 
     __slots__ = ("_calls",)

@@ -22,7 +22,7 @@ _SPREAD = ("uri", "options", "storage", "mixture")
 def rendered(effective: EffectiveConfig, redact: Callable[[str], str]) -> str:
     """The configuration in force.
 
-    TOML that says the same as the sources together, except for secrets, of which it says no more
+    TOML that says the same as the sources together, except for secrets, shown only as
     than their keys. Keys that are not set and have no default stand in comments.
 
     Args:

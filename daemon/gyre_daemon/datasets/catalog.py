@@ -100,7 +100,7 @@ class Catalog:
         return self._opener.endpoints.values()
 
     def replace(self, datasets: Mapping[str, DatasetConfig]) -> None:
-        """Serve these datasets from now on; local shards that nobody reads are closed.
+        """Serve these datasets from now on; local shards without a reader are closed.
 
         A session keeps the dataset that it reads, even if its definition is gone or has changed.
         """

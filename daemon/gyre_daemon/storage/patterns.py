@@ -12,7 +12,7 @@ Named = TypeVar("Named")
 
 _MAX_PATTERNS = 64
 _MAX_NAMED = 5  # files in a line of the log
-# Files that lie next to shards and hold no samples: hidden ones, those of systems that write tables
+# Files that are next to shards and hold no samples: hidden ones, those of systems that write tables
 # (`_SUCCESS`, `_metadata`), checksums, indexes, and what libraries and people say of the data.
 _BESIDE = (
     "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,index.json,state.json,dataset_dict.json,"
@@ -45,14 +45,14 @@ def matches_any(name: str, pattern: str) -> bool:
 
 
 def is_beside(name: str) -> bool:
-    """Whether a file of this name lies next to shards and is none."""
+    """Whether a file of this name is next to shards and is none."""
     return matches_any(name, _BESIDE)
 
 
 def without_beside(
     folder: str, files: Sequence[Named], pattern: str, name_of: Callable[[Named], str]
 ) -> list[Named]:
-    """The files of a folder without those that lie next to shards; see `is_beside`.
+    """The files of a folder without those that are next to shards; see `is_beside`.
 
     Hidden ones are left out silently, and one line of the log names others. All files stay if all
     of them are wanted.

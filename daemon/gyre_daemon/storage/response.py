@@ -51,7 +51,7 @@ _FIXES = {
     "`Storage Blob Data Reader`",
     "ExpiredToken": _RENEW,
     "InvalidAccessKeyId": _USUAL_FIX + ": the storage knows no such `access_key_id`",
-    "InvalidObjectState": "the object lies in an archive tier: restore it first",
+    "InvalidObjectState": "the object is in an archive tier: restore it first",
     "InvalidToken": _RENEW,
     "RequestExpired": _CLOCK,
     "RequestTimeTooSkewed": _CLOCK,

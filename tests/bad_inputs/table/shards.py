@@ -95,7 +95,7 @@ TAR_SHARDS: dict[str, tuple[bytes, tuple[str, str], str]] = {
     "members that lie apart": (
         tar(member("0.cls"), member("1.cls"), member("0.jpg"), member("1.jpg")),
         CORRUPT,
-        "lie apart",
+        "not adjacent",
     ),
     "one key twice": (
         tar(member("0.cls"), member("0.cls"), member("1.cls")),

@@ -350,7 +350,7 @@ def suggested_rule(module: nn.Module) -> str:
 
 
 def _mlp_by_shape(module: nn.Module) -> MLPRule | None:
-    """The MLP that a module may be: two or three linear layers, of which one leads back."""
+    """The MLP that a module may be: two or three linear layers, one leading back."""
     layers = {
         name: features_of(each) for name, each in module.named_children() if _is_projection(each)
     }

@@ -1,4 +1,4 @@
-"""Tensors that consist of parts of other tensors, none of which is in memory.
+"""Tensors that consist of parts of other tensors, not in memory.
 
 transformers stacks the experts of a layer in one parameter and keeps each by itself in files. The
 code that joins and cuts them is the library's own: it is called with `Joined` tensors, which have a

@@ -130,7 +130,7 @@ def write_targets(
     Args:
         folder: where the files will be.
         tensors: of the files, by name; their pieces are of a `Target`.
-        files: their headers, and where each tensor lies.
+        files: their headers, and where each tensor is.
         finish: what else the folder needs.
 
     Raises:

@@ -93,6 +93,9 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Size, _Size]
 
 
+_ENTRY_DECODER = msgspec.json.Decoder(_Entry)
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by name.
 
@@ -126,7 +129,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, begin: int, text: msgspec.Raw) -> StoredTensor:
-    entry = msgspec.json.decode(text, type=_Entry)
+    entry = _ENTRY_DECODER.decode(text)
     if entry.dtype not in _DTYPES:
         raise ValueError(f"the dtype {entry.dtype!r:.40} is none of {', '.join(_DTYPES)}")
     start, stop = entry.data_offsets

@@ -152,7 +152,7 @@ class DecodeImage(OfField):
     def _converted(self, image: Image.Image) -> Image.Image:
         if self.colors != "index":
             eight_bits = _in_eight_bits(image)
-            eight_bits.info.pop("transparency", None)  # of which Pillow would warn
+            eight_bits.info.pop("transparency", None)  # Pillow would warn of it
             return eight_bits.convert("RGB" if self.colors == "rgb" else "L")
         if image.mode not in ("P", "L", "1"):
             raise ValueError(
@@ -197,7 +197,7 @@ def _other_size(data: memoryview) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _opened(data: memoryview) -> Iterator[Image.Image]:
-    """An image of which the header was read.
+    """An image whose header was read.
 
     Raises:
         ValueError: it is none, or damaged; also for what is raised inside.

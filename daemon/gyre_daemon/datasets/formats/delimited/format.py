@@ -186,7 +186,7 @@ def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[
 
 
 def _present(spec: FieldSpec) -> FieldSpec:
-    """Which records have a number in a column, of which some cells are empty."""
+    """Which records have a number in a column with empty cells."""
     return FieldSpec(spec.name + PRESENT_SUFFIX, _BOOL, (), ragged=False, codec="indexed")
 
 

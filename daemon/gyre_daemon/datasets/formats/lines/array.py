@@ -103,7 +103,7 @@ class Records(NamedTuple):
 
 
 class RecordFinder:
-    """Takes a file piece by piece, and says where the records of its array lie.
+    """Takes a file piece by piece, and says where the records of its array are.
 
     Attributes:
         num_records: whose ends were seen.
@@ -270,7 +270,7 @@ _NO_RECORDS = Records(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def scan_array(file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
-    """Where the N records of an array lie.
+    """Where the N records of an array are.
 
     Args:
         file: is read once.
@@ -292,7 +292,7 @@ def scan_array(file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
 
 
 def bounds_of(data: bytes) -> list[tuple[int, int]]:
-    """The bytes `[start, stop)` of records that lie one after the other, with commas between them.
+    """The bytes `[start, stop)` of records that are one after the other, with commas between them.
 
     Raises:
         DamagedPart: they do not.

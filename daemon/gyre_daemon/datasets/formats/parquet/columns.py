@@ -27,7 +27,7 @@ class ServedColumn:
         name: of the column.
         is_file: whether it is a struct of an encoded file and its path, of which the file counts.
         is_nullable: whether a row may lack it, by the schema.
-        is_nested: whether an array of one shape lies in lists of lists.
+        is_nested: whether an array of one shape is in lists of lists.
     """
 
     spec: FieldSpec
@@ -127,7 +127,7 @@ def _categories(feature: Any) -> tuple[str, ...]:
 
 
 def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
-    """The field of an `Array2D` to `Array5D` of Hugging Face, which lies in lists of lists.
+    """The field of an `Array2D` to `Array5D` of Hugging Face, which is in lists of lists.
 
     Returns:
         None if it is no such column, or its first dim differs from row to row.

@@ -4,7 +4,7 @@ The scan follows the conventions of the WebDataset library: members that follow 
 one key make a sample, and one whose name begins with `__...__` belongs to none. Unlike the library
 it also passes over hidden files (`._0001.txt`) and over names that end with a dot. It refuses what
 the library loses or tears apart: links and other members that are no files, and samples whose
-members lie apart. It reads every number and every npy header, since these decide whether the shards
+members are apart. It reads every number and every npy header, since these decide whether the shards
 make one dataset, and the first text and JSON of a shard.
 """
 
@@ -193,7 +193,7 @@ class _IndexBuilder:
         raise corrupt(self.shard, member.offset, reason)
 
     def _check_together(self) -> None:
-        """Refuse a sample whose members lie apart: its parts would be samples."""
+        """Refuse a sample whose members are apart: its parts would be samples."""
         keys = np.array(self.keys, np.int64)
         order = np.argsort(keys, kind="stable")
         same = np.flatnonzero(np.diff(keys[order]) == 0)
@@ -205,7 +205,7 @@ class _IndexBuilder:
                 names = list(self.extensions)
                 here, there = (names[min(part)] for part in parts)
                 reason = (
-                    f"the members .{here} and .{there} of one sample lie apart, at byte "
+                    f"the members .{here} and .{there} of one sample are not adjacent, at byte "
                     f"{self.starts[ends[first]]} and here; write the shard with `tar --sort=name`"
                 )
                 raise corrupt(self.shard, self.starts[ends[again]], reason)

@@ -29,7 +29,7 @@ _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 class TarReader:
-    """The members of an archive and where their bytes lie, in one pass and bounded memory."""
+    """The members of an archive and where their bytes are, in one pass and bounded memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Read the first header. The reader seeks if the file can.

@@ -1,9 +1,9 @@
 """Folders that another library describes: read as it says, or refused by name.
 
-Next to the files with samples lie copies that a cache keeps, files that a table's log has removed,
+Next to the files with samples are copies that a cache keeps, files that a table's log has removed,
 or chunks with a header of that library. No pattern tells them apart; what the library wrote does.
 
-| what lies in the folder | whose it is | what Gyre does |
+| what is in the folder | whose it is | what Gyre does |
 |---|---|---|
 | `state.json` | `Dataset.save_to_disk` of Hugging Face | reads the files that it lists |
 | `dataset_dict.json` | `DatasetDict.save_to_disk` | names the folders of the splits |
@@ -28,7 +28,7 @@ from gyre_daemon.storage.splits import check_one_set
 Shard = TypeVar("Shard")
 _WIDS = "wids-shard-index-v1"
 _STREAMING = "a dataset of MosaicML Streaming"
-# The folders in which a table's files lie, below the folder that its log lies in.
+# The folders in which a table's files are, below the folder that its log is in.
 _LOGS = {
     "_delta_log/": ("a Delta Lake table", "`DeltaTable(...).file_uris()` lists"),
     ".hoodie/": ("a Hudi table", "its newest snapshot has"),
@@ -90,8 +90,8 @@ def refuse_tables(folder: str, names: Sequence[str], in_metadata: Sequence[str])
 
     Args:
         folder: as written; shown in the error.
-        names: of what lies there; those of folders end with a slash.
-        in_metadata: of what lies in its folder `metadata`.
+        names: of what is there; those of folders end with a slash.
+        in_metadata: of what is in its folder `metadata`.
 
     Raises:
         InvalidRequest: names the library, and how to name the files.

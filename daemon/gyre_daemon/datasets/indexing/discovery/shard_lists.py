@@ -184,7 +184,7 @@ async def _metadata_in(
     folder: str,
     names: Sequence[str],
 ) -> list[str]:
-    """What lies in the folder `metadata` of a folder; nothing if it has none."""
+    """What is in the folder `metadata` of a folder; nothing if it has none."""
     if "metadata/" not in names:
         return []
     return await _names_in(opener, location, config, f"{folder.rstrip('/')}/metadata")
