@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,10 @@ from unittest.mock import patch
 import gyre_trainer.layers
 import torch
 from gyre_trainer.layers import known_blocks
-from gyre_trainer.layers.known_blocks import BlockRule
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.embedding import OwnEmbeddingRule
+from gyre_trainer.layers.experts.moe import ExpertsRule
+from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.layers.module_code import UnknownCode, digest_of
 from gyre_trainer.layers.norm import RecomputedNorm
 from gyre_trainer.rotate import RotationPolicy
@@ -40,7 +44,7 @@ FILE = Path(gyre_trainer.layers.__path__[0]) / "trained_code.json"
 # The library takes softmax and norms in float32, even of float64.
 TOLERANCE = 2e-5
 _NORMS = "Norm", "LayerScale"
-_TABLE = (*BlockRule.__args__, known_blocks.ExpertsRule, known_blocks.OwnEmbeddingRule)
+_TABLE = AttentionRule, MLPRule, ExpertsRule, OwnEmbeddingRule
 
 
 class Sequences(nn.Module):
@@ -48,7 +52,7 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        up, down = (lambda: nn.Linear(8, 12)), (lambda: nn.Linear(12, 8))
+        up, down = partial(nn.Linear, 8, 12), partial(nn.Linear, 12, 8)
         self.layers = nn.ModuleList(
             [
                 nn.Sequential(up(), nn.GELU(), down()),
@@ -82,7 +86,7 @@ class _OfTorch:
         return {"x": torch.randn(12, 3, 8, generator=torch.Generator().manual_seed(1))}
 
 
-_HEAD = {"head_dim": 8}
+_HEAD: dict[str, Any] = {"head_dim": 8}
 _PLAIN: dict[str, Subject] = {
     **{
         name: causal(name)
@@ -186,7 +190,7 @@ def _exact_digests(ranks: Ranks, name: str) -> tuple[dict[str, str], set[str], s
 
 
 def _farthest(ranks: Ranks, name: str, without: set[str]) -> tuple[float, dict[str, str], str]:
-    outcomes = ranks.run(trained, name, without)
+    outcomes: list[tuple[float, dict[str, str], str]] = ranks.run(trained, name, without)
     return max(outcomes, key=lambda each: (each[0] != each[0], each[0]))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,7 +39,8 @@ class Perceptron(nn.Module):
             hidden = hidden / hidden.abs().amax(-1, keepdim=True)
         if x.shape[0] > 5:
             hidden = hidden - hidden.mean(-1, keepdim=True)
-        return self.down(hidden)
+        output: Tensor = self.down(hidden)
+        return output
 
 
 class Plain(nn.Module):
@@ -50,7 +51,8 @@ class Plain(nn.Module):
         self.up, self.down, self.act = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.hidden(x))
+        output: Tensor = self.down(self.hidden(x))
+        return output
 
     def hidden(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.act(self.up(x))
@@ -59,7 +61,8 @@ class Plain(nn.Module):
 
 class Normalizes(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.normalize(self.hidden(x), dim=-1))
+        output: Tensor = self.down(F.normalize(self.hidden(x), dim=-1))
+        return output
 
 
 class NormalizesInside(Plain):
@@ -69,7 +72,8 @@ class NormalizesInside(Plain):
 
 class OfOurs(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.normalize(self.up(x), dim=-1))
+        output: Tensor = self.down(F.normalize(self.up(x), dim=-1))
+        return output
 
 
 def _normalizing(module: Any) -> Callable[[Tensor], Tensor]:
@@ -77,23 +81,21 @@ def _normalizing(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def with_forward() -> nn.Module:
-    module = Plain()
-    module.forward = _normalizing(module)  # type: ignore[method-assign]
-    return module
+    module: Any = Plain()
+    module.forward = _normalizing(module)
+    return cast("nn.Module", module)
 
 
 def with_forward_inside() -> nn.Module:
-    module = MLP(6, 10)
-    module.up.forward = lambda x: F.normalize(  # type: ignore[method-assign]
-        F.linear(x, module.up.weight), dim=-1
-    )
-    return module
+    module: Any = MLP(6, 10)
+    module.up.forward = lambda x: F.normalize(F.linear(x, module.up.weight), dim=-1)
+    return cast("nn.Module", module)
 
 
 def with_hook(make: Callable[[], Any]) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
-        module = make()
-        layer = module.linear1 if hasattr(module, "linear1") else module.up
+        module: nn.Module = make()
+        layer: Any = module.linear1 if hasattr(module, "linear1") else module.up
         layer.register_forward_hook(lambda _layer, _args, output: F.normalize(output, dim=-1))
         return module
 
@@ -106,10 +108,11 @@ def _layer() -> nn.Module:
 
 class OtherFeedForward(nn.TransformerEncoderLayer):
     def _ff_block(self, x: Tensor) -> Tensor:
-        return self.linear2(F.normalize(self.linear1(x), dim=-1))
+        output: Tensor = self.linear2(F.normalize(self.linear1(x), dim=-1))
+        return output
 
 
-RULES = {Plain: MLPRule()}
+RULES: Any = {Plain: MLPRule()}
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "paths": (Perceptron, None),
     "many parameters": (lambda: Perceptron(768, 3072), None),
