@@ -82,7 +82,7 @@ class Attachment:
     Then both sides agree that the session is over.
 
     Attributes:
-        outbox: What the sending side says.
+        outbox: The side that sends.
         sender: The thread of the sending side, once it has woken.
     """
 
@@ -101,7 +101,7 @@ class Attachment:
             session: The session.
             num_credits: How many batches the daemon may send at first.
             on_message: Called for every message of the daemon on the control stream.
-            consumed: Returns what the consumer has done since the session began.
+            consumed: Returns the consumer's totals since the session began.
         """
         opened = session.opened
         self._connection = connection

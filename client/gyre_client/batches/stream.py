@@ -62,11 +62,11 @@ class BatchStream:
         stall_timeout_s: float = STALL_TIMEOUT_S,
         generations: Iterator[int] | None = None,
     ) -> None:
-        """Makes a stream that is not open.
+        """Makes a closed stream.
 
         Args:
             target: The daemon.
-            request: What to open.
+            request: Of the session to open.
             reattach_timeout_s: How long the daemon may be away, now or later.
             token_dtype: What unsigned token ids become; see `tokens.widened`.
             stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
@@ -92,7 +92,7 @@ class BatchStream:
         self._go_on = Wakeup()
         self._attachment: Attachment | None = None
         self._session_id = ""
-        # The arenas of sessions that are over, each with the number of the first batch behind it.
+        # The arenas of ended sessions, each with the number of the first batch behind it.
         self._retired: list[tuple[int, Arenas]] = []
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
@@ -211,7 +211,7 @@ class BatchStream:
     def close(self) -> None:
         """Ends the session and the receiver. Batches that were taken stay valid.
 
-        What an interrupt leaves undone, a second call does.
+        A second call finishes an interrupted one.
         """
         self._is_closing = True
         if self._is_open:
@@ -270,10 +270,10 @@ class BatchStream:
         return session
 
     def _close_retired(self) -> bool:
-        """Moves out batches that are still held: see [Note: What outlives its session].
+        """Moves out batches still held: see [Note: What outlives its session].
 
         Returns:
-            Whether no session that is over has an unread batch.
+            Whether no ended session has an unread batch.
         """
         if self._is_closing:
             self._inbox.clear()  # so that they need not be moved out
@@ -315,7 +315,7 @@ class BatchStream:
                 self._retired.append((self._next_step, session.arenas))
             self._close_retired()
             if self._is_closing:
-                # A daemon that is gone has forgotten the session anyway.
+                # A dead daemon has forgotten the session anyway.
                 with contextlib.suppress(GyreError):
                     self._connection.close_session(session.opened.session_id)
 

@@ -55,7 +55,7 @@ class LoaderResources:
             raise InvalidRequest("this Loader is closed")
 
     def close_stream(self) -> None:
-        """Ends the session; what was read ahead is dropped, and the position stays."""
+        """Ends the session, drops batches read ahead, and keeps the position."""
         stream = self.stream
         if stream is not None:
             self.unfinished.append(stream.source)
@@ -73,7 +73,7 @@ class LoaderResources:
             self.unfinished.pop()
 
     def release(self) -> None:
-        """Ends the session, and lets go of a private daemon; a second call does what is left."""
+        """Ends the session and lets go of a private daemon; may be repeated after an interrupt."""
         if self.pid == os.getpid():  # a forked child's copy owns nothing
             self.is_released = True
             self.close_stream()

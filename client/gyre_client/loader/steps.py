@@ -25,7 +25,7 @@ class LoaderSteps(DescribedDataset):
 
     @property
     def step(self) -> int:
-        """The global step of the next batch, counted from 0, with those that are left out.
+        """The global step of the next batch, counted from 0, including steps left out.
 
         That of the batch in hand is `last_step`.
         """

@@ -44,7 +44,7 @@ _log = logging.getLogger("gyre_client")
 
 
 class Loan(weakref.ref[Memory]):
-    """Memory of a batch group that is lent; it queues itself when the last view of it is gone.
+    """Memory of a lent batch group; it queues itself when the last view of it is gone.
 
     Attributes:
         begin: The first byte in the arena.

@@ -52,7 +52,7 @@ _munmap_for = _libc["munmap"]
 _munmap_for.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.py_object]
 
 Memory = npt.NDArray[np.uint8]
-# The memory that was moved out, by its address; entries of memory that is gone are removed later.
+# The memory that was moved out, by its address; entries of freed memory are removed later.
 _moved_out: "dict[int, weakref.ref[Memory]]" = {}
 
 

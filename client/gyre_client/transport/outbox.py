@@ -1,8 +1,8 @@
 """The client's side of a session's control stream: credits, releases and heartbeats.
 
 Credits and releases are coalesced: everything that came up since the last message travels in the
-next one. Each number here is written by one thread: what the consumer did are totals that gRPC's
-sending thread looks up, so an interrupt of the consumer neither loses nor doubles a credit.
+next one. Each number here is written by one thread: the consumer's totals are read by gRPC's
+sending thread, so an interrupt of the consumer neither loses nor doubles a credit.
 """
 
 import time
@@ -28,7 +28,7 @@ MAX_RELEASES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """What the consumer has done since the session began.
+    """The consumer's totals since the session began.
 
     Attributes:
         num_dequeued: The batches that left the queue.
@@ -42,7 +42,7 @@ class Consumed:
 
 
 class Returned(Protocol):
-    """The memory of successive batches that is no longer used."""
+    """The unused memory of successive batches."""
 
     @property
     def first_step(self) -> int:
@@ -79,7 +79,7 @@ class Outbox:
             num_credits: The first credits; they are sent at once.
             num_together: How many later credits, or released batches, are worth a message of
                 their own. Half of what the daemon granted leaves it the other half to go on with.
-            consumed: Returns what the consumer did.
+            consumed: Returns the consumer's totals.
             returned: Where finalizers put the memory of batches that are gone, each `Returned`.
         """
         self._session_id = session_id
@@ -170,7 +170,7 @@ class Outbox:
         on_wake()
 
     def _take_queued(self, consumed: Consumed) -> tuple[pb.Credit, list[int]]:
-        """Returns what is queued, as one message."""
+        """Returns all that waits, as one message."""
         while self.returned:
             returned = self.returned.popleft()
             returned.take_back()

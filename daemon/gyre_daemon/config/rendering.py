@@ -1,6 +1,6 @@
 """What `gyred check-config` prints: the configuration in force, as TOML, with all origins.
 
-It walks over what was parsed, so a key that the daemon reads cannot be missing.
+It walks over the parsed values, so no key that the daemon reads can be missing.
 """
 
 import json
@@ -15,7 +15,7 @@ from gyre_daemon.config.schema import DatasetConfig
 from gyre_daemon.config.secrets import is_secret
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-# Fields of a dataset that are printed in another way than under their names.
+# Fields of a dataset printed in another way than under their names.
 _SPREAD = ("uri", "options", "storage", "mixture")
 
 
@@ -108,7 +108,7 @@ def _key(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Quoted; what cannot be printed is escaped, since a terminal would obey it."""
+    """Quoted; control characters are escaped, since a terminal would obey them."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
 

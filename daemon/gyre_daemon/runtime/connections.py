@@ -2,7 +2,7 @@
 
 gRPC keeps the headers of each call in memory before any code of ours sees the call, and says
 nothing about its connections. So they are found among the descriptors of this process, and closed
-with shutdown(2), after which gRPC frees what they took.
+with shutdown(2), after which gRPC frees their memory.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class _Connection:
 
 @dataclass(slots=True)
 class _Calls:
-    """What is known of the calls of one peer, perhaps before its connection was found."""
+    """The calls of one peer, perhaps before its connection was found."""
 
     is_proven: bool = False
     num_calls: int = 0
@@ -139,7 +139,7 @@ class Connections:
             calls.last_used = self.clock()
 
     def look(self) -> list[_Connection]:
-        """Find the connections that are open now, the newest last."""
+        """Find the open connections, the newest last."""
         now = self.clock()
         before, self._found = self._found, {}
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # numbers, without the paths
@@ -192,7 +192,7 @@ class Connections:
         newest = idle[len(idle) // 2 :]
         reason = f"the daemon itself uses {own_bytes >> 20} MiB, and may use {limit_bytes >> 20}"
         self._close(newest, reason)
-        _malloc_trim(0)  # otherwise the allocator keeps what gRPC frees
+        _malloc_trim(0)  # otherwise the allocator keeps the memory
 
     def _accepted(self, descriptor: int, now: float) -> _Connection | None:
         """The connection behind a socket; None where it is no connection of a client."""

@@ -55,7 +55,7 @@ class Drivers:
             relay.close()
 
     def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
-        """What asks the hub; see `HubClient` for errors. Reads files."""
+        """The client of the hub's API; see `HubClient` for errors. Reads files."""
         return HubClient(settings, options, self._hub)
 
     async def filesystem(

@@ -99,7 +99,7 @@ class StorageOpener:
         self._open_files.close_idle()
 
     def expire_files(self) -> None:
-        """Let `close_idle_files` close all local shards that are not read until then."""
+        """Let `close_idle_files` close all local shards not read until then."""
         self._open_files.expire()
 
     async def open(
@@ -174,7 +174,7 @@ class StorageOpener:
     async def _cached(
         self, location: Location, settings: Mapping[str, Any], options: HttpOptions, why: str
     ) -> Snapshot:
-        """What the hub's cache has of a location; the log says which snapshot is read."""
+        """The snapshot of a location in the hub's cache; the log names it."""
         client = await self._in_thread(self._drivers.hub, settings, options)
         try:
             found = await self._in_thread(snapshot_of, client, location, why)

@@ -122,7 +122,7 @@ def _set_of(name: str) -> str:
 
 
 def _visible(paths: Sequence[str]) -> list[str]:
-    """Those that are neither hidden nor metadata, sorted."""
+    """All but hidden names and metadata, sorted."""
     return sorted(path for path in paths if not re.search(r"(^|/)[._]|\.gyre-", path))
 
 

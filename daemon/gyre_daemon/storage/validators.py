@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
-# Names in the infos of drivers, the first that is there counts.
+# Names in the infos of drivers; the first one present counts.
 _ETAGS = ("e_tag", "ETag", "etag", "eTag")
 _VERSIONS = (
     "version", "version_id", "VersionId", "versionId", "generation", "md5Hash", "md5", "ContentMD5",
@@ -25,7 +25,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class Told(Protocol):
-    """What has validators: a listing, or an answer."""
+    """A source of validators: a listing, or an answer."""
 
     @property
     def etag(self) -> str:

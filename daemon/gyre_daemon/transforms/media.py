@@ -39,7 +39,7 @@ def check_media(media_type: str, data: memoryview) -> str:
 
 @functools.cache
 def _decoder(kind: str) -> _Decode:
-    """What decodes images or sounds.
+    """A decoder of images or sounds.
 
     Raises:
         ModuleNotFoundError: a library is missing.

@@ -248,7 +248,7 @@ def test_links_of_tarfile(tar_format: int) -> None:
 def test_members_of_a_sample_lie_together() -> None:
     """Apart, each would be half a sample, and to call a field optional would serve the halves."""
     apart = [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"3"), ("b.cls", b"4")]
-    wanted = r"at byte 2560: .* \.jpg and \.cls of one sample are not adjacent, at byte 512 .*--sort=name"
+    wanted = r"at byte 2560: .* \.jpg and \.cls of one sample are not adjacent, .*--sort=name"
     for options in ({}, {"optional": ["cls"]}, {"fields": ["jpg"]}):
         with pytest.raises(CorruptSample, match=wanted):
             index_of(tar_of(apart), **options)

@@ -121,7 +121,7 @@ def recommendation(
 
 
 def _advice(seconds: Mapping[Strategy, float], peaks: Mapping[Strategy, float]) -> str:
-    """What to take if no memory size was given for a rank."""
+    """The default if no memory size was given for a rank."""
     fast, small = _lowest(seconds), _lowest(peaks)
     best = [each for each in fast if each in small]
     if len(best) > 1:

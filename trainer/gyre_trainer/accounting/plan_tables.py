@@ -124,7 +124,7 @@ def text(
 
 
 def _too_long(config: TrainConfig) -> list[str]:
-    """What is said of sequences that are longer than the model has positions."""
+    """The warning of sequences longer than the model's positions."""
     if isinstance(config.model, GPTConfig):
         return []  # refused when the configuration is read
     described, length = library_config(config.model), config.data.sequence_length

@@ -55,7 +55,7 @@ class LayerByLayer:
         path: the module's path in the model.
         module_class: the name of its class.
         reason: why it does not rotate as one.
-        rule: a rule by which it would, as it is typed; empty for none that is known.
+        rule: a rule by which it would, as it is typed; empty if none is known.
         num_features: activations of a token that its layers return.
     """
 

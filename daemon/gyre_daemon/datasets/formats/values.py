@@ -79,12 +79,12 @@ def check_json(data: bytes | memoryview) -> None:
 
 
 def lone_surrogate(data: bytes) -> str:
-    r"""The first escape of JSON text that is half a character, such as `\ud800`; empty if none."""
+    r"""The first lone surrogate of JSON text, such as `\ud800`; empty if none."""
     return next((each[1].decode() for each in _ESCAPES.finditer(data) if each[1]), "")
 
 
 def without_surrogates(data: bytes) -> bytes:
-    """JSON text of the same size, with U+FFFD for each escape that is half a character."""
+    """JSON text of the same size, with U+FFFD for each lone surrogate."""
     if b"\\ud" not in data and b"\\uD" not in data:
         return data
     return _ESCAPES.sub(lambda each: b"\\ufffd" if each[1] else each[0], data)

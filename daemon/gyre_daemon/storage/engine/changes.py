@@ -31,7 +31,7 @@ _MAX_LOOK_S = 20.0  # after which a look that fails is not tried again
 
 
 class ChangeCheck:
-    """Compares what comes with what was listed, for the objects of one dataset."""
+    """Compares answers with the listing, for the objects of one dataset."""
 
     def __init__(
         self, name: str, paths: Sequence[str], shards: Sequence[Shard], look: Look | None

@@ -115,7 +115,7 @@ class OpenFiles:
             other.trim()
 
     def expire(self) -> None:
-        """Let `close_idle` close all shards that are not asked for until then."""
+        """Let `close_idle` close all shards not asked for until then."""
         for dataset in list(self._datasets):
             dataset.used_at = -math.inf
 

@@ -37,7 +37,7 @@ def _plain(endpoint: str) -> str:
 
 
 def needs_relay(settings: Mapping[str, Any], options: HttpOptions) -> bool:
-    """Whether the server of a dataset shows a certificate that is itself in `ca_file`. Waits."""
+    """Whether the server of a dataset shows a certificate of `ca_file` itself. Waits."""
     if not options.roots or getproxies().get("https"):
         return False
     for url in map(urlsplit, endpoints_in(settings)):

@@ -18,13 +18,13 @@ from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 _Sound = npt.NDArray[np.float32]
 # What libsndfile says of a FLAC file whose header has no length is more than this.
 _UNKNOWN = 1 << 60
-_BLOCK = 1 << 20  # samples that are read at once from such a file
+_BLOCK = 1 << 20  # samples in one read of such a file
 # What decoded and resampled sound may take together. A process may allocate twice as much.
 _MAX_BYTES = 1 << 30
 
 
 class _Forward(soundfile.SoundFile):  # type: ignore[misc]
-    """A file that is read once: after each read soundfile seeks, which some FLAC files cannot."""
+    """A file for one pass: after each read soundfile seeks, which some FLAC files cannot."""
 
     def seekable(self) -> bool:
         """False, as for a pipe."""

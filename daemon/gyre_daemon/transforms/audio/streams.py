@@ -57,7 +57,7 @@ class Stream:
 def streams_of(data: Bytes) -> list[Stream]:
     """Cut a file into streams; nearly always there is one.
 
-    Files of kinds that are not known here are returned as they are. A header that does not say how
+    Files of unknown kinds are returned as they are. A header that does not say how
     much sound follows is mended in a copy.
 
     Raises:
@@ -299,7 +299,7 @@ def _mpeg_stream(data: memoryview, frames: _Mpeg) -> Stream:
 def _mpeg_runs(data: Bytes) -> Iterator[list[int]]:
     """Frames that follow each other: where each begins, and where the last one ends.
 
-    What is between runs, such as ID3 and APE tags, is passed over.
+    Tags between runs, such as ID3 and APE, are passed over.
     """
     at, end, bytes_of = 0, len(data), _bytes_by_header
     while at + 4 <= end:

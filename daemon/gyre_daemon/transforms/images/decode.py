@@ -23,7 +23,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process for each core
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _JPEG = b"\xff\xd8\xff"
 FACTORS = (2, 4, 8)  # by which a JPEG file can be decoded smaller
-# What Pillow raises for files that are damaged or forged.
+# Pillow's errors for damaged or forged files.
 _NO_IMAGE = (OSError, SyntaxError, EOFError, AssertionError, struct.error)
 # Tags of TIFF, and values of theirs.
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339

@@ -16,7 +16,7 @@ from gyre_daemon.transforms.transform import Field, Sample
 
 _ASSISTANT = "assistant"
 _Message = dict[str, Any]
-# The names of ShareGPT, and those that are the same there.
+# The names of ShareGPT, and those of others that it keeps.
 _ROLES = {
     "human": "user",
     "gpt": _ASSISTANT,
@@ -177,7 +177,7 @@ def _message(number: int, found: _Message) -> _Message:
     """A message with its role; one of ShareGPT with the names that templates know.
 
     Raises:
-        ValueError: it has no role, or one that is not known.
+        ValueError: it has no role, or an unknown one.
     """
     if isinstance(found.get("role"), str):
         return found

@@ -292,7 +292,7 @@ def scan_array(file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
 
 
 def bounds_of(data: bytes) -> list[tuple[int, int]]:
-    """The bytes `[start, stop)` of records that are one after the other, with commas between them.
+    """The bytes `[start, stop)` of successive records, with commas between them.
 
     Raises:
         DamagedPart: they do not.

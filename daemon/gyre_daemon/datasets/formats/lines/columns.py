@@ -421,7 +421,7 @@ def _plain_lines(file: BinaryIO) -> Iterator[FramedLines]:
 
 
 def _plain_records(file: BinaryIO) -> Iterator[FramedLines]:
-    """The records of an array in a file that is not compressed, some at a time."""
+    """The records of an array in an uncompressed file, some at a time."""
     start, data = 0, b""
     starts = stops = np.empty(0, np.int64)
     for offset, more, found, open_from in found_records(file):

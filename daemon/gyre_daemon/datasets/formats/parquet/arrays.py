@@ -64,7 +64,7 @@ def _column(array: Any, spec: FieldSpec) -> Column:
 
 
 def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
-    """Arrays of one shape that are in lists of lists; zeros where one is missing.
+    """Arrays of one shape in lists of lists; zeros where one is missing.
 
     Raises:
         ValueError: one has another shape, or nulls.

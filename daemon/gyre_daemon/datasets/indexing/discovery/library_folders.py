@@ -1,9 +1,9 @@
 """Folders that another library describes: read as it says, or refused by name.
 
 Next to the files with samples are copies that a cache keeps, files that a table's log has removed,
-or chunks with a header of that library. No pattern tells them apart; what the library wrote does.
+or chunks with a header of that library. No pattern tells them apart; the library's own files do.
 
-| what is in the folder | whose it is | what Gyre does |
+| in the folder | written by | Gyre |
 |---|---|---|
 | `state.json` | `Dataset.save_to_disk` of Hugging Face | reads the files that it lists |
 | `dataset_dict.json` | `DatasetDict.save_to_disk` | names the folders of the splits |
@@ -90,7 +90,7 @@ def refuse_tables(folder: str, names: Sequence[str], in_metadata: Sequence[str])
 
     Args:
         folder: as written; shown in the error.
-        names: of what is there; those of folders end with a slash.
+        names: in the folder; those of folders end with a slash.
         in_metadata: of what is in its folder `metadata`.
 
     Raises:
@@ -125,7 +125,7 @@ def describe_cache(folder: str, names: Sequence[str]) -> FolderDescription | Non
 
 
 def describe(folder: str, source: str, data: bytes) -> FolderDescription | None:
-    """What a file of JSON says of its folder; None if it says nothing of files.
+    """A JSON file's list of the folder's files; None if it has none.
 
     Args:
         folder: as written; shown in errors.

@@ -38,10 +38,10 @@ _MAX_BYTES = 256 << 20
 # Enough to see that a file of JSON has samples, and is no list.
 _HEAD_BYTES = 64 << 10
 _RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[|.*\}\s*\n\s*\{", re.DOTALL)
-# Folders that are no datasets, but parts of a table: partitions, and those of Iceberg's files.
+# Folders of a table's parts, no datasets: partitions, and those of Iceberg's files.
 _PART_OF_TABLE = "{*=*,data}"
 _MAX_NAMED = 5  # files in a message
-_MAX_LISTED = 64  # folders of an object storage that are listed for a pattern, each by a request
+_MAX_LISTED = 64  # folders of an object storage listed for a pattern, each by a request
 # Formats of single files take all files, whatever a library says of them.
 _DESCRIBED_FORMATS = frozenset(FORMATS) - {"files", "coco", "yolo"}
 _MAGIC = re.compile(r"[*?\[]")
@@ -149,7 +149,7 @@ async def check_pattern(
 async def _description_of(
     opener: StorageOpener, location: Location, config: DatasetConfig, folder: str
 ) -> FolderDescription | None:
-    """What a library says of a folder; None if none does."""
+    """A library's description of a folder; None if there is none."""
     names = await _names_in(opener, location, config, folder)
     refuse_tables(folder, names, await _metadata_in(opener, location, config, folder, names))
     above = folder.rstrip("/")
@@ -184,7 +184,7 @@ async def _metadata_in(
     folder: str,
     names: Sequence[str],
 ) -> list[str]:
-    """What is in the folder `metadata` of a folder; nothing if it has none."""
+    """The names in the folder `metadata` of a folder; none if it has none."""
     if "metadata/" not in names:
         return []
     return await _names_in(opener, location, config, f"{folder.rstrip('/')}/metadata")
@@ -193,7 +193,7 @@ async def _metadata_in(
 async def _read(
     opener: StorageOpener, location: Location, config: DatasetConfig, folder: str, name: str
 ) -> FolderDescription | None:
-    """What a file of JSON says of its folder; None if it says nothing of files."""
+    """A JSON file's list of the folder's files; None if it has none."""
     at = replace(location, paths=(f"{folder.rstrip('/')}/{name}" if folder else name,))
     storage = await opener.open(at, config.storage, "*", follow_links=config.follow_links)
     size = storage.shards[0].size_bytes
