@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 REPOSITORY = "birds/songs"
-_API = re.compile(rf"/api/datasets/{REPOSITORY}/(revision|tree|paths-info)/([^/?]+)/?(.*)")
+_API = re.compile(rf"/api/datasets/{REPOSITORY}/(revision|tree)/([^/?]+)/?(.*)")
 _FILE = re.compile(rf"/datasets/{REPOSITORY}/resolve/([^/]+)/(.+)")
 
 
@@ -29,7 +29,9 @@ class HubServer:
         large: names of files that lie in the storage.
         token: that every request to the hub needs; empty for none.
         elsewhere: where listings are redirected; empty for nowhere.
+        elsewhere_is_next: the first page of a listing names that place for the next page instead.
         refusals: how many of the next requests to the hub get status 429.
+        refused: only requests with this text in their path do.
         retry_after_s: what these are told.
         requests: method, server and path of all that came.
         tokens_at_storage: what the storage was shown.
@@ -39,7 +41,8 @@ class HubServer:
         self.commits: dict[str, Mapping[str, bytes]] = {}
         self.branches: dict[str, str] = {}
         self.large: set[str] = set()
-        self.token = self.elsewhere = ""
+        self.token = self.elsewhere = self.refused = ""
+        self.elsewhere_is_next = False
         self.refusals, self.retry_after_s = 0, 1
         self.requests: list[tuple[str, str, str]] = []
         self.tokens_at_storage: list[str] = []
@@ -87,34 +90,36 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._respond()
 
-    def do_POST(self) -> None:
-        self._respond()
-
     def _respond(self) -> None:
         hub, path = self.server.owner, unquote(urlsplit(self.path).path)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         token = self.headers.get("Authorization", "")
         with hub.lock:
             hub.requests.append((self.command, self.server.name, path))
-            refuses = self.server.name == "hub" and hub.refusals > 0
+            is_hub = self.server.name == "hub"
+            refuses = is_hub and hub.refusals > 0 and hub.refused in path
             hub.refusals -= refuses
         if self.server.name == "storage":
             hub.tokens_at_storage += [token] * bool(token)
+            if path == "/elsewhere":
+                self._send_json([])
+                return
             self._send_file(hub.commits[path.split("/")[1]][path.split("/", 2)[2]])
         elif refuses:
             self._send(429, {"Retry-After": str(hub.retry_after_s)})
         elif hub.token and token != f"Bearer {hub.token}":
             self._send(401, {"X-Error-Code": "RepoNotFound"})
+        elif hub.elsewhere and "/tree/" in path and hub.elsewhere_is_next:
+            self._send_json([], {"Link": f'<{hub.elsewhere}>; rel="next"'})
         elif hub.elsewhere and "/tree/" in path:
             self._send(307, {"Location": hub.elsewhere})
         elif match := _API.fullmatch(path):
-            self._answer(match[1], unquote(match[2]), match[3], body)
+            self._answer(match[1], unquote(match[2]), match[3])
         elif match := _FILE.fullmatch(path):
             self._resolve(match[1], match[2])
         else:
             self._send(404, {"X-Error-Code": "RepoNotFound"})
 
-    def _answer(self, kind: str, revision: str, folder: str, body: bytes) -> None:
+    def _answer(self, kind: str, revision: str, folder: str) -> None:
         hub = self.server.owner
         sha = hub.branches.get(revision, revision)
         if sha not in hub.commits:
@@ -124,16 +129,6 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "revision":
             names = [{"rfilename": name} for name in sorted(files)]
             self._send_json({"id": REPOSITORY, "sha": sha, "siblings": names, "tags": []})
-            return
-        if kind == "paths-info":
-            wanted = parse_qs(body.decode())["paths"]
-            entries = [_entry(hub, name, data) for name, data in files.items() if name in wanted]
-            entries += [
-                {"type": "directory", "path": path, "oid": "0" * 40}
-                for path in wanted
-                if any(name.startswith(f"{path}/") for name in files)
-            ]
-            self._send_json(entries)
             return
         prefix = f"{folder}/" if folder else ""
         is_recursive = "recursive=true" in self.path.lower()

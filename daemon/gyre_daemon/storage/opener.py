@@ -5,6 +5,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,7 +26,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.drivers import HUB_SCHEME, Drivers
+from gyre_daemon.storage.drivers import Drivers
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
@@ -48,14 +49,8 @@ from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
-from gyre_daemon.storage.sources.hub import HubUnreachable
-from gyre_daemon.storage.sources.hub_cache import (
-    OFFLINE,
-    Snapshot,
-    is_offline,
-    snapshot_of,
-    with_digests,
-)
+from gyre_daemon.storage.sources.hub import cached_digest
+from gyre_daemon.storage.sources.hub_budget import HubUnreachable
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
@@ -125,9 +120,6 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         settings, options = await self._in_thread(take_http_options, settings)
-        if location.scheme == HUB_SCHEME and is_offline():
-            found = await self._cached(location, settings, options, OFFLINE)
-            return await self._open_cached(found, pattern)
         if location.scheme == "file":
             list_all = functools.partial(
                 list_shards, location.paths, pattern, follow_links=follow_links
@@ -157,34 +149,37 @@ class StorageOpener:
                 location, settings, list_all_shards, options, may_be_absent=may_be_absent
             )
         except HubUnreachable as error:
-            found = await self._cached(location, settings, options, str(error))
-            return await self._open_cached(found, pattern)
+            local = await self._cached(location, settings, options, str(error))
+            return await self._open_cached(local, pattern)
 
-    async def _open_cached(self, found: Snapshot, pattern: str) -> Storage:
+    async def _open_cached(self, local: Location, pattern: str) -> Storage:
         """A snapshot of the hub's cache, whose links lead to the cache's files."""
 
         def list_all() -> tuple[Sequence[LocalFile], Sequence[Shard]]:
-            files, shards = list_shards(found.location.paths, pattern, follow_links=True)
-            return files, with_digests(files, shards)
+            files, shards = list_shards(local.paths, pattern, follow_links=True)
+            digests = [cached_digest(file.path) for file in files]
+            return files, [
+                replace(shard, digest=digest) for shard, digest in zip(shards, digests, strict=True)
+            ]
 
         files, shards = await self._in_thread(list_all)
-        self._count_listing("file", len(found.location.paths), "ok")
+        self._count_listing("file", len(local.paths), "ok")
         return self.local(files, shards, None)
 
     async def _cached(
         self, location: Location, settings: Mapping[str, Any], options: HttpOptions, why: str
-    ) -> Snapshot:
+    ) -> Location:
         """The snapshot of a location in the hub's cache; the log names it."""
         client = await self._in_thread(self._drivers.hub, settings, options)
         try:
-            found = await self._in_thread(snapshot_of, client, location, why)
+            local, folder = await self._in_thread(client.snapshot, location, why)
         except ShardMissing as missing:
-            if why == OFFLINE:
+            if client.is_offline:
                 raise
             raise StorageUnavailable(str(missing), missing.facts) from missing  # it may come back
-        facts = {"location": location.text, "commit": found.commit, "folder": found.folder}
+        facts = {"location": location.text, "commit": folder.name, "folder": folder}
         log_event("read from the hub's cache", facts | {"reason": why}, logging.WARNING)
-        return found
+        return local
 
     async def open_files(
         self,
@@ -217,9 +212,6 @@ class StorageOpener:
                 "those of all folders below it: name that folder, or a manifest"
             )
         settings, options = await self._in_thread(take_http_options, settings)
-        if location.scheme == HUB_SCHEME and is_offline():
-            found = await self._cached(location, settings, options, OFFLINE)
-            location, follow_links = found.location, True
         path = location.paths[0]
         if location.scheme == "file":
             root = Root(Path(path), follow_links)
@@ -245,8 +237,8 @@ class StorageOpener:
         try:
             storage = await self._open_remote(location, settings, list_files, options)
         except HubUnreachable as error:
-            found = await self._cached(location, settings, options, str(error))
-            return await self.open_files(found.location, {}, is_wanted, names, follow_links=True)
+            local = await self._cached(location, settings, options, str(error))
+            return await self.open_files(local, {}, is_wanted, names, follow_links=True)
         return storage, cast("FileShards", storage.shards).table
 
     async def names_in(

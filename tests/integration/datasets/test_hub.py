@@ -119,8 +119,11 @@ def test_a_revision_is_resolved_once_and_the_fingerprint_covers_the_contents(
         assert loader.fingerprint == before, "files that are not read do not matter"
 
 
-def test_all_jobs_wait_as_long_as_the_hub_says(gyred: StartDaemon, hub: HubServer) -> None:
-    hub.refusals = 2
+@pytest.mark.parametrize("refused", ["/revision/", "/tree/"])
+def test_all_jobs_wait_as_long_as_the_hub_says(
+    refused: str, gyred: StartDaemon, hub: HubServer
+) -> None:
+    hub.refusals, hub.refused = 2, refused
     daemon = start(gyred, hub, "/data")
     assert ids(daemon) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert hub.refusals == 0
@@ -178,10 +181,10 @@ def test_what_cannot_be_read_is_refused(
 
 
 def fill_cache(hub: HubServer, home: Path) -> str:
-    """Download the dataset as the hub's library does, and return the commit."""
+    """Download one folder of the dataset as the hub's library does, and return the commit."""
     script = f"""
 from huggingface_hub import snapshot_download
-snapshot_download({REPOSITORY!r}, repo_type="dataset", max_workers=1)
+snapshot_download({REPOSITORY!r}, repo_type="dataset", allow_patterns="data/*", max_workers=1)
 """
     command = [sys.executable, "-c", script]
     variables = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
@@ -219,17 +222,21 @@ def test_without_a_way_to_the_hub_its_cache_is_read(
         ids(start(gyred, hub, "/none"))
 
 
-def test_a_redirect_of_an_answer_to_another_host_carries_no_token(
-    gyred: StartDaemon, hub: HubServer, tmp_path: Path
+@pytest.mark.parametrize("is_next", [False, True], ids=["redirect", "next page"])
+def test_a_listing_at_another_host_is_refused_and_gets_no_token(
+    is_next: bool, gyred: StartDaemon, hub: HubServer, tmp_path: Path
 ) -> None:
     hub.token, hub.elsewhere = TOKEN, f"http://{hub.storage}/elsewhere"
+    hub.elsewhere_is_next = is_next
     (tmp_path / "token").write_text(TOKEN)
     with pytest.raises(GyreError, match="redirects to another host"):
         ids(
             start(gyred, hub, "/data", storage={"token_file": str(tmp_path / "token")}),
             reattach_timeout_s=0.2,
         )
-    assert hub.num_requests("storage") == 0
+    assert hub.tokens_at_storage == []
+    if is_next:
+        assert hub.num_requests("storage") == 0
 
 
 def test_a_token_that_is_missing_is_said(gyred: StartDaemon, hub: HubServer) -> None:

@@ -1,55 +1,74 @@
 """Datasets of the Hugging Face Hub: `hf://datasets/OWNER/NAME[@REVISION]/PATH`.
 
-Four requests of the hub's interface are all that reading takes: which commit a revision is, what a
-folder holds, what a file is, and where its bytes lie. They are sent here, in threads, so that no
-version of the hub's library matters; our own client reads the bytes. A revision is resolved to a
-commit when a dataset is opened, and only that commit is read.
+The hub's library knows tokens, addresses, commits, errors and its cache on disk. It lists no
+folder here: `HfApi.list_repo_tree`, on which `HfFileSystem` stands, has no timeout, and repeats
+refused requests itself (up to 20 times in 0.36, for as long as `Retry-After` says in 2), past the
+node's budget. So each page of a listing is one request that is sent by the library's session.
 """
 
-import json
-import os
+import asyncio
+import functools
+import importlib
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from email.message import Message
-from http.client import HTTPException
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urljoin, urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
-from gyre_daemon.errors import ConfigError, InvalidRequest
-from gyre_daemon.storage.sources.http_options import HttpOptions
-from gyre_daemon.storage.sources.hub_budget import MAX_WAIT_S, HubBudget, retry_after_s
-from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, host_of
+from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, ShardMissing
+from gyre_daemon.storage.location import Location
+from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions
+from gyre_daemon.storage.sources.hub_budget import HubBudget, HubError, HubUnreachable
+from gyre_daemon.storage.sources.redirects import host_of
 
 _PATH = re.compile(
     r"(?:hf://)?(datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?)(?:/+(.*))?"
 )
 _KEYS = ("endpoint", "token_file", "revision")
-_ENDPOINT, USUAL_BRANCH = "https://huggingface.co", "main"
-# The hub redirects to hosts of its own, whose names change.
-_OWN_HOSTS = (".hf.co", ".huggingface.co")
-_NEXT_PAGE = re.compile(r'<([^>]*)>; *rel="next"')
-_TIMEOUT_S = 30.0
+# The public hub redirects to hosts of its own, whose names change.
+_PUBLIC, _OWN_HOSTS = "huggingface.co", (".hf.co", ".huggingface.co")
+TIMEOUT_S = 30.0
 _MAX_ATTEMPTS = 5  # of a request that is refused because of too many
+_OLDEST = 0, 30  # version of the library
+_NEEDS = (
+    "HfApi.dataset_info constants.ENDPOINT constants.HF_HUB_CACHE constants.HF_HUB_OFFLINE "
+    "errors.HfHubHTTPError errors.LocalEntryNotFoundError get_token hf_hub_url snapshot_download "
+    "utils.build_hf_headers utils.get_session utils.hf_raise_for_status"
+)
 
 
-class HubError(OSError):
-    """An answer of the hub that is no success.
+def library() -> Any:
+    """The hub's library, which is imported here because few daemons need it.
 
-    Attributes:
-        status: of the response; 0 if there was none.
+    Raises:
+        ConfigError: it is absent, too old, or too new.
     """
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class HubUnreachable(HubError):
-    """There is no way to the hub."""
+    try:
+        installed = version("huggingface_hub")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            'hf:// needs huggingface_hub, which is not installed. Run pip install "gyre-ml[hf]".'
+        ) from error
+    oldest = ".".join(map(str, _OLDEST))
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _OLDEST:
+        raise ConfigError(
+            f"huggingface_hub is too old for hf:// (got {installed}, needs {oldest} or later). "
+            'Run pip install --upgrade "gyre-ml[hf]".'
+        )
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        for module in ("constants", "errors", "utils"):
+            importlib.import_module(f"huggingface_hub.{module}")
+        operator.attrgetter(*_NEEDS.split())(hub)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"huggingface_hub {installed} is too new for this version of Gyre, or damaged "
+            f"({error}). Upgrade gyre-ml, or install an earlier one, {oldest} or later."
+        ) from error
+    return hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,47 +103,22 @@ class HubPath:
         return cls(match[1], match[2], (match[3] or "").replace("%2F", "/"), match[4] or "")
 
 
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file or folder of a repository.
-
-    Attributes:
-        name: in the repository.
-        num_bytes: of a file.
-        digest: of a file's content; empty for a folder.
-    """
-
-    name: str
-    num_bytes: int = 0
-    digest: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What the hub answered: status and headers, and a body unless only those were asked for."""
-
-    status: int
-    headers: Message
-    body: bytes
-
-
 class HubClient:
-    """Asks the hub, within the node's budget. All but `is_own` waits.
+    """Asks the hub, within the node's budget.
 
     Attributes:
-        endpoint: the URL of the hub, without a slash at its end.
         token: what the daemon shows to the hub, and to nobody else; empty for none.
         budget: the node's.
-        revision: which the `storage` table names; empty for none.
+        is_offline: whether the hub must not be asked.
     """
 
     def __init__(
         self, settings: Mapping[str, Any], options: HttpOptions, budget: HubBudget
     ) -> None:
-        """Ask nothing yet. Reads files.
+        """Ask nothing yet. Reads files, and imports the library.
 
         Raises:
-            ConfigError: a setting is unknown or cannot be used.
+            ConfigError: a setting is unknown or cannot be used; or see `library`.
         """
         for key in settings:
             if key not in _KEYS:
@@ -132,188 +126,214 @@ class HubClient:
                     f"the storage settings of a dataset of the hub cannot be used: `{key:.100}` is "
                     f"unknown; known are {', '.join(_KEYS)}"
                 )
-        endpoint = settings.get("endpoint") or os.environ.get("HF_ENDPOINT") or _ENDPOINT
-        self.endpoint = str(endpoint).rstrip("/")
-        self.token = _token(settings)
+        if options.roots:
+            raise ConfigError(
+                f"{CA_FILE} is not for datasets of the hub: set SSL_CERT_FILE and "
+                "REQUESTS_CA_BUNDLE to that file in the daemon's environment"
+            )
+        hub = self._hub = library()
+        self.token: str = _token(settings) or hub.get_token() or ""
         self.budget = budget
-        self.revision = str(settings.get("revision", ""))
+        self.is_offline = bool(hub.constants.HF_HUB_OFFLINE)
+        self._endpoint = str(settings.get("endpoint") or hub.constants.ENDPOINT).rstrip("/")
+        self._revision = str(settings.get("revision", ""))
         self._redirects = options.redirects
-        self._open = build_opener(_NoRedirects, HTTPSHandler(context=options.tls)).open
-        self._commits: dict[tuple[str, str], str] = {}
+        self._login: Any = {"token": self.token or False, "library_name": "gyre"}
+        self._answers: dict[tuple[str, ...], asyncio.Task[Any]] = {}
 
     def is_own(self, url: str) -> bool:
         """Whether a URL is one of the hub itself, which limits requests and may see the token."""
-        parts, own = urlsplit(url), urlsplit(self.endpoint)
+        parts, own = urlsplit(url), urlsplit(self._endpoint)
         return parts.scheme == own.scheme and host_of(parts) == host_of(own)
 
-    def files(self, path: HubPath, *, recursive: bool) -> list[HubFile]:
-        """The entries of a folder, or all below it."""
+    async def folder(self, path: HubPath) -> list[dict[str, Any]]:
+        """The entries of a folder, as fsspec describes them; asked for once, as all are small."""
+
+        async def ask() -> list[dict[str, Any]]:
+            return [info async for page in self.pages(path) for info in page]
+
+        infos: list[dict[str, Any]] = await self._once(("folder", path.prefix, path.name), ask)
+        return infos
+
+    async def pages(
+        self, path: HubPath, *, recursive: bool = False
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        """The entries of a folder or all below it, with digests of their contents; in pages."""
+        where = f"{self._endpoint}/api/datasets/{path.repository}/tree/{await self._commit(path)}"
         folder = f"/{quote(path.name, safe='')}" if path.name else ""
-        wanted = urlencode({"recursive": recursive, "expand": False})
-        page = f"{self._api(path, 'tree')}/{self._commit(path)}{folder}?{wanted}"
-        found: list[HubFile] = []
-        while page:
-            answer = self._ask(page)
-            found += _entries(answer)
-            more = _NEXT_PAGE.search(answer.headers.get("Link", ""))
-            page = more[1] if more else ""
-        return found
+        url = f"{where}{folder}?{urlencode({'recursive': recursive, 'expand': False})}"
+        while url:
+            entries, url = await self._ask(functools.partial(self._page, url))
+            yield [_described(path, entry) for entry in entries]
 
-    def file(self, path: HubPath) -> HubFile:
-        """A file or a folder.
+    async def url(self, path: HubPath) -> str:
+        """Where the hub is asked for a file."""
+        url: str = self._hub.hf_hub_url(
+            path.repository,
+            path.name,
+            repo_type="dataset",
+            revision=await self._commit(path),
+            endpoint=self._endpoint,
+        )
+        return url
+
+    def follow(self, url: str, location: str) -> str:
+        """The URL that a redirect leads to; see `RedirectPolicy.follow`."""
+        parts = urlsplit(urljoin(url, location))
+        is_public = urlsplit(self._endpoint).hostname == _PUBLIC and parts.scheme == "https"
+        if is_public and (parts.hostname or "").endswith(_OWN_HOSTS):
+            return parts.geturl()
+        return self._redirects.follow(url, location)
+
+    def snapshot(self, location: Location, why: str) -> tuple[Location, Path]:
+        """The files of a location in the library's cache, and the folder of their commit.
+
+        Compute nodes often have no way to the hub. Reads files, and asks nothing.
+
+        Args:
+            location: on the hub.
+            why: the hub is not asked; for the error.
 
         Raises:
-            FileNotFoundError: there is none.
+            ShardMissing: the cache has none.
         """
-        commit = self._commit(path)
-        if not path.name:
-            return HubFile("")
-        wanted = urlencode({"paths": path.name, "expand": False}).encode()
-        found = next(_entries(self._ask(f"{self._api(path, 'paths-info')}/{commit}", wanted)), None)
-        if found is None:
-            raise FileNotFoundError(path.name)
-        return found
+        hub, paths = self._hub, [HubPath.of(path) for path in location.paths]
+        repository, revision = paths[0].repository, self._revision_of(paths[0])
+        try:
+            folder = hub.snapshot_download(
+                repository, repo_type="dataset", revision=revision, local_files_only=True
+            )
+        except hub.errors.LocalEntryNotFoundError as error:
+            # The library's version 2 tells of a snapshot that lacks files of other folders, too.
+            folder = getattr(error, "snapshot_path", None)
+            if not folder:
+                cache = Path(hub.constants.HF_HUB_CACHE)
+                commits = cache.glob(f"datasets--{repository.replace('/', '--')}/snapshots/*")
+                there = ", ".join(sorted(commit.name for commit in commits))
+                raise ShardMissing(
+                    f"{why}, and the hub's cache {cache} has no snapshot of {repository} at "
+                    f"{revision:.100}{'; it has the commits ' * bool(there)}{there}; run `hf "
+                    f"download --repo-type dataset {repository}` where there is a way to the hub, "
+                    "with the same HF_HOME",
+                    {"location": location.text},
+                ) from error
+        files = tuple(f"{folder}/{path.name}" for path in paths)
+        return Location("file", files, location.text), Path(folder)
 
-    def url(self, path: HubPath) -> str:
-        """Where the bytes of a file can be read for some time.
-
-        Raises:
-            Refused: the hub names a host that the operator does not.
-        """
-        where = f"datasets/{path.repository}/resolve/{self._commit(path)}/{quote(path.name)}"
-        url = f"{self.endpoint}/{where}"
-        for _ in range(MAX_REDIRECTS):
-            answer = self._send(url, None, "HEAD")
-            if not 300 <= answer.status < 400:
-                return url
-            target = urljoin(url, answer.headers.get("Location", ""))
-            if not self.is_own(target):
-                is_hubs = _is_of_the_hub(self.endpoint, target)
-                return target if is_hubs else self._redirects.follow(url, target)
-            url = target
-        raise HubError(0, f"{self.endpoint} redirects in a loop")
-
-    def revision_of(self, path: HubPath) -> str:
+    def _revision_of(self, path: HubPath) -> str:
         """The branch, tag or commit that a path stands for.
 
         Raises:
             InvalidRequest: the path and the `storage` table name two.
         """
-        if path.revision and self.revision and path.revision != self.revision:
+        if path.revision and self._revision and path.revision != self._revision:
             raise InvalidRequest(
                 f"the path names the revision {path.revision:.100}, and the `storage` table "
-                f"{self.revision:.100}; leave one of them out"
+                f"{self._revision:.100}; leave one of them out"
             )
-        return path.revision or self.revision or USUAL_BRANCH
+        return path.revision or self._revision or "main"
 
-    def _api(self, path: HubPath, what: str) -> str:
-        return f"{self.endpoint}/api/datasets/{path.repository}/{what}"
-
-    def _commit(self, path: HubPath) -> str:
+    async def _commit(self, path: HubPath) -> str:
         """The commit that is read; the first answer counts."""
-        revision = self.revision_of(path)
-        key = path.repository, revision
-        if key not in self._commits:
-            answer = self._ask(f"{self._api(path, 'revision')}/{quote(revision, safe='')}")
-            commit = _parsed(answer).get("sha")
-            if not commit:
-                raise HubError(0, f"the hub names no commit for the revision {revision:.100}")
-            self._commits.setdefault(key, str(commit))
-        return self._commits[key]
+        revision = self._revision_of(path)
+        api = self._hub.HfApi(self._endpoint, **self._login)
+        ask = functools.partial(
+            api.dataset_info, path.repository, revision=revision, timeout=TIMEOUT_S
+        )
+        key = "commit", path.repository, revision
+        info = await self._once(key, functools.partial(self._ask, ask))
+        if not info.sha:
+            raise HubError(0, f"the hub names no commit for the revision {revision:.100}")
+        return str(info.sha)
 
-    def _ask(self, url: str, body: bytes | None = None) -> _Answer:
-        """A request that is answered by the hub itself, be it at another path."""
-        for _ in range(MAX_REDIRECTS):
-            answer = self._send(url, body)
-            if not 300 <= answer.status < 400:
-                return answer
-            url = urljoin(url, answer.headers.get("Location", ""))
-        raise HubError(0, f"{self.endpoint} redirects in a loop")
+    def _page(self, url: str) -> tuple[list[dict[str, Any]], str]:
+        """A page of a listing, and the URL of the next one."""
+        utils, headers = self._hub.utils, self._hub.utils.build_hf_headers(**self._login)
+        answer = None
+        if self.is_own(url):
+            answer = utils.get_session().get(url, headers=headers, timeout=TIMEOUT_S)
+        if answer is None or not self.is_own(str(answer.url)):
+            raise HubError(0, f"{urlsplit(self._endpoint).netloc} redirects to another host")
+        utils.hf_raise_for_status(answer)
+        return answer.json(), answer.links.get("next", {}).get("url", "")
 
-    def _send(self, url: str, body: bytes | None, method: str | None = None) -> _Answer:
+    async def _once(self, key: tuple[str, ...], ask: Callable[[], Any]) -> Any:
+        """The answer to the first of some equal questions; a failure is not remembered."""
+        if key not in self._answers:
+            self._answers[key] = asyncio.ensure_future(ask())
+            self._answers[key].add_done_callback(lambda task: task.cancelled() or task.exception())
+        task = self._answers[key]
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            self._answers.pop(key, None)
+            raise
+
+    async def _ask(self, request: Callable[[], Any]) -> Any:
         """Send one request, again where it was refused because of too many.
 
         Raises:
             FileNotFoundError: nothing is there.
-            HubError: there is no answer, or no success, or this is no URL of the hub.
+            HubError: there is no answer, or no success.
         """
-        if not self.is_own(url):
-            raise HubError(0, f"{urlsplit(self.endpoint).netloc} redirects to another host")
-        headers = {"User-Agent": "gyre", "Accept-Encoding": "identity"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        if self.is_offline:
+            raise HubUnreachable(0, "HF_HUB_OFFLINE is set")
         for _ in range(_MAX_ATTEMPTS):
-            _wait(self.budget)
-            request = Request(url, body, headers, method=method)
+            await self.budget.turn()
             try:
-                with self._open(request, timeout=_TIMEOUT_S) as it:
-                    return _Answer(it.status, it.headers, it.read())
-            except HTTPError as error:
-                answer = _Answer(error.code, error.headers, b"")
-                error.close()
-            except (OSError, HTTPException) as error:
-                reason = getattr(error, "reason", error)
-                raise HubUnreachable(0, f"{self.endpoint}: {reason}") from error
-            if answer.status not in (429, 503):
-                break
-            self.budget.hold(retry_after_s(answer.headers.get("Retry-After", "")))
-        if 300 <= answer.status < 400:
-            return answer
-        if answer.status == 404:
-            raise FileNotFoundError("no such file in this revision")
-        raise HubError(answer.status, f"HTTP status {answer.status} of {self.endpoint}")
+                return await self.budget.in_thread(request)
+            except Exception as error:
+                failure = self._failure(error)
+                if getattr(failure, "status", 0) not in (429, 503):
+                    raise failure from error
+        raise failure
+
+    def _failure(self, error: Exception) -> Exception:
+        """What an error of the library means."""
+        response = getattr(error, "response", None)
+        if response is not None:
+            if response.status_code == 404:
+                return FileNotFoundError("no such file in this revision")
+            if response.status_code in (429, 503):
+                self.budget.hold(response.headers.get("Retry-After", ""))
+            text = f"HTTP status {response.status_code} of {self._endpoint}"
+            return HubError(response.status_code, text)
+        if isinstance(error, GyreError | HubError):
+            return error
+        if isinstance(error, ValueError):
+            return HubError(0, "the hub's answer is not JSON")
+        # All that its HTTP library raises; which one that is depends on the version.
+        if isinstance(error, (OSError, *self._hub.errors.HfHubHTTPError.__bases__)):
+            return HubUnreachable(0, f"{self._endpoint}: {_reason(error)}")
+        return error
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Redirects are answers: the token must not follow them to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """See `HTTPRedirectHandler.redirect_request`."""
-
-
-def _entries(answer: _Answer) -> Iterator[HubFile]:
-    """The files and folders that an answer describes."""
-    for entry in _parsed(answer):
-        if entry["type"] == "directory":
-            yield HubFile(entry["path"])
-        else:
-            digest = (entry.get("lfs") or {}).get("oid") or entry["oid"]
-            yield HubFile(entry["path"], int(entry["size"]), digest)
+def cached_digest(file: Path) -> str:
+    """The digest by which the library's cache names a file; empty where it is no link of it."""
+    name = file.readlink().name if file.is_symlink() else ""
+    return name if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name) else ""
 
 
-def _parsed(answer: _Answer) -> Any:
-    try:
-        return json.loads(answer.body)
-    except ValueError as error:
-        raise HubError(0, "the hub's answer is not JSON") from error
+def _reason(error: BaseException) -> str:
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _is_of_the_hub(endpoint: str, url: str) -> bool:
-    """Whether the public hub sends to one of its own hosts."""
-    if urlsplit(endpoint).hostname != "huggingface.co":
-        return False
-    parts = urlsplit(url)
-    return parts.scheme == "https" and (parts.hostname or "").endswith(_OWN_HOSTS)
-
-
-def hub_home() -> Path:
-    """Where the hub's library keeps its files, by its own variables."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    return Path(os.path.expandvars(home)).expanduser()
+def _described(path: HubPath, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a listing as fsspec describes it."""
+    name = f"{path.prefix}/{entry['path']}"
+    if entry["type"] == "directory":
+        return {"name": name, "type": "directory", "size": 0}
+    digest = (entry.get("lfs") or {}).get("oid") or entry["oid"]
+    return {"name": name, "type": "file", "size": int(entry["size"]), "digest": digest}
 
 
 def _token(settings: Mapping[str, Any]) -> str:
-    """The daemon's token: of a file, or where the hub's library looks for it."""
+    """The token in the file that the settings name; empty without a name."""
     file = settings.get("token_file", "")
     if not file:
-        if named := os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
-            return named.strip()
-        usual = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").expanduser()
-        try:
-            return usual.read_text("ascii").strip()
-        except (OSError, UnicodeError):
-            return ""
+        return ""
     try:
         token = Path(str(file)).read_text("ascii").strip()
     except (OSError, UnicodeError) as error:
@@ -324,18 +344,3 @@ def _token(settings: Mapping[str, Any]) -> str:
     if not token or not token.isprintable() or " " in token:
         raise ConfigError(f"token_file of a dataset's storage names {file!r:.300}: it has no token")
     return token
-
-
-def _wait(budget: HubBudget) -> None:
-    """Wait for a turn.
-
-    Raises:
-        HubError: it would take too long.
-    """
-    wait_s = budget.reserve()
-    while wait_s:
-        if wait_s > MAX_WAIT_S:
-            raise HubError(429, f"the hub was asked too often; it can be asked in {wait_s:.0f} s")
-        if budget.closed.wait(wait_s):
-            raise HubError(0, "the daemon is stopping")
-        wait_s = budget.held_s()

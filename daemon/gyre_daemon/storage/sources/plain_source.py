@@ -91,6 +91,10 @@ class PlainSource:
             self._general.refresh(status)
         self._targets.clear()
 
+    def forget(self, path: str) -> None:
+        """Sign an object again for its next request; what waits for its URL goes on."""
+        self._targets.pop(path, None)
+
     def close(self) -> None:
         """See `Source.close`."""
         _close_all(self._targets.values(), self._hosts.values())
@@ -106,9 +110,10 @@ class PlainSource:
             url = await self._sign(path)
         except Exception as error:
             self._targets.pop(path, None)
+            refused = Response(0, refused=str(error)) if isinstance(error, Refused) else None
             for get in target.waiting:
                 if get.on_response:
-                    get.on_response(response_from_error(error))
+                    get.on_response(refused or response_from_error(error))
             return
         target.on_redirect = functools.partial(self._redirected, target)
         target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
