@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
@@ -26,6 +27,9 @@ class Perceptron(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(F.gelu(self.up(x)))
         return output
+
+
+RULES = {Perceptron: MLPRule()}
 
 
 class Model(nn.Module):
@@ -53,7 +57,7 @@ def made(dtype: torch.dtype = torch.float64, hidden: int = 12) -> Any:
 
 def rotated(dtype: torch.dtype = torch.float64, **policy: Any) -> Any:
     model = made(dtype)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(**policy))
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(**policy), rules=RULES)
     return model
 
 
@@ -158,7 +162,9 @@ def test_hooks_on_gradients_are_no_part_of_what_is_verified(ranks_both_ways: Sta
 def autocast_apart(recompute: bool) -> float:
     """How far a first step under autocast is from the plain model's under it, in its norm."""
     model, plain = made(torch.float32, 256), made(torch.float32, 256)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=recompute))
+    rotate_all(
+        model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=recompute), rules=RULES
+    )
     losses = []
     for each in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):

@@ -284,6 +284,22 @@ def test_another_attention_kernel_is_named(ranks: StartRanks) -> None:
         assert "its attention kernel was 'sdpa' when it was rotated as one, and is 'eager'" in text
 
 
+def told_of_hooks() -> tuple[str, ...]:
+    mesh = make_mesh("cpu")
+    hooked = with_hook(Plain)
+    of_path = nn.Sequential(hooked())
+    return (
+        told(lambda: rotate(hooked(), mesh=mesh, rule=MLPRule())),
+        told(lambda: rotate_all(of_path, mesh=mesh, rules={"0": MLPRule()})),
+    )
+
+
+def test_a_rule_for_one_module_refuses_hooks_inside(ranks: StartRanks) -> None:
+    for texts in ranks(2).run(told_of_hooks):
+        for text in texts:
+            assert "Plain: a hook is registered on a layer inside" in text
+
+
 def refused() -> tuple[str, str, str]:
     mesh = make_mesh("cpu")
     only = nn.Sequential(Normalizes())

@@ -16,7 +16,8 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.projections import core_of, layer_of
 from gyre_trainer.layers.split.joined import JoinedForward, PartOfSplit
 from gyre_trainer.layers.split.unfinished import Unfinished, with_first
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, num_hooks
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 
@@ -61,9 +62,10 @@ def rotate_by(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     """Rotate a module by a rule: as a whole, or the core and the last layer that the rule names.
 
     Raises:
-        RotationError: the module does not fit the rule.
+        RotationError: the module does not fit the rule, or a layer inside has a hook.
     """
     if not rule.core:
+        _require_no_hooks(module, rule)
         wrap(module, rule, target)
         return
     (last_path,) = {name.rpartition(".")[0] for name in rule.linear_in}
@@ -74,6 +76,7 @@ def rotate_by(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
             "but it must be outside; without a core, the rule is for that module itself"
         )
     last = layer_of(module, last_path)
+    _require_no_hooks(module, rule)
     partial = PartialRotation(JoinedForward(core, last), (rule.core, last_path), SplitBlock)
     wrap(module, rule, target, partial)
     assert isinstance(module, SplitBlock)
@@ -81,6 +84,15 @@ def rotate_by(module: nn.Module, rule: Rule, target: RotationTarget) -> None:
     mix_in(core, SplitCore, "Split")
     mix_in(last, SplitLast, "Split")
     core.around = last.around = (module,)  # type: ignore[assignment]
+
+
+def _require_no_hooks(module: nn.Module, rule: Rule) -> None:
+    if num_hooks(module, rule):
+        raise RotationError(
+            f"{own_class(module).__name__}: a hook is registered on a layer inside, and would be "
+            "called for each slice, with a part of what the layer computes. Remove it, register it "
+            "on the module itself, or give no rule for the module"
+        )
 
 
 def rotates_whole(module: nn.Module) -> bool:
