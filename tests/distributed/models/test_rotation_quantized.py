@@ -12,6 +12,7 @@ from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import linear_cross_entropy, quantize_frozen, rotate_all
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.shards.quantized import Format, decode, encode
@@ -183,7 +184,8 @@ def test_what_cannot_be_quantized_is_refused(ranks: StartRanks) -> None:
 
 def told_of_blocks() -> list[str]:
     mesh, model = make_mesh("cpu"), nn.ModuleList([Tower(), nn.Linear(64, 64)])
-    rotate_all(model.requires_grad_(False), mesh=mesh, sync_from=0, find_blocks=True)
+    rules: Any = {Tower: MLPRule(ups=("one",), down="other")}
+    rotate_all(model.requires_grad_(False), mesh=mesh, sync_from=0, rules=rules)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert quantize_frozen(model, "int8", mesh=mesh) == ["1"]
