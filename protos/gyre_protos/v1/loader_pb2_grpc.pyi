@@ -27,10 +27,10 @@ column says so, a client repeats the call, after `retry_after_s` at the earliest
   InvalidRequest      INVALID_ARGUMENT     no     location, scheme, earliest_step
   ConfigError         INVALID_ARGUMENT     no     pid
   UnknownDataset      NOT_FOUND            no     dataset
-  ShardMissing        NOT_FOUND            no     shard, path
+  ShardMissing        NOT_FOUND            no     shard, path, location
   NotAuthenticated    UNAUTHENTICATED      no     -
   NotAllowed          PERMISSION_DENIED    no     dataset, job, shard, path, location, link, target, root, side_channel
-  StorageUnavailable  UNAVAILABLE          yes    shard, endpoint, num_attempts
+  StorageUnavailable  UNAVAILABLE          yes    shard, location, endpoint, num_attempts
   CorruptSample       DATA_LOSS            no     dataset, shard, chunk, sample, sample_id, offset, transform, reason, num_corrupt, limit
   CursorRejected      FAILED_PRECONDITION  no     differs
   Fenced              FAILED_PRECONDITION  no     -
