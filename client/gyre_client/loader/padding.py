@@ -24,7 +24,8 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
     Args:
         batch: A batch from a `Loader`, on any device.
         name: A field whose samples differ in length: the batch has the tensors `name`,
-            [elements of all samples, ...], and `name.offsets`, int64 [samples + 1].
+            [elements of all samples, ...], and `name.offsets`, int64 [samples + 1]. Or one whose
+            samples all have one length: `name` is [samples, length, ...], and nothing is padded.
         value: What fills the samples up; a number that the field's dtype holds.
 
     Returns:
@@ -32,12 +33,15 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
         longest], true for elements of samples and false for padding.
 
     Raises:
-        InvalidRequest: The batch has no such field, its samples all have one length or differ in
-            several dims, or `value` is no number that the dtype holds.
+        InvalidRequest: The batch has no such field, its samples have no length or differ in several
+            dims, or `value` is no number that the dtype holds.
     """
     offsets_name = f"{text('name', name)}.offsets"
     tensors = mapping("batch", batch)
     data, offsets = tensors.get(name), tensors.get(offsets_name)
+    if isinstance(data, Tensor) and offsets is None and data.ndim > 1:
+        _check_value(data.dtype, value)
+        return data.detach().clone(), data.new_ones(data.shape[:2], dtype=torch.bool)
     if not isinstance(data, Tensor) or not isinstance(offsets, Tensor):
         raise InvalidRequest(
             f"{name!r} is not a field whose samples differ in length; the batch has "
@@ -48,8 +52,7 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
             f"the samples of {name!r} differ in several dims, and only the first can be padded; "
             f"{name}.shape has their shapes"
         )
-    if not _holds(data.dtype, value):
-        raise InvalidRequest(f"value is {shown(value)}; it must be a number of {data.dtype}")
+    _check_value(data.dtype, value)
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
@@ -72,6 +75,11 @@ def _as_bits(tensor: Tensor) -> Tensor:
     """The same memory as numbers that numpy and indexing know, whatever the dtype is."""
     bits = _BITS.get(tensor.element_size())
     return tensor.detach().view(bits) if bits else tensor.detach()
+
+
+def _check_value(dtype: torch.dtype, value: object) -> None:
+    if not _holds(dtype, value):
+        raise InvalidRequest(f"value is {shown(value)}; it must be a number of {dtype}")
 
 
 def _holds(dtype: torch.dtype, value: object) -> bool:

@@ -30,7 +30,8 @@ class Dataset:
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
-        chosen: the fields, where the operator renames or casts some; None for those of the index.
+        chosen: the fields, where they may differ from those of the index: the operator renames or
+            casts some, or all samples have one length; None for those of the index.
         num_left_out: samples that the operator's filter leaves out; nothing else counts them.
         grows: whether shards may be added at its end while jobs go through it (`append`).
         packed: what makes it a packed dataset, whose samples are sequences of documents: the index
@@ -82,6 +83,11 @@ class Dataset:
         return self.index.fields if self.chosen is None else self.chosen
 
     @property
+    def served(self) -> Sequence[FieldSpec]:
+        """The tensors of a sample, as batches have them; see `FieldSpec.served`."""
+        return [spec.served for spec in self.fields]
+
+    @property
     def sized(self) -> SampleIndex:
         """The index that knows the length of every ragged field of a sample."""
         return self.index
@@ -99,7 +105,7 @@ class Dataset:
     @property
     def has_equal_samples(self) -> bool:
         """Whether no field is ragged, so that all batches of one size have one layout."""
-        return not any(spec.ragged for spec in self.fields)
+        return not any(spec.ragged for spec in self.served)
 
     @property
     def is_read_in_groups(self) -> bool:

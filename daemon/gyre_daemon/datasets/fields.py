@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from gyre_daemon.datasets.codecs import check_field
-from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
@@ -21,6 +21,7 @@ CASTS = (
     "float32",
     "float64",
 )
+_AT_ONCE = 1 << 16  # samples that are looked at together, for the sake of memory
 _TEXTS = ("text", "quoted")
 _NUMBERS = ("bytes", "integer", "number")
 
@@ -48,6 +49,57 @@ def chosen_fields(
             raise ConfigError(f"`rename` cannot call {old!r:.100} {name!r:.100}: it is taken")
     _check_known("cast", cast, names)
     return [_cast(spec, cast[spec.name]) if spec.name in cast else spec for spec in new]
+
+
+def with_lengths(
+    index: SampleIndex, fields: Sequence[FieldSpec], names: Sequence[str], ragged: Sequence[str]
+) -> Sequence[FieldSpec]:
+    """The fields, where lists of numbers know the length that all samples have.
+
+    Lists of uint8 are bytes, which stay ragged, and so are token ids of documents. All samples are
+    looked at, as long as some field has one length.
+
+    Args:
+        index: at least one sample.
+        fields: of the index, as they are served.
+        names: theirs in the index.
+        ragged: those of `names` that stay ragged.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    _check_known("lengths", dict.fromkeys(ragged, ""), names)
+    stored = stored_fields(fields)
+    places = np.array(
+        [
+            place
+            for place, spec in enumerate(stored)
+            if _is_list(spec) and names[place] not in ragged
+        ],
+        np.int64,
+    )
+    if not len(places):
+        return fields
+    num_bytes = index.locate(np.zeros(1, np.int64)).tensor_bytes[0, places]
+    places, num_bytes = places[num_bytes > 0], num_bytes[num_bytes > 0]
+    for begin in range(0, index.num_samples, _AT_ONCE):
+        if not len(places):
+            return fields
+        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+        is_one = (index.locate(ids).tensor_bytes[:, places] == num_bytes).all(axis=0)
+        places, num_bytes = places[is_one], num_bytes[is_one]
+    lengths = dict(zip(places.tolist(), num_bytes.tolist(), strict=True))
+    return [
+        replace(spec, length=lengths[place] // spec.element_bytes) if place in lengths else spec
+        for place, spec in enumerate(fields)
+    ]
+
+
+def _is_list(spec: FieldSpec) -> bool:
+    """Whether the samples are lists of numbers, which may be cast, and no bytes."""
+    stored = spec.cast_from[0] if spec.cast_from else spec.codec
+    is_bytes = spec.dtype == np.uint8 and not spec.shape and not spec.cast_from
+    return spec.ragged and stored == "bytes" and not is_bytes and not spec.token_ids
 
 
 def _check_known(key: str, wanted: Mapping[str, str], names: Sequence[str]) -> None:

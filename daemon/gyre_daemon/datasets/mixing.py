@@ -1,8 +1,9 @@
 """The index of a mixture: all samples of all its sources, one source behind the other. Pure.
 
-A field of the mixture is one that every source has, with one dtype and one shape. How each source
-stores it is one of its `forms`, as for shards with different schemas. The indexed field `source` is
-the number of the sample's source; sources of a source count by themselves.
+A field of the mixture is one that every source has, with one dtype and one shape; lists whose
+lengths are equal in one source and differ in another one are ragged. How each source stores a field
+is one of its `forms`, as for shards with different schemas. The indexed field `source` is the
+number of the sample's source; sources of a source count by themselves.
 """
 
 import hashlib
@@ -224,8 +225,10 @@ def _in_all(name: str, parts: Sequence[Part]) -> FieldSpec:
     )
     first = forms[0]
     media = {form.media_type for form in forms}
+    lengths = {part.field(name).length for part in parts}
     return replace(
         first,
         forms=forms if len(forms) > 1 else (),
         media_type=first.media_type if len(media) == 1 else "",
+        length=lengths.pop() if len(lengths) == 1 else 0,
     )

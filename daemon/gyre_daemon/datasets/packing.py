@@ -82,7 +82,7 @@ class Packed:
         int32, int64 = np.dtype("<i4"), np.dtype("<i8")
         source = [self.mixed.field] if self.mixed else []
         made = [
-            replace(self.stored, shape=row, ragged=False),
+            replace(self.stored, shape=row, ragged=False, length=0),
             FieldSpec(POSITION, int32, row, ragged=False, codec="indexed"),
             FieldSpec(LOSS_MASK, np.dtype(np.bool_), row, ragged=False, codec="indexed"),
             FieldSpec(DOCUMENT_ID, int64, (), ragged=True, codec="indexed"),

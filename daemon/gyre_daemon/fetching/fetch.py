@@ -49,7 +49,7 @@ class Fetcher:
         self.indexed_names = [spec.name for spec in indexed_fields(dataset.fields)]
         self.is_drawn = bool(dataset.drawing)
         self._finishes = packed is not None or any(field.finishes for field in self.stored)
-        self._layouts = LayoutMaker(dataset.fields)
+        self._layouts = LayoutMaker(dataset.served)
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """Lay out batches in groups of `num_together`: only arithmetic on the index, no I/O."""

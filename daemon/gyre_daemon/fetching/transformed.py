@@ -45,7 +45,7 @@ class TransformingFetcher:
         """
         self._dataset, self._threads = dataset, threads
         self._portions = PortionReader(dataset, threads)
-        self._layouts = LayoutMaker(dataset.fields)
+        self._layouts = LayoutMaker(dataset.served)
         stored = [spec.name for spec in stored_fields(dataset.source.fields)]
         # those of documents, where they are packed
         own = [spec.name for spec in stored_fields(dataset.chosen or ())]

@@ -73,7 +73,7 @@ def from_dataset(
         num_shards=len(dataset.storage.shards),
         num_bytes=dataset.num_bytes,
         fingerprint=dataset.fingerprint,
-        fields=from_fields(dataset.fields),
+        fields=from_fields(dataset.served),
         least_shard_bytes=min(shard_bytes, default=0),
         greatest_shard_bytes=max(shard_bytes, default=0),
         lengths=[pb.LengthHistogram(**asdict(each)) for each in lengths],

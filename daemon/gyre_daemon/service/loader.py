@@ -118,7 +118,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         dataset = await self._opener.open_dataset(name, config, declared, caller)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
-            histograms = partial(length_histograms, dataset.sized, dataset.fields)
+            histograms = partial(length_histograms, dataset.sized, dataset.served)
             lengths = await self._opener.compute(caller, histograms)
         return convert.from_dataset(dataset, lengths)
 
@@ -214,7 +214,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             max_queued_batches=session.share.num_queued,
             arena_bytes=session.arena_bytes if session.shares_arena else 0,
             max_kept_batches=session.share.num_kept,
-            fields=convert.from_fields(wanted.dataset.fields),
+            fields=convert.from_fields(wanted.dataset.served),
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
             skip_steps=convert.from_skipped(wanted.order.skipped),

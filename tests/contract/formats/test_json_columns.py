@@ -250,6 +250,7 @@ def test_a_block_that_cannot_be_parsed_is_kept_with_its_reason(
         ({"columns": [], "schema": "union"}, "name some in `columns`"),
         ({"types": {"a": "int8"}}, "must be one of int64, float64, bool, text, json"),
         ({"columns": ["sample_id=a"]}, "no field can have the name 'sample_id'"),
+        ({"lengths": {"a": 3}}, "`lengths` of the key 'a' is 3; JSON declares no length"),
     ],
 )
 def test_options_that_serve_nothing_are_refused(options: dict[str, Any], reason: str) -> None:

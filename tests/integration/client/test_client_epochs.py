@@ -75,6 +75,29 @@ def test_a_loop_over_epochs(address: str, tail: str, sizes: list[int]) -> None:
         )
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_larger_than_the_dataset(address: str, num_ranks: int) -> None:
+    """One step an iteration; with `wrap`, an epoch in which no step begins has no iteration."""
+    keys: dict[str, Any] = {"seed": 3, "address": address, "world_size": num_ranks}
+    for tail, epochs in (("wrap", [0, 2, 5]), ("pad", [0, 1, 2])):
+        found = []
+        for rank in range(num_ranks):
+            with Loader("numbers", batch_size=256, tail=tail, rank=rank, **keys) as reading:
+                assert len(reading) == reading.steps_per_epoch == 1
+                for epoch in epochs:
+                    assert reading.epoch == epoch
+                    (batch,) = reading
+                    assert len(batch["sample_id"]) == 256 // num_ranks
+                    counts = batch.get("mask", torch.ones(256 // num_ranks, dtype=torch.bool))
+                    found.append((epoch, batch["sample_id"][counts].tolist()))
+        for epoch in epochs:
+            step = [each for at, some in found if at == epoch for each in some]
+            assert len(step) == (256 if tail == "wrap" else NUM_SAMPLES)
+            assert set(step) == set(range(NUM_SAMPLES))
+    with pytest.raises(InvalidRequest, match="no whole batch of 256, and tail is 'drop'"):
+        Loader("numbers", batch_size=256, tail="drop", rank=0, **keys)
+
+
 def test_one_session_serves_all_epochs(address: str) -> None:
     """The end of an epoch opens nothing: what was read ahead is what comes."""
     with loader(address) as reading:

@@ -231,7 +231,17 @@ def test_samples_that_differ_in_several_dims_are_not_padded() -> None:
         padded({**ragged(b"one"), **shapes}, "x")
 
 
-def test_a_field_of_one_length_is_not_padded() -> None:
+def test_samples_of_one_length_are_returned_as_they_are() -> None:
+    data = torch.arange(12).reshape(2, 3, 2)
+    found, mask = padded({"x": data}, "x")
+    assert found.equal(data)
+    assert found.data_ptr() != data.data_ptr()
+    assert mask.tolist() == [[True] * 3] * 2
+    with pytest.raises(InvalidRequest, match=r"must be a number of torch\.int64"):
+        padded({"x": data}, "x", 0.5)
+
+
+def test_a_field_of_numbers_is_not_padded() -> None:
     with pytest.raises(InvalidRequest, match="'y' is not a field whose samples differ in length"):
         padded(ragged(b"one"), "y")
 

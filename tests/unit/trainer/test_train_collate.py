@@ -110,6 +110,11 @@ def test_the_parts_of_examples_concatenate_to_the_whole() -> None:
         (TEXT, {"tokens": torch.zeros(1, 9)}, "'txt', but 'letters' delivers sample_id, tokens"),
         (
             TOKENS,
+            {"tokens": torch.zeros(2, 9)},
+            "must be whole numbers, but 'tokens' is torch.float32",
+        ),
+        (
+            TOKENS,
             {"tokens": torch.zeros(2, 8, dtype=torch.uint8)},
             "needs samples of 9 tokens, but a sample of 'words' is 8",
         ),

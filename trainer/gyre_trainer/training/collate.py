@@ -142,6 +142,10 @@ class Collator:
                 f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} "
                 f"tokens, but a sample of {self._data.dataset!r} is {shape}"
             )
+        if tokens.is_floating_point():
+            raise DataRejected(
+                f"token ids must be whole numbers, but {self._data.field!r} is {tokens.dtype}"
+            )
         # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
         rows = tokens.long()
         if positions is None and self._inside_documents:

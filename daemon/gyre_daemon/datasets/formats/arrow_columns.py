@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.datasets.formats.names import ragged_fields, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions
 from gyre_daemon.errors import ConfigError
 
@@ -32,7 +32,7 @@ class ColumnOptions(SchemaOptions):
         columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
             `class` under the name `label`; empty for all.
         lengths: of columns of lists whose rows all have this many elements, which then are arrays
-            of one shape.
+            of one shape, also where shards are appended; 0 where they stay ragged.
     """
 
     columns: tuple[str, ...] = ()
@@ -43,14 +43,20 @@ class ColumnOptions(SchemaOptions):
         SchemaOptions.__post_init__(self)
         renamed(self.columns, "columns")
         for name, length in self.lengths.items():
-            if length < 1:
-                raise ConfigError(f"`lengths` of {name!r:.100} must be at least 1 (got {length})")
+            if length < 0:
+                raise ConfigError(f"`lengths` of {name!r:.100} must be at least 0 (got {length})")
 
     @property
     def wanted(self) -> Wanted:
         """The columns that are chosen."""
         pairs = tuple(renamed(self.columns, "columns"))
-        return Wanted(pairs, self.schema == "union", tuple(sorted(self.lengths.items())))
+        lengths = {name: length for name, length in self.lengths.items() if length}
+        return Wanted(pairs, self.schema == "union", tuple(sorted(lengths.items())))
+
+    @property
+    def ragged(self) -> tuple[str, ...]:
+        """See `Scan.ragged`."""
+        return ragged_fields(self.lengths, renamed(self.columns, "columns"))
 
 
 def require_pyarrow(name: str) -> None:

@@ -201,6 +201,7 @@ class Scan:
         skips: whether `run` passes over parts of a file that can seek, always forward. Of an object
             those are not read that are large.
         ahead: what may tell which ranges those are; None if nothing does.
+        ragged: names of fields of lists that stay ragged even if all of them have one length.
     """
 
     version: str
@@ -210,6 +211,7 @@ class Scan:
     seeks: bool = False
     skips: bool = False
     ahead: ReadAhead | None = None
+    ragged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class FieldSpec:
         forms: how each schema of the shards stores the field; empty if all store it as this says.
         row_lengths: that the rows of a batch may have, where a sample may be several rows; see
             [Note: Rows of a batch] in `fetching.packed`. Empty where each sample is one row.
+        length: the elements that each sample of a ragged field has, where all have as many; batches
+            then have the field as an array of one shape. 0 where samples differ, or may differ.
         image: of boxes and masks that transforms made: the field with the image that they belong
             to. What reads the field does not depend on it.
     """
@@ -70,12 +72,20 @@ class FieldSpec:
     default: bytes = b""
     forms: "tuple[FieldSpec, ...]" = ()
     row_lengths: tuple[int, ...] = ()
+    length: int = field(default=0, compare=False)
     image: str = field(default="", compare=False)
 
     @property
     def element_bytes(self) -> int:
         """The bytes of one sample, or of one element if the field is ragged."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def served(self) -> "FieldSpec":
+        """The field as a batch has it: an array of one shape where all samples have one length."""
+        if not self.length:
+            return self
+        return replace(self, shape=(self.length, *self.shape), ragged=False, length=0)
 
     def form(self, schema: int) -> "FieldSpec":
         """How shards of one schema store the field."""

@@ -1,6 +1,6 @@
 """Which names a tensor of a batch may have."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gyre_daemon.datasets.formats.base import (
     MASK,
@@ -54,3 +54,15 @@ def check_names(names: Sequence[str], key: str) -> None:
             )
         if names.count(name) > 1:
             raise ConfigError(f"`{key}` has {name!r:.100} twice")
+
+
+def ragged_fields(lengths: Mapping[str, int], pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The names of the fields whose columns have the length 0.
+
+    Args:
+        lengths: by the names of columns.
+        pairs: names of the fields, and of their columns; empty where both are the same.
+    """
+    ragged = {name for name, length in lengths.items() if not length}
+    served = [field for field, column in pairs if column in ragged]
+    return (*served, *sorted(ragged - {column for _, column in pairs}))

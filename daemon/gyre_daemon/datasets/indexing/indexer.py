@@ -27,7 +27,7 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
-from gyre_daemon.datasets.fields import chosen_fields
+from gyre_daemon.datasets.fields import chosen_fields, with_lengths
 from gyre_daemon.datasets.filtering.index import apply_filter, numbered
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import (
@@ -203,7 +203,11 @@ class Indexer:
             )
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         chosen = None if fields is index.fields else fields
+        names = [spec.name for spec in index.fields]
         index = with_casts(index, fields)
+        if not opening.config.append:  # a shard that is appended may have other lengths
+            ragged = opening.scan.ragged if opening.scan else ()
+            fields = await self._in_thread(with_lengths, index, fields, names, ragged)
         corrupt = NO_SAMPLES
         if opening.config.on_corrupt == "replace":
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
@@ -230,7 +234,7 @@ class Indexer:
             index,
             identity,
             corrupt,
-            chosen,
+            fields,
             num_all - index.num_samples,
             opening.config.append,
         )

@@ -68,6 +68,7 @@ class ArrowFormat:
             _num_rows,
             check_scan,
             seeks=True,
+            ragged=self._options.ragged,
         )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:

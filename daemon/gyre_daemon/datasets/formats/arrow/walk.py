@@ -69,8 +69,10 @@ class BatchWalk:
             assert found.ends is not None
             sizes = np.diff(found.ends) // (spec.element_bytes // length)
             if len(wrong := sizes[sizes != length]):
+                is_null = present is not None and not present[np.argmax(sizes != length)]
+                what = "is null" if is_null else f"has {wrong[0]} elements"
                 raise ConfigError(
-                    f"a row of {spec.name!r:.100} has {wrong[0]} elements, and `lengths` says "
+                    f"a row of {spec.name!r:.100} {what}, and `lengths` says "
                     f"{length}; correct it, or leave the column out of `lengths`"
                 )
             return FoundColumn(found.base + int(found.ends[0]), present=present)

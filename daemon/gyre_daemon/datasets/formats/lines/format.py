@@ -37,7 +37,7 @@ from gyre_daemon.datasets.formats.lines.columns import ColumnsDecoder, JsonColum
 from gyre_daemon.datasets.formats.lines.frames import LineFrames
 from gyre_daemon.datasets.formats.lines.scan import scan_lines
 from gyre_daemon.datasets.formats.lines.values import TYPES, TypeName
-from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.datasets.formats.names import ragged_fields, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, described, wider_field
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.datasets.formats.zstd import recognised
@@ -62,12 +62,14 @@ class JsonlOptions(SchemaOptions):
             `class` under the name `label`; `*` alone for all. Empty to serve the documents.
         types: of columns by their keys, where their values do not say: `int64`, `float64`, `bool`,
             `text` or `json`.
+        lengths: of columns by their keys: 0 where lists stay ragged even if all have one length.
         surrogates: `fail` to refuse half a character, as `\ud800` writes it; `replace` to serve
             U+FFFD in its place.
     """
 
     columns: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
+    lengths: Mapping[str, int] = field(default_factory=dict)
     surrogates: str = "fail"
 
     def __post_init__(self) -> None:
@@ -84,11 +86,18 @@ class JsonlOptions(SchemaOptions):
             raise ConfigError(
                 f"`surrogates` must be fail or replace (got {self.surrogates!r:.100})"
             )
-        if not self.columns and (self.types or self.schema == "union" or self.replaces_surrogates):
+        of_columns = self.types, self.lengths, self.schema == "union", self.replaces_surrogates
+        if not self.columns and any(of_columns):
             raise ConfigError(
-                "`types`, `schema` and `surrogates` are of columns; name some in `columns`, or "
-                '`["*"]`'
+                "`types`, `lengths`, `schema` and `surrogates` are of columns; name some in "
+                '`columns`, or `["*"]`'
             )
+        for name, length in self.lengths.items():
+            if length:
+                raise ConfigError(
+                    f"`lengths` of the key {name!r:.100} is {length}; JSON declares no length. "
+                    "Leave it out, or set 0 for lists that stay ragged"
+                )
         for name, column_type in self.types.items():
             if column_type not in TYPES:
                 raise ConfigError(
@@ -102,12 +111,16 @@ class JsonlOptions(SchemaOptions):
         return self.surrogates == "replace"
 
     @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Names of the fields, and of their keys; empty for all keys."""
+        return () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
+
+    @property
     def wanted(self) -> JsonColumns:
         """The columns that are chosen."""
-        pairs = () if self.columns == ("*",) else tuple(renamed(self.columns, "columns"))
         types = tuple((name, cast("TypeName", kind)) for name, kind in self.types.items())
         may_lack = self.schema == "union"
-        return JsonColumns(pairs, types, may_lack, self.replaces_surrogates)
+        return JsonColumns(self.pairs, types, may_lack, self.replaces_surrogates)
 
 
 class TextFormat:
@@ -201,7 +214,8 @@ class JsonlFormat(TextFormat):
         if not self._options.columns:
             return super().inspection
         wanted = self._options.wanted
-        return Scan(f"json-columns/3 {wanted}", wanted, num_rows, check_chunks)
+        ragged = ragged_fields(self._options.lengths, self._options.pairs)
+        return Scan(f"json-columns/3 {wanted}", wanted, num_rows, check_chunks, ragged=ragged)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""

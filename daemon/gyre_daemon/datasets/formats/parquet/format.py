@@ -44,6 +44,7 @@ class ParquetFormat:
             num_rows,
             check_chunks,
             seeks=True,
+            ragged=self._options.ragged,
         )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
