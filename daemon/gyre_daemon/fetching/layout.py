@@ -98,7 +98,8 @@ class GroupLayout:
         """Int64 [n, F, 2]: those of all batches, from the beginning of the memory."""
         if self.shared:
             absolute = self.shared.destinations + self.offsets[:, None, None, None]
-            return absolute.reshape(-1, *self.shared.destinations.shape[1:])
+            num_batches, num_samples, *places = absolute.shape  # -1 needs a field that is stored
+            return absolute.reshape(num_batches * num_samples, *places)
         counts = [len(each.destinations) for each in self.batches]
         destinations = np.concatenate([each.destinations for each in self.batches])
         return destinations + np.repeat(self.offsets, counts)[:, None, None]

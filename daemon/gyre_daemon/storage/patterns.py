@@ -15,8 +15,9 @@ _MAX_NAMED = 5  # files in a line of the log
 # Files that are next to shards and hold no samples: hidden ones, those of systems that write tables
 # (`_SUCCESS`, `_metadata`), checksums, indexes, and what libraries and people say of the data.
 _BESIDE = (
-    "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,index.json,state.json,dataset_dict.json,"
-    "dataset_info.json,dataset_infos.json}"
+    "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,[Rr]eadme.*,*md5sum*,*sha[0-9]*sum*,MD5SUM*,"
+    "SHA[0-9]*SUM*,checksums.*,index.json,state.json,dataset_dict.json,dataset_info.json,"
+    "dataset_infos.json}"
 )
 
 

@@ -15,7 +15,7 @@ from gyre_daemon.datasets.formats.chunks import DamagedPart
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.lines import array, columns, frames, scan
 from gyre_daemon.datasets.formats.values import check_json, without_surrogates
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -185,6 +185,42 @@ def test_a_large_array_is_scanned_in_the_memory_of_a_piece() -> None:
         tracemalloc.stop()
     assert len(found["size"]) > 30_000
     assert peak < 100 << 20
+
+
+@pytest.mark.parametrize("data", [b'[{"a": 1}, {"a": 2}]\n', b'[\n {"a": 1},\n {"a": 2}\n]'])
+@pytest.mark.parametrize("wanted", [(), ("*",)])
+def test_an_array_in_a_file_of_lines_is_refused(wanted: tuple[str, ...], data: bytes) -> None:
+    dataset_format = shard_format("jsonl", columns=wanted)
+    with pytest.raises(CorruptSample, match=r"one JSON array of records, name it `\.json`"):
+        found = inspected(dataset_format, data, "a.jsonl")
+        dataset_format.assemble([Shard("a.jsonl", len(data), "1")], [found])
+
+
+def test_lines_may_be_arrays() -> None:
+    dataset_format = shard_format("jsonl")
+    data = b'[{"a": 1}]\n[{"a": 2}]\n'
+    found = inspected(dataset_format, data, "a.jsonl")
+    assert dataset_format.assemble([Shard("a.jsonl", len(data), "1")], [found]).num_samples == 2
+
+
+@pytest.mark.parametrize("line", ['{"a": NaN}', '{"a": [1, -Infinity]}', '{"a": {"b": Infinity}}'])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_numbers_that_only_python_writes_are_named(name: str, line: str) -> None:
+    dataset_format = shard_format("jsonl", columns=["*"])
+    lines = ['{"a": 1}', line]
+    data = ("\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]").encode()
+    with pytest.raises(CorruptSample, match=r"JSON has no (NaN|-?Infinity)\. Write null"):
+        found = inspected(dataset_format, data, name)
+        dataset_format.assemble([Shard(name, len(data), "1")], [found])
+
+
+@pytest.mark.parametrize("data", [b'{"a": null}\n{"a": null}\n', b"{}\n{}\n", b'[{"a": null}]'])
+@pytest.mark.parametrize("schema", ["equal", "union"])
+def test_objects_without_values_are_refused(schema: str, data: bytes) -> None:
+    dataset_format = shard_format("jsonl", columns=["*"], schema=schema)
+    listed = [Shard(f"{at}.json", len(data), "1") for at in range(2)]
+    with pytest.raises(ConfigError, match="no key of the objects has a value that is not null"):
+        dataset_format.assemble(listed, [inspected(dataset_format, data, "0.json")] * 2)
 
 
 LONE = r'{"a": "ok", "b": "x\ud800y"}'

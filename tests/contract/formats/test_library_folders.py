@@ -80,6 +80,16 @@ def test_of_a_saved_dataset_only_the_files_of_its_state_count(place: Place, tmp_
         listing(place, name="jsonl")
 
 
+@pytest.mark.parametrize("name", ["state.json", "index.json", "dataset_dict.json"])
+def test_a_damaged_description_is_refused(name: str, place: Place) -> None:
+    place.put("a.arrow", b"")
+    place.put(name, b'{"_data_files": [{"fil')
+    with pytest.raises(InvalidRequest, match=rf"/{name} is damaged .*Restore it"):
+        listing(place)
+    place.put(name, b'\xef\xbb\xbf{"version": 2}')
+    assert listing(place) == ("arrow", ["a.arrow"])
+
+
 def test_a_dataset_dict_names_the_folders_of_its_splits(place: Place, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     DatasetDict(train=Dataset(NUMBERS), test=Dataset(NUMBERS)).save_to_disk(saved)
@@ -146,6 +156,18 @@ def test_other_streaming_datasets_are_refused(tmp_path: Path) -> None:
         listing(LocalPlace(tmp_path / "br"))
 
 
+def test_copies_without_a_description_are_left_out(place: Place) -> None:
+    copy, part = "cache-0123456789abcdef.arrow", "cache-fedcba9876543210_00001_of_00002.arrow"
+    for name in ("data-00000-of-00001.arrow", "cache-ours.arrow", copy, part):
+        place.put(name, b"{}")
+    wanted = ["cache-ours.arrow", "data-00000-of-00001.arrow"]
+    assert listing(place) == ("arrow", wanted)
+    with pytest.raises(InvalidRequest, match=f"the library does not list {copy}"):
+        listing(place, "/*.arrow")
+    place.put(f"copies/{copy}", b"{}")
+    assert listing(place, "/copies") == ("arrow", [copy])
+
+
 @pytest.mark.parametrize(
     ("files", "name", "sentence"),
     [
@@ -154,6 +176,8 @@ def test_other_streaming_datasets_are_refused(tmp_path: Path) -> None:
         ([".hoodie/hoodie.properties", "a.parquet"], "", "is a Hudi table"),
         (["_spark_metadata/0", "a.parquet"], "", "is the output of a stream of Spark"),
         (["metadata/v1.metadata.json", "a.parquet"], "", "is an Iceberg table"),
+        (["metadata/v1.metadata.json.gz", "a.parquet"], "", "is an Iceberg table"),
+        ([".hoodie_partition_metadata", "a.parquet"], "", "is a part of a Hudi table"),
     ],
 )
 def test_tables_whose_log_says_which_files_count_are_refused(
@@ -219,7 +243,8 @@ def test_the_parquet_files_of_a_litdata_index_are_read(place: Place) -> None:
     ("files", "wanted"),
     [
         (("a.parquet", "._a.parquet", "_b.parquet", ".a.parquet.crc", "_SUCCESS"), "a.parquet"),
-        (("a.txt", "README.txt", "LICENSE.txt"), "a.txt"),
+        (("a.txt", "README.txt", "readme.txt", "LICENSE.txt", "md5sums.txt"), "a.txt"),
+        (("a.txt", "SHA256SUMS.txt", "sha256sums.txt", "checksums.txt"), "a.txt"),
         (("a.jsonl", "meta.json", "dataset_infos.json"), "a.jsonl"),
         (("a.tar", "index.json"), "a.tar"),
     ],
@@ -262,11 +287,29 @@ def test_json_with_records_is_found(
 @pytest.mark.parametrize(
     "name", ["dataset_infos.json", "dataset_info.json", "meta.json", "config.json"]
 )
-def test_metadata_above_the_folders_of_the_data_is_no_data(name: str, place: Place) -> None:
-    place.put(name, b'{"splits": {"train": {"num_examples": 2}}}')
+@pytest.mark.parametrize("data", [b'{"splits": {"train": {"num_examples": 2}}}', RECORDS, LINES])
+def test_metadata_above_the_folders_of_the_data_is_no_data(
+    data: bytes, name: str, place: Place
+) -> None:
+    place.put(name, data)
     place.put("train/0.parquet", b"PAR1")
-    with pytest.raises(ShardMissing, match=r"no file of .*|it has the folders train"):
+    with pytest.raises(ShardMissing, match=r"it has the folders train: name one of them, such as"):
         listing(place)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_metadata_of_image_folders_is_read_if_it_is_named(name: str, place: Place) -> None:
+    place.put(name, b"file_name\n0.png\n")
+    place.put("train/0.png", b"")
+    with pytest.raises(InvalidRequest, match=rf'/{name} says more of files.*format="files"'):
+        listing(place)
+    assert listing(place, f"/{name}")[1] == [name]
+
+
+def test_an_array_without_records_is_a_shard(place: Place) -> None:
+    place.put("a.json", b"[]")
+    place.put("b.json", RECORDS)
+    assert listing(place) == ("jsonl", ["a.json", "b.json"])
 
 
 def test_lists_of_tar_shards_are_those_of_their_folder(place: Place) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
@@ -170,6 +171,15 @@ def test_destinations_and_parts_are_those_of_the_batches(
     assert part.num_bytes == part.offsets[-1] + part.batches[-1].num_bytes
     assert [batch.step for batch in plan[begin:end]] == list(range(3 + begin, 3 + end))
     assert (plan[:begin] + plan[begin:]).sample_ids.tolist() == plan.sample_ids.tolist()
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_samples_without_stored_fields_have_no_destinations(num_batches: int) -> None:
+    """As those of an Arrow file that has only truth values, which the index keeps."""
+    ids = np.arange(2 * num_batches).reshape(num_batches, 2)
+    plan = GroupPlan(0, ids, None, np.zeros(num_batches, np.int64))
+    layout = LayoutMaker([]).make(plan, np.empty((ids.size, 0), np.int64))
+    assert layout.destinations.shape == (ids.size, 0, 2)
 
 
 @given(groups())

@@ -65,6 +65,13 @@ def test_an_idx_file_of_another_kind_is_ignored() -> None:
     )
 
 
+def test_an_old_index_is_refused_by_name() -> None:
+    contents = {"a.bin": IDS.astype("<u2").tobytes(), "a.idx": b"TNTIDX\0\0" + bytes(32)}
+    with pytest.raises(CorruptSample, match=r"TNTIDX.*preprocess_data\.py.*`header_bytes`"):
+        Files(contents).index(dtype="uint16")
+    assert Files(contents).index(dtype="uint16", header_bytes=0).num_samples == 625
+
+
 def test_documents_have_the_sequences_that_the_index_says() -> None:
     ids = IDS.astype("<u2")
     lengths, documents = [5, 0, 7, 100, 3], [0, 2, 2, 4, 5]

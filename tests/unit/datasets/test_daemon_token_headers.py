@@ -1,14 +1,24 @@
 """What the first bytes of a tokens dataset's shards tell: headers, foreign files, true ids."""
 
+import bz2
+import contextlib
 import gzip
 import io
+import lzma
 import pickle
+import sqlite3
+import struct
 import tarfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import safetensors.numpy
+import soundfile
+from gyre_daemon.datasets.formats.arrayrecord.riegeli import SIGNATURE
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,6 +190,39 @@ def picture(kind: str) -> bytes:
     return saved(lambda file: Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(file, kind))
 
 
+def arrow_stream() -> bytes:
+    table = pa.table({"ids": IDS})
+    stream = io.BytesIO()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def sound_file(kind: str) -> bytes:
+    return saved(lambda file: soundfile.write(file, np.zeros(4000), 16_000, format=kind))
+
+
+def database(folder: Path) -> bytes:
+    with contextlib.closing(sqlite3.connect(folder / "a.db")) as connection:
+        connection.execute("create table ids (id integer)")
+    return (folder / "a.db").read_bytes()
+
+
+# Headers as their formats define them: ffcv's has version, fields, page, samples and a table.
+PACKED = {
+    "a dataset of ffcv": struct.pack("<HHIQQ", 2, 3, 8 << 20, 50_000, 24 << 20),
+    "a GGUF model": b"GGUF" + struct.pack("<IQQ", 3, 291, 24),
+    "a program": b"\x7fELF\x02\x01\x01" + bytes(9),
+    "lz4 data": bytes.fromhex("04224d186440a7"),
+    "an Avro file": b"Obj\x01\x04\x14avro.codec\x08null",
+    "the index of a Megatron dataset": b"TNTIDX\0\0" + struct.pack("<QQ", 8, 2),
+}
+RECORDS = {
+    "tfrecord": struct.pack("<QI", 50, 0xEC561924),
+    "arrayrecord": SIGNATURE,
+}
+
+
 # The first bytes of files that pyarrow 26 (which wrote the Parquet and Arrow ones), h5py 3.16 and
 # zstandard 0.25 made.
 HEADS = {
@@ -253,6 +296,34 @@ def test_a_short_signature_is_enough_if_the_file_name_agrees(name: str) -> None:
     )
     with pytest.raises(CorruptSample, match="looks like"):
         Files({name: contents}).index(dtype="uint8")
+
+
+@pytest.mark.parametrize(("contents", "what"), [(each, what) for what, each in PACKED.items()])
+def test_headers_of_other_programs_are_refused_by_name(contents: bytes, what: str) -> None:
+    with pytest.raises(CorruptSample, match=rf"it looks like {what}"):
+        Files({"a.bin": contents + bytes(range(256)) * 16}).index(dtype="uint16")
+
+
+def test_files_that_other_libraries_write_are_refused_by_name(tmp_path: Path) -> None:
+    ids = IDS.astype("<u2")
+    written = {
+        "an Arrow file": arrow_stream(),
+        "an SQLite database": database(tmp_path),
+        "a safetensors file": safetensors.numpy.save({"ids": ids}),
+        "xz data": lzma.compress(ids.tobytes()),
+        "bzip2 data": bz2.compress(ids.tobytes()),
+        "sound or images in RIFF": sound_file("WAV"),
+        "sound in FLAC or Ogg": sound_file("FLAC"),
+    }
+    for what, contents in [*written.items(), ("sound in FLAC or Ogg", sound_file("OGG"))]:
+        with pytest.raises(CorruptSample, match=f"it looks like {what}"):
+            Files({"a.bin": contents}).index(dtype="uint8")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_files_of_records_name_their_format(name: str) -> None:
+    with pytest.raises(CorruptSample, match=f"serve it in the format {name}"):
+        Files({"a.bin": RECORDS[name] + bytes(3000)}).index(dtype="uint16")
 
 
 def test_text_may_be_served_as_bytes() -> None:

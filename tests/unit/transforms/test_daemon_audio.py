@@ -150,7 +150,10 @@ def with_size(data: bytes, chunk: bytes, size: int, form: str = "<I") -> bytes:
 
 
 WAV, FLAC, RF64 = (encoded(sound(), kind) for kind in ("WAV", "FLAC", "RF64"))
-OPEN_FLAC = FLAC[:21] + bytes([FLAC[21] & 0xF0]) + bytes(4) + FLAC[26:]
+OPEN_FLAC, HALF_FLAC = (
+    FLAC[:21] + bytes([FLAC[21] & 0xF0]) + struct.pack(">I", length) + FLAC[26:]
+    for length in (0, 4000)
+)
 LIST = b"LIST\4\0\0\0abcd"
 
 
@@ -167,6 +170,7 @@ LIST = b"LIST\4\0\0\0abcd"
         with_size(encoded(sound(), "AU"), b"\0\0\0\x18", (1 << 32) - 1, ">I"),
         with_size(encoded(sound(), "CAF"), b"data", (1 << 64) - 1, ">Q"),
         OPEN_FLAC,
+        HALF_FLAC,
         b"ID3\4\0\0\0\0\0\5title" + FLAC,
     ],
 )

@@ -138,6 +138,21 @@ def test_conversations_may_have_the_names_of_sharegpt(tmp_path: Path, extra: Any
     assert np.array_equal(found["tokens"], wanted["tokens"])
 
 
+def test_the_system_prompt_of_sharegpt_may_stand_apart(tmp_path: Path) -> None:
+    chat = Chat("text", write(tmp_path, TEMPLATE), key="conversations")
+    turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    first = {"from": "system", "value": "Be brief."}
+
+    def tokens(document: Any) -> Any:
+        return transformed(chat, json.dumps(document))["tokens"].tolist()
+
+    wanted = tokens({"conversations": [first, *turns]})
+    assert tokens({"system": "Be brief.", "conversations": turns}) == wanted
+    assert tokens({"system": "Another.", "conversations": [first, *turns]}) == wanted
+    without = tokens({"conversations": turns})
+    assert tokens({"system": "", "conversations": turns}) == without != wanted
+
+
 # Qwen3's way: what was thought before the last message of a user is left out, and what follows it
 # begins with thoughts, be they empty.
 REWRITING = (
@@ -217,6 +232,7 @@ def test_only_the_last_turn_counts_where_that_is_asked_for(tmp_path: Path, templ
         ),
         ('{"messages": [{"content": "x"}]}', "message 0 has no `role`, and no `from`"),
         ('{"messages": [{"from": "bing", "value": "x"}]}', "from 'bing', and known are human, gpt"),
+        ('{"messages": [{"from": "gpt", "value": null}]}', "message 0 has no text as its `value`"),
         ('{"messages": [], "tools": "search"}', "'tools' is no list of objects"),
     ],
 )

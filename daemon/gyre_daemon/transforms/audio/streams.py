@@ -22,6 +22,8 @@ _UNKNOWN_32 = 0x7FFF_F000
 _W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 _CHUNK_NAME = re.compile(rb"[A-Za-z0-9 _()]{4}")
 _FLAC = re.compile(rb"fLaC[\0\x80]\0\0\x22")  # the marker, and the header of STREAMINFO
+# Where STREAMINFO has the number of samples, in the last 36 bits; 0 if it is not known.
+_FLAC_LENGTH, _FLAC_LARGEST = range(21, 26), (1 << 36) - 1
 _OGG_FIRST, _OGG_LAST = 2, 4  # flags of a page: the first one of a stream, the last one
 _MPEG_KBITS = {  # by version 1 or not, and layer; index 0 is no fixed rate, and 15 is invalid
     (True, 1): (0, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
@@ -46,7 +48,7 @@ class Stream:
     Attributes:
         data: its bytes.
         least: the samples that it has at least, and
-        most: at most, where libsndfile only estimates their number; 0 where it knows it.
+        most: at most, where libsndfile does not know their number; 0 where it does, or none is.
     """
 
     data: Bytes
@@ -188,8 +190,20 @@ def _au(data: Bytes) -> list[Stream]:
 
 
 def _flac(data: Bytes) -> list[Stream]:
+    """Streams without the length in their headers: libsndfile reads no more than that."""
     begins = [0, *(each.start() for each in _FLAC.finditer(data, 4))]
-    return _cut(data, begins)
+    return [_without_length(stream.data) for stream in _cut(data, begins)]
+
+
+def _without_length(data: Bytes) -> Stream:
+    """The stream of FLAC, and its length as the least that it has."""
+    if not _FLAC.match(data) or len(data) < _FLAC_LENGTH.stop:
+        return Stream(data)
+    mended = bytearray(data)
+    length = int.from_bytes(mended[_FLAC_LENGTH.start : _FLAC_LENGTH.stop], "big") & _FLAC_LARGEST
+    mended[_FLAC_LENGTH.start] &= 0xF0
+    mended[_FLAC_LENGTH.start + 1 : _FLAC_LENGTH.stop] = bytes(4)
+    return Stream(mended, length)
 
 
 def _ogg(data: Bytes) -> list[Stream]:

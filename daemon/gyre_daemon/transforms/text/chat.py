@@ -170,7 +170,12 @@ def _messages(document: object, key: str) -> list[_Message]:
             keys = ", ".join(map(repr, lists or document))
             reason += f"; set `key`: it has {'lists under ' if lists else ''}{keys:.200}"
         raise ValueError(reason)
-    return [_message(number, each) for number, each in enumerate(found)]
+    messages = [_message(number, each) for number, each in enumerate(found)]
+    prompt = document.get("system") if isinstance(document, dict) else None
+    is_apart = isinstance(prompt, str) and prompt and all("from" in each for each in found)
+    if is_apart and not any(each["role"] == "system" for each in messages):
+        messages.insert(0, {"role": "system", "content": prompt})  # as tools of ShareGPT's are
+    return messages
 
 
 def _message(number: int, found: _Message) -> _Message:
@@ -189,5 +194,8 @@ def _message(number: int, found: _Message) -> _Message:
             f"message {number} is from {source!r:.100}, and known are {', '.join(_ROLES)}; write "
             "it with `role` and `content`"
         )
+    text = found.get("value")
+    if not isinstance(text, str):
+        raise ValueError(f"message {number} has no text as its `value` (got {text!r:.100})")
     rest = {name: value for name, value in found.items() if name not in ("from", "value")}
-    return {**rest, "role": _ROLES[source], "content": found.get("value")}
+    return {**rest, "role": _ROLES[source], "content": text}

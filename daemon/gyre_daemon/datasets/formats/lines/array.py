@@ -26,6 +26,7 @@ _STRUCTURAL[list(b'"{}[],')] = True
 _DELTA = np.zeros(256, np.int64)
 _DELTA[list(b"{[")], _DELTA[list(b"}]")] = 1, -1
 
+NAME_AN_ARRAY = "If the file is one JSON array of records, name it `.json`"
 
 # An object whose first key has an array.
 _OF_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*("(?:[^"\\]|\\.){0,100}")\s*:\s*\[')
@@ -55,7 +56,7 @@ def has_records(head: bytes, *, is_whole: bool) -> bool:
     """
     text = head.removeprefix(_UTF8_MARK).lstrip(_SPACES)
     if text.startswith(b"["):
-        return text[1:].lstrip(_SPACES).startswith(b"{")
+        return text[1:].lstrip(_SPACES).startswith((b"{", b"]"))  # or none yet
     first, newline, rest = text.partition(b"\n")
     if not first.startswith(b"{"):
         return False

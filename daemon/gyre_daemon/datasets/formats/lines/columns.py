@@ -4,7 +4,9 @@ A chunk is some lines, or frames of zstd with the lines that begin in them. Whic
 is known when all lines of a file have been seen.
 """
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +26,7 @@ from gyre_daemon.datasets.formats.chunks import (
     num_rows,
 )
 from gyre_daemon.datasets.formats.lines.array import (
+    NAME_AN_ARRAY,
     bounds_of,
     check_is_records,
     found_records,
@@ -55,6 +58,7 @@ _MIN_CHUNK_BYTES = 64 << 10
 _MAX_COLUMNS = 1000
 # What a chunk's parameters say of it, as bits.
 _COMPRESSED, _ARRAY = 1, 2
+_NO_NUMBER = re.compile(rb"NaN|-?Infinity")
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -367,9 +371,23 @@ def _rows_of(lines: Sequence[bytes], where: _Place) -> list[dict[str, msgspec.Ra
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             place = where(row)
             surrogate = _surrogate_in(line)
-            why = f": {surrogate}" if surrogate else f" is no JSON object: {error}"
+            why = f": {surrogate}" if surrogate else f" is no JSON object: {_reason(line, error)}"
             raise DamagedPart(f"{place}{place.counted}{why}", place.offset) from error
     return rows
+
+
+def _reason(line: bytes, error: Exception) -> str:
+    """Why a line is no object; what Python's `json` writes although JSON has no such value."""
+    if is_array(line):
+        return f"{error}. {NAME_AN_ARRAY}"
+    if number := _NO_NUMBER.search(line):
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(line)
+            return (
+                f"JSON has no {number[0].decode()}. Write null, or leave `columns` out to get the "
+                "documents as they are"
+            )
+    return str(error)
 
 
 def _surrogate_in(line: bytes) -> str:

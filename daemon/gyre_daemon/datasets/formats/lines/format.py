@@ -27,7 +27,9 @@ from gyre_daemon.datasets.formats.indexes.stored import check_extents
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.lines.array import (
+    NAME_AN_ARRAY,
     check_is_records,
+    has_records,
     is_array,
     may_be_array,
     peeked,
@@ -267,9 +269,13 @@ class JsonlFormat(TextFormat):
 
     def _scan(self, shard: str, file: BinaryIO) -> Arrays:
         check = partial(_check_first, shard, self._check_line)
+        head = peeked(file)
         if not may_be_array(shard):
             scan = scan_lines(file, check)
-        elif is_array(head := peeked(file)):
+            is_one = (scan["size"] > 0).sum() == 1 and is_array(head)
+            if is_one and has_records(head, is_whole=False):
+                raise ValueError(f"its only line is a JSON array. {NAME_AN_ARRAY}")
+        elif is_array(head):
             return scan_array(file, check)
         else:
             check_is_records(head)
@@ -292,6 +298,7 @@ def _check_alike(
 
     Raises:
         CorruptSample: with the first shard that does not fit.
+        ConfigError: no shard has values.
     """
     owners: dict[str, tuple[FieldSpec, str]] = {}
     known: set[bytes] = set()
@@ -333,6 +340,11 @@ def _check_alike(
             "the other keys in `columns`",
             {"shard": shard.name, "reason": reason},
         )
+    if known and not owners:
+        raise ConfigError(
+            "no key of the objects has a value that is not null; leave `columns` out to get the "
+            "documents as they are, or name the kinds of the keys in `types`"
+        )
 
 
 def _toml_key(key: str) -> str:
@@ -355,6 +367,7 @@ def _check_first(shard: str, check: Callable[[bytes], None], line: bytes) -> Non
         if line:
             check(line)
     except ValueError as error:
-        reason = f"its first line is not what the format says: {error}"
+        named = f". {NAME_AN_ARRAY}" if is_array(line) else ""
+        reason = f"its first line is not what the format says: {error}{named}"
         facts = {"shard": shard, "offset": 0, "reason": reason}
         raise CorruptSample(f"shard {shard}: {reason}", facts) from error

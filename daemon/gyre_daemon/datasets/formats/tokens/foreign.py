@@ -66,6 +66,7 @@ def _llm_c(magic: int) -> bytes:
 
 _TO_FILE = "write its ids as a flat file, or with numpy.save"
 _TO_TARS = "put images into tar shards and serve them in the format webdataset"
+_TO_TARS_OF_SOUND = "put such files into tar shards and serve them in the format webdataset"
 _TYPES = (
     # a page header in Thrift, or the footer of an empty file
     ForeignType(
@@ -75,9 +76,17 @@ _TYPES = (
         b"PAR1",
         (".parquet", ".pq"),
     ),
+    # or a stream of messages: a mark, a size, and the first table of a flatbuffer
     ForeignType(
-        "an Arrow file", _TO_FILE, rb"ARROW1\0\0", b"\xff\xff\xff\xff", (".arrow", ".arrows")
+        "an Arrow file",
+        _TO_FILE,
+        rb"ARROW1\0\0|\xff{4}..[^\xff]\0\x10\0\0\0\0\0\x0a\0",
+        b"\xff\xff\xff\xff",
+        (".arrow", ".arrows"),
     ),
+    ForeignType("an Avro file", _TO_FILE, rb"Obj\x01.{1,4}avro\."),
+    ForeignType("an ORC file", _TO_FILE, rb"(?!)", b"ORC", (".orc",)),
+    ForeignType("an SQLite database", _TO_FILE, rb"SQLite format 3\0"),
     ForeignType("an HDF5 file", _TO_FILE, rb"\x89HDF\r\n\x1a\n"),
     # a first segment of JFIF, Exif, XMP, a colour profile, Adobe, or a table of quantisation
     ForeignType(
@@ -89,6 +98,12 @@ _TYPES = (
         (".jpg", ".jpeg"),
     ),
     ForeignType("a PNG image", _TO_TARS, rb"\x89PNG\r\n\x1a\n"),
+    ForeignType(
+        "sound or images in RIFF", _TO_TARS_OF_SOUND, rb"(RIFF|RF64).{4}(WAVEfmt |WEBPVP8|AVI LIST)"
+    ),
+    ForeignType(
+        "sound in FLAC or Ogg", _TO_TARS_OF_SOUND, rb"fLaC[\0\x80]\0\0\x22|OggS\0\x02\0{8}"
+    ),
     # RFC 1952: flags, any time, compression level, operating system
     ForeignType(
         "gzip data",
@@ -105,6 +120,16 @@ _TYPES = (
         rb"\x80-\x87\x90-\x97\xa0-\xa7\xb0-\xb7\xc0-\xc7\xd0-\xd7\xe0-\xe7\xf0-\xf7]",
         b"\x28\xb5\x2f\xfd",
         (".zst", ".zstd"),
+    ),
+    ForeignType("xz data", "decompress it", rb"\xfd7zXZ\0\0[\0\x01\x04\x0a]"),
+    ForeignType("bzip2 data", "decompress it", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    # its version, a block size, and bits that are 0
+    ForeignType(
+        "lz4 data",
+        "decompress it",
+        rb"\x04\x22\x4d\x18[\x40-\x7d][\x40\x50\x60\x70]",
+        b"\x04\x22\x4d\x18",
+        (".lz4",),
     ),
     # a member's version, flags and method, or the end record of an empty archive
     ForeignType(
@@ -126,8 +151,23 @@ _TYPES = (
         b"\x80",
         (".pkl", ".pickle", ".pt", ".pth"),
     ),
+    # the size of a header below 4 GiB, and its first key
+    ForeignType("a safetensors file", _TO_FILE, rb".{4}\0{4}\{\"[\w.]"),
+    ForeignType("a GGUF model", "name the files of token ids", rb"GGUF[\x01-\x09]\0\0\0"),
+    ForeignType("a program", "name the files of token ids", rb"\x7fELF[\x01\x02]{2}\x01"),
+    # version 2, fields, a page of 2 MiB to 2 GiB, less than 2^40 samples, a table below 2^48
+    ForeignType(
+        "a dataset of ffcv",
+        _TO_FILE,
+        rb"\x02\0[\x01-\x40]\0\0\0([\x20\x40\x80]\0|\0[\x01\x02\x04\x08\x10\x20\x40\x80])"
+        rb".{5}\0{3}.{6}\0\0",
+    ),
     ForeignType("a chunk of lit-gpt", _TO_FILE, rb"LITPKDS"),
-    ForeignType("the index of a Megatron dataset", "name the .bin file beside it", rb"MMIDIDX\0\0"),
+    ForeignType(
+        "the index of a Megatron dataset",
+        "name the .bin file beside it",
+        rb"MMIDIDX\0\0|TNTIDX\0\0",
+    ),
     ForeignType("a model checkpoint of llm.c", "name the files of token ids", _llm_c(20240326)),
     ForeignType("an evaluation file of llm.c", "name the files of token ids", _llm_c(20240522)),
 )

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
+from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat
 from gyre_daemon.datasets.formats.tokens.foreign import foreign_type, is_text
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -66,6 +68,10 @@ def read_head(shard: Shard, head: bytes) -> TokenHeader:
     magic, version, num_tokens = struct.unpack_from("<iii", head.ljust(12, b"\0"))
     if magic in _LLM_C_MAGICS and 0 < version < 256:
         return _read_llm_c(shard, magic, version, num_tokens)
+    for name, records in (("tfrecord", TfrecordFormat), ("arrayrecord", ArrayRecordFormat)):
+        if records.recognises(head):
+            reason = f"it has records; serve it in the format {name}; {HEADER_BYTES_HINT}"
+            raise not_ids(shard, reason)
     if packer := _offsets_of(shard, head):
         raise not_ids(shard, f"it looks like {packer}, which is not read here; {HEADER_BYTES_HINT}")
     foreign = foreign_type(head, shard.name)

@@ -15,6 +15,7 @@ from gyre_daemon.storage.shard import Shard
 
 INDEX_SUFFIX = ".idx"
 IDX_MAGIC = b"MMIDIDX\0\0"
+OLD_IDX_MAGIC = b"TNTIDX\0\0"  # its numbers have other places
 _IDX_HEAD = struct.Struct("<9sQBQQ")
 IDX_HEAD_BYTES = _IDX_HEAD.size
 _IDX_DTYPES = {

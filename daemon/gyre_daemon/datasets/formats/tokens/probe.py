@@ -18,15 +18,18 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.formats.tokens.headers import (
     DTYPES,
     HEAD_BYTES,
+    HEADER_BYTES_HINT,
     HEADER_KINDS,
     MAX_HINTS,
     TokenHeader,
+    not_ids,
     read_head,
 )
 from gyre_daemon.datasets.formats.tokens.megatron import (
     IDX_HEAD_BYTES,
     IDX_MAGIC,
     INDEX_SUFFIX,
+    OLD_IDX_MAGIC,
     MegatronIndex,
     megatron_header,
     read_megatron_head,
@@ -53,6 +56,13 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
         headers += [read_head(shards[shard], head) for shard, head in zip(some, heads, strict=True)]
     if not any(header.kind for header in headers) and shards[0].name.endswith(_SUFFIX):
         first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
+        if first and first.pieces[0].startswith(OLD_IDX_MAGIC):
+            raise not_ids(
+                shards[0],
+                f"the {INDEX_SUFFIX} file next to it is an old index of Megatron-LM or fairseq "
+                "(TNTIDX), which is not read; write the dataset again with Megatron-LM's "
+                f"preprocess_data.py, or serve all ids back to back: {HEADER_BYTES_HINT}",
+            )
         if first and first.pieces[0].startswith(IDX_MAGIC):
             headers = []
             for some in runs(shards):

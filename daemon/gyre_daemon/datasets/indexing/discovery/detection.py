@@ -14,6 +14,7 @@ from gyre_daemon.datasets.formats.lines.array import has_records, may_be_array
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.patterns import is_beside, matches_any
 
+_MANIFESTS = {"metadata.jsonl", "metadata.csv"}  # of `ImageFolder` and `AudioFolder`
 _HEAD_BYTES = 512  # a tar header; other signatures are shorter
 _JSON_HEAD_BYTES = 64 << 10  # a file whose first line is longer is taken for one with lines
 
@@ -44,7 +45,20 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
             f"the files of {location} have several formats: {each}; say which one is meant, as "
             f"`format`, or name the files by a pattern"
         )
+    if manifest := next((names[0] for names in found.values() if _MANIFESTS.issuperset(names)), ""):
+        path = f"{location.rstrip('/')}/{manifest}"
+        if not location.endswith(f"/{manifest}"):
+            raise InvalidRequest(
+                f"{path} says more of files, as image folders of Hugging Face have it. Name it "
+                '(with format="files" for the files that it lists, else for its lines), or name '
+                "the files with samples by a pattern"
+            )
     return next(iter(found), None)
+
+
+def is_named_like_a_shard(name: str) -> bool:
+    """Whether a known format has files of this name, and other files hardly have it."""
+    return any(entry.pattern and matches_any(name, entry.pattern) for entry in FORMATS.values())
 
 
 def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) -> str:
@@ -65,6 +79,10 @@ def format_by_head(location: str, num_files: int, heads: Mapping[str, bytes]) ->
             f"{entry.pattern} ({name})" for name, entry in FORMATS.items() if entry.pattern
         )
         others = f" It has {num_files} other files, such as {next(iter(heads))}." if heads else ""
+        if any(map(may_be_array, heads)):
+            others += (
+                " A .json file counts if it has an array of objects, or an object in each line."
+            )
         packages = ", ".join(installed_names())
         enabled = f" Formats of installed packages must be named: {packages}." if packages else ""
         raise ShardMissing(

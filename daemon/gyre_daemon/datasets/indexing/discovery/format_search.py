@@ -7,10 +7,12 @@ from typing import cast
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SINGLE_FILES, ListedFormat, make_format
+from gyre_daemon.datasets.formats.lines.array import may_be_array
 from gyre_daemon.datasets.indexing.discovery.detection import (
     format_by_head,
     format_by_name,
     head_bytes,
+    is_named_like_a_shard,
     pattern_of,
     possible_shards,
 )
@@ -20,8 +22,11 @@ from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.patterns import is_beside
+from gyre_daemon.storage.splits import no_match
 
 _MAX_HEADS = 16  # files whose first bytes are read
+_MAX_FOLDERS = 16  # that are looked into for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ async def find_format(
         shards = possible_shards(names)
         if by_name := format_by_name(location.text, shards):
             return FoundFormat(by_name)
+        if all(map(may_be_array, shards)):  # what is said of the data in the folders, more likely
+            await _check_no_data_below(opener, location, config)
         by_head = await _by_head(location, listed, names, shards)
         return FoundFormat(by_head, pattern_of(shards))
     except ShardMissing as missing:
@@ -69,6 +76,29 @@ async def find_format(
             )
         except (ShardMissing, InvalidRequest, ConfigError):
             raise missing from None
+
+
+async def _check_no_data_below(
+    opener: StorageOpener, location: Location, config: DatasetConfig
+) -> None:
+    """Refuse a folder of which only the folders have files that are named like shards.
+
+    Raises:
+        ShardMissing: names them.
+    """
+    if len(location.paths) != 1:
+        return
+
+    async def names_in(path: str) -> list[str]:
+        at = replace(location, paths=(path,))
+        return await opener.names_in(at, config.storage, follow_links=config.follow_links)
+
+    root = location.paths[0].rstrip("/")
+    folders = [name for name in await names_in(root) if name.endswith("/") and not is_beside(name)]
+    for folder in folders[:_MAX_FOLDERS]:
+        names = possible_shards(await names_in(f"{root}/{folder.rstrip('/')}"))
+        if found := [name for name in names if is_named_like_a_shard(name)]:
+            raise no_match(location.text, "*", [], [folder + name for name in found])
 
 
 async def _by_head(location: Location, listed: Storage, names: list[str], shards: list[str]) -> str:

@@ -7,13 +7,14 @@ or chunks with a header of that library. No pattern tells them apart; the librar
 |---|---|---|
 | `state.json` | `Dataset.save_to_disk` of Hugging Face | reads the files that it lists |
 | `dataset_dict.json` | `DatasetDict.save_to_disk` | names the folders of the splits |
-| `dataset_info.json` | the cache of `load_dataset` | leaves out `cache-*.arrow` |
+| `dataset_info.json`, copies | the cache of `load_dataset` and `map` | leaves `cache-*.arrow` out |
 | `index.json` | MosaicML Streaming, or wids | reads the shards that it lists |
 | `index.json` | LitData | refuses chunks, reads the Parquet files that it lists |
 | `_delta_log/`, `.hoodie/`, `metadata/*.metadata.json` | Delta Lake, Hudi, Iceberg | refuses |
 | `_spark_metadata/` | streams of Spark | refuses |
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -32,13 +33,15 @@ _STREAMING = "a dataset of MosaicML Streaming"
 _LOGS = {
     "_delta_log/": ("a Delta Lake table", "`DeltaTable(...).file_uris()` lists"),
     ".hoodie/": ("a Hudi table", "its newest snapshot has"),
+    ".hoodie_partition_metadata": ("a part of a Hudi table", "its newest snapshot has"),
     "_spark_metadata/": ("the output of a stream of Spark", "Spark reads"),
     "metadata/": ("an Iceberg table", "`Table.inspect.files()` of pyiceberg lists"),
 }
-_OF_ICEBERG = "{*.metadata.json,version-hint.text}"
+_OF_ICEBERG = "{*.metadata.json,*.metadata.json.gz,version-hint.text}"
 # Files of JSON that may describe a folder, in the order in which they are looked at.
 DESCRIPTIONS = ("state.json", "dataset_dict.json", "index.json")
 _CACHE_INFO, _CACHE_COPIES = "dataset_info.json", "cache-*.arrow"
+_COPY = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")  # also without that file
 
 
 class ListedShard(msgspec.Struct, frozen=True):
@@ -109,19 +112,25 @@ def refuse_tables(folder: str, names: Sequence[str], in_metadata: Sequence[str])
 
 
 def describe_cache(folder: str, names: Sequence[str]) -> FolderDescription | None:
-    """What a folder of the cache of `load_dataset` has; None if it is none.
+    """What a folder has next to copies that `map` and `filter` keep; None if it has no copies.
 
     Raises:
         InvalidRequest: it has several splits.
     """
+    source = _CACHE_INFO if _CACHE_INFO in names else "the library"
     pattern = FORMATS["arrow"].pattern
     found = sorted(name for name in names if matches_any(name, pattern))
-    shards = [name for name in found if not matches_any(name, _CACHE_COPIES)]
-    if _CACHE_INFO not in names or not shards or len(shards) == len(found):
+    shards = [
+        name
+        for name in found
+        if not _COPY.fullmatch(name)
+        and (source != _CACHE_INFO or not matches_any(name, _CACHE_COPIES))
+    ]
+    if not shards or len(shards) == len(found):
         return None
     check_one_set(folder, shards, "*.arrow")
     listed = [ListedShard(name) for name in shards]
-    return FolderDescription("a cache of Hugging Face datasets", _CACHE_INFO, "arrow", listed)
+    return FolderDescription("a cache of Hugging Face datasets", source, "arrow", listed)
 
 
 def describe(folder: str, source: str, data: bytes) -> FolderDescription | None:
@@ -136,9 +145,14 @@ def describe(folder: str, source: str, data: bytes) -> FolderDescription | None:
         InvalidRequest: Gyre does not read such folders, or the file names what is not in it.
     """
     try:
-        keys = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        keys = msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if source not in DESCRIPTIONS:
+            return None
+        raise InvalidRequest(
+            f"{folder.rstrip('/')}/{source} is damaged ({error!s:.200}). Restore it: it says which "
+            "files have samples; or name these by a brace list"
+        ) from error
     if not isinstance(keys, dict):
         return None
     for key, read in _READERS.items():

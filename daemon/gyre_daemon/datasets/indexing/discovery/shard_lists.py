@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import FORMATS
+from gyre_daemon.datasets.indexing.discovery.detection import is_named_like_a_shard
 from gyre_daemon.datasets.indexing.discovery.library_folders import (
     DESCRIPTIONS,
     FolderDescription,
@@ -103,7 +104,7 @@ async def find_shard_list(
                 "folder"
             )
         return await _opened(opener, location, config, folder, found) if found else None
-    if _MAGIC.search(path) or _is_file(path):
+    if _MAGIC.search(path) or is_named_like_a_shard(_split(path)[1]):
         return None
     found = await _description_of(opener, location, config, path)
     if found is None:
@@ -157,17 +158,19 @@ async def _description_of(
         above = _split(above)[0]
         its = await _names_in(opener, location, config, above)
         refuse_tables(above, its, await _metadata_in(opener, location, config, above, its))
+    found = None
     for name in DESCRIPTIONS:
         if name in names and (found := await _read(opener, location, config, folder, name)):
-            if left := found.unlisted(names):
-                facts = {"path": folder, "list": name, "num_files": len(left)}
-                log_event(
-                    "files that a list of shards leaves out are passed over",
-                    {**facts, "names": ", ".join(left[:_MAX_NAMED])},
-                    logging.WARNING,
-                )
-            return found
-    return describe_cache(folder, names)
+            break
+    found = found or describe_cache(folder, names)
+    if found and (left := found.unlisted(names)):
+        facts = {"path": folder, "list": found.source, "num_files": len(left)}
+        log_event(
+            "files that a list of shards leaves out are passed over",
+            {**facts, "names": ", ".join(left[:_MAX_NAMED])},
+            logging.WARNING,
+        )
+    return found
 
 
 async def _names_in(
@@ -247,9 +250,3 @@ def _split(path: str) -> tuple[str, str]:
     """The folder of a path, and its last name."""
     folder, slash, name = path.rpartition("/")
     return folder or slash, name
-
-
-def _is_file(path: str) -> bool:
-    """Whether the name of a path is that of a shard, so that it is hardly a folder."""
-    name = path.rpartition("/")[2]
-    return any(entry.pattern and matches_any(name, entry.pattern) for entry in FORMATS.values())
