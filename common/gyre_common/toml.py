@@ -1,4 +1,7 @@
-"""TOML of users, within bounds: the parser takes the square of the parts of a dotted key."""
+"""TOML of users, within bounds: the parser takes the square of the parts of a dotted key.
+
+It also reads integers of any size, which Python then refuses to print.
+"""
 
 import re
 import tomllib
@@ -17,12 +20,15 @@ _TEXT = re.compile(
 )
 _DEEP_KEY = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{MAX_KEY_PARTS}}}")
 
+_LONG_INTEGER = re.compile(r"(?<![\w.-])0[xob]\w{128,}")  # 64 bits are the most in TOML
+
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the table that a text says.
 
     Raises:
-        tomllib.TOMLDecodeError: It is not TOML, or a key in it has more than `MAX_KEY_PARTS` parts.
+        tomllib.TOMLDecodeError: It is not TOML, a key in it has more than `MAX_KEY_PARTS` parts, or
+            an integer is far longer than 64 bits.
         RecursionError: Its lists or tables are nested too deep.
     """
     bare = _TEXT.sub(_placeholder, text)
@@ -32,6 +38,9 @@ def parse_toml(text: str) -> dict[str, Any]:
             f"a key has more than {MAX_KEY_PARTS} parts (at line {line}); shorten it, or quote "
             "the part that has dots in it"
         )
+    if long := _LONG_INTEGER.search(bare):
+        line = bare.count("\n", 0, long.start()) + 1
+        raise tomllib.TOMLDecodeError(f"an integer has more than 64 bits (at line {line})")
     return tomllib.loads(text)
 
 

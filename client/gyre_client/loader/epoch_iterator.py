@@ -5,6 +5,7 @@ steps, while the daemon already reads the next epoch. All iterators of a loader 
 stream, so only the youngest of them may go on.
 """
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -67,6 +68,7 @@ class EpochIterator:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         stream, tensors, behind = self.peek()
+        get_ident()  # after a call, Python handles the signals that have come
         # One line: see [Note: An interrupt takes no batch] in `place`.
         stream.position = behind; return tensors  # noqa: E702  # fmt: skip
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, NoReturn, Self
 
 import torch
@@ -280,6 +281,7 @@ class Loader(LoaderSteps):
 
     def __next__(self) -> dict[str, torch.Tensor]:
         stream, tensors, behind = self._peek()
+        get_ident()  # after a call, Python handles the signals that have come
         # One line: see [Note: An interrupt takes no batch].
         stream.position = behind; return tensors  # noqa: E702  # fmt: skip
 

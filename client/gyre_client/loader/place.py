@@ -24,7 +24,8 @@ class Place:
     stands in the method that the script calls, on the line of its `return`: between the two Python
     neither handles a signal nor calls a trace function. Whatever is raised before leaves the loader
     where it was. The cursor, the step, credit and the batches that may be forgotten all follow from
-    the position.
+    the position. A signal in the 100 ns from this store to the end of a caller's `next(...)` is
+    raised in the caller's line, which then has no batch; a `for` loop has no such moment.
 
     Attributes:
         epochs: The steps and epochs of the job, as its session counts them.

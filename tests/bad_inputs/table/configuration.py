@@ -28,6 +28,10 @@ FILES = {
     "a key of 200,000 parts": (".".join("a" * 200_000) + " = 1", "more than 32 parts .at line 1.*"),
     "a table of 200,000 parts": ("[" + ".".join("a" * 200_000) + "]", "more than 32 parts"),
     "an integer of 5,000 digits": ("max_requests = " + "9" * 5000, "TOML|max_requests"),
+    "an integer of 400,000 bits": (
+        "max_requests = 0x" + "f" * 100_000,
+        "more than 64 bits .at line 1",
+    ),
     "unknown key": ("leese_s = 3", "unknown key `leese_s`.*did you mean `lease_s`"),
     "unknown table": ("[data]\nx = 1", "unknown key `data`"),
     "datasets as a list": ("datasets = [1]", "datasets is"),

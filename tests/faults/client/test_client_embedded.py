@@ -188,6 +188,7 @@ def test_the_folder_of_a_killed_owner_and_daemon_is_removed_by_the_next(
         "gyre.sock",
         "gyre.sock.lock",
         "gyre.sock.side",
+        "gyred.log",
     }
     foreign = temporary / "gyred-of-a-user"
     foreign.mkdir()

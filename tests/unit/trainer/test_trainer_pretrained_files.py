@@ -9,6 +9,7 @@ import torch
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.rotate import materialize
+from gyre_trainer.shards.tensor_files import read_header
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -145,6 +146,9 @@ def _entry(start: int, stop: int, *shape: int) -> dict[str, Any]:
         _with_header({"a": _entry(0, 4, 1) | {"shape": [True]}}, 4),
         _with_header({"a": _entry(0, 4, 1) | {"data_offsets": [0.0, 4.0]}}, 4),
         _with_header({"a": _entry(0, 0, 2**70, 0), "b": _entry(0, 4, 2**200)}, 4),
+        _with_header({"a": _entry(0, 0, 2**70, 0)}),
+        _with_header({"a": _entry(0, 4, *[1] * 65)}, 4),
+        _with_header(b'{"a": %b, "a": %b}' % (2 * (json.dumps(_entry(0, 4, 1)).encode(),)), 4),
         _with_header({"__metadata__": [], "a": _entry(0, 4, 1)}, 4),
     ],
 )
@@ -152,6 +156,12 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, content: bytes) -> No
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointRejected, match=r"model\.safetensors"):
         pretrained.load(Small(), tmp_path)
+
+
+def test_tensors_without_elements_may_be_named_in_any_order(tmp_path: Path) -> None:
+    header = {"b": _entry(4, 8, 1), "a": _entry(0, 4, 1), "none": _entry(4, 4, 0)}
+    (tmp_path / "a.safetensors").write_bytes(_with_header(header, 8))
+    assert list(read_header(tmp_path / "a.safetensors")) == ["b", "a", "none"]
 
 
 @pytest.mark.parametrize("index", ["[]", "{", "[" * 100_000, '{"weight_map": {"a": "../x"}}'])

@@ -40,7 +40,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
-_Size = Annotated[int, msgspec.Meta(ge=0)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_MAX_DIMS = 64  # torch prints and copies no tensor with more
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class _Entry(msgspec.Struct):
     """What a header says of a tensor. Numbers are whole ones: neither 4.9 nor "4" is a size."""
 
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
     data_offsets: tuple[_Size, _Size]
 
 
@@ -113,19 +114,28 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointRejected(f"{path} cannot be read: {error.strerror}") from error
     begin = _LENGTH_BYTES + length
     try:
+        json.loads(text, object_pairs_hook=_check_unique)
         header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         msgspec.json.decode(header.pop(_METADATA, b"{}"), type=dict[str, str])
         tensors = {name: _stored(path, begin, entry) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{path} has no header of a safetensors file: {error}") from error
     end = begin
-    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
+    for name, tensor in sorted(
+        tensors.items(), key=lambda each: (each[1].offset, each[1].num_bytes)
+    ):
         if tensor.offset != end:
             raise CheckpointRejected(f"{path}: the bytes of {name} overlap others, or leave a gap")
         end += tensor.num_bytes
     if end != size:
         raise CheckpointRejected(f"{path} has {size} bytes where its header says {end}")
     return tensors
+
+
+def _check_unique(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a JSON object that has a name twice: readers differ in the one they take."""
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError("a name occurs twice")
 
 
 def _stored(path: Path, begin: int, text: msgspec.Raw) -> StoredTensor:

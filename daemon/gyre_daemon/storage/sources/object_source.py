@@ -4,6 +4,7 @@ It is an extra, imported only if a dataset needs it.
 """
 
 import asyncio
+import contextlib
 import datetime
 import os
 import time
@@ -109,9 +110,11 @@ class ObjectFileSystem(FsspecStore):
         """An object as a listing of its folder shows it; some storages tell more there."""
         store: ObjectStore = self._construct_store(bucket)
         folder = key.rpartition("/")[0] or None
-        async for page in obstore.list(store, folder, offset=key[:-1], chunk_size=_PAGE_OBJECTS):
-            found = next((each for each in page if each["path"] == key), None)
-            return found and _described(f"{bucket}/{key}", found)
+        pages = obstore.list(store, folder, offset=key[:-1], chunk_size=_PAGE_OBJECTS)
+        with contextlib.suppress(BaseError):  # a reader need not have the right to list
+            async for page in pages:
+                found = next((each for each in page if each["path"] == key), None)
+                return found and _described(f"{bucket}/{key}", found)
         return None
 
     async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
