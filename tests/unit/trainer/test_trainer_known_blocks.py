@@ -1,5 +1,6 @@
 """Which blocks of the families of transformers rotate as one, and how much of each rotates."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,3 +130,14 @@ def test_blocks_of_the_families_rotate_as_one(family: str) -> None:
         blocks, share = blocks_of(family, num_ranks, recompute=recompute, dropout=dropout)
         assert blocks == expected
         assert share > FEW.get(family, 0.97)
+
+
+def test_stacked_experts_with_another_kernel_do_not_rotate_as_one() -> None:
+    model = on_meta("GptOss")
+    model.model.layers[0].mlp.experts.config = SimpleNamespace(_experts_implementation="grouped_mm")
+    with on_fake_ranks(2) as mesh:
+        plan = rotate_all(model, mesh=mesh)
+    rules = {each.path: each.rule for each in plan.entries if each.path.endswith("experts")}
+    assert rules["model.layers.0.mlp.experts"] != "ExpertsRule"
+    assert rules["model.layers.1.mlp.experts"] == "ExpertsRule"
+    assert "its experts kernel is grouped_mm" in str(plan)

@@ -33,6 +33,7 @@ BlockRule = AttentionRule | MLPRule
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_EXPERTS_KERNELS = ("eager",)  # others want matrices of all experts, or of aligned rows
 _HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads")
 
 # Arguments that may have a tensor of all heads in dim -3.
@@ -196,9 +197,11 @@ class KnownBlocks:
     def _require_free(self, row: Rule, module: nn.Module, core: nn.Module) -> None:
         if num_hooks_inside(core):
             raise RotationError("a hook is registered on a layer inside")
-        for name, kernel in kernels_of(core).items():
-            if name == "attention kernel" and kernel not in _KERNELS:
-                raise RotationError(f"its {name} is {kernel}")
+        is_experts = isinstance(row, ExpertsRule)
+        name = "experts kernel" if is_experts else "attention kernel"
+        kernel = kernels_of(core).get(name, "eager")
+        if kernel not in (_EXPERTS_KERNELS if is_experts else _KERNELS):
+            raise RotationError(f"its {name} is {kernel}")
         if row.core:
             last = module.get_submodule(row.linear_in[0].rpartition(".")[0])
             hooks = (core._forward_hooks, core._backward_hooks, core._backward_pre_hooks)
