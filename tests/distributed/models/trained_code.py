@@ -87,6 +87,8 @@ class _OfTorch:
 
 
 _HEAD: dict[str, Any] = {"head_dim": 8}
+# Newer kernels of stacked experts take neither float64 nor slices.
+_EAGER: dict[str, Any] = {"experts_implementation": "eager"}
 _PLAIN: dict[str, Subject] = {
     **{
         name: causal(name)
@@ -97,11 +99,10 @@ _PLAIN: dict[str, Subject] = {
     },
     **{name: causal(name, **_HEAD) for name in ("Qwen3", "Gemma", "Gemma2")},
     "Gemma3": causal("Gemma3", "Gemma3TextConfig", **_HEAD),
-    # the library's kernel of stacked experts takes no float64
-    "Mixtral": causal("Mixtral", single=True, num_local_experts=4),
-    "Qwen3Moe": causal("Qwen3Moe", single=True, **EXPERTS, **_HEAD),
-    "Olmoe": causal("Olmoe", single=True, **EXPERTS),
-    "GptOss": causal("GptOss", **EXPERTS, **_HEAD),
+    "Mixtral": causal("Mixtral", num_local_experts=4, **_EAGER),
+    "Qwen3Moe": causal("Qwen3Moe", **EXPERTS, **_HEAD, **_EAGER),
+    "Olmoe": causal("Olmoe", **EXPERTS, **_EAGER),
+    "GptOss": causal("GptOss", **EXPERTS, **_HEAD, **_EAGER),
     "GPT2": Family("GPT2LMHeadModel", GPT),
     "CodeGen": causal("CodeGen", rotary_dim=4, **GPT),
     "GPTNeo": causal(

@@ -41,6 +41,23 @@ class OneLayer(nn.Module):
         return output
 
 
+class Counting(OneLayer):
+    """The same with the number of experts in an attribute, which counts choices."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self.num_experts = num_experts
+
+    def forward(self, x: Tensor, *, expert: Tensor) -> Tensor:
+        output = torch.zeros_like(x)
+        hits = F.one_hot(expert, self.num_experts + 1).sum(0).nonzero()
+        for number in hits.flatten().tolist():
+            if number < self.num_experts:
+                rows = expert == number
+                output[rows] = F.linear(x[rows] * self.gain, self.matrices[number])
+        return output
+
+
 def moe(num_experts: int, num_chosen: int) -> Case:
     return Case(
         MoE(DIM, HIDDEN, num_experts=num_experts, num_chosen=num_chosen),
@@ -63,6 +80,13 @@ def foreign_experts() -> Case:
     )
 
 
+def counting_experts() -> Case:
+    rule = ExpertsRule(weights=("matrices",), chosen="expert", count="num_experts")
+    return Case(
+        Counting(5), (torch.randn(BATCH, DIM),), {"expert": torch.randint(0, 5, (BATCH,))}, rule
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "one of eight": partial(moe, 8, 1),
     "two of twelve": partial(moe, 12, 2),
@@ -71,6 +95,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "all of three": partial(moe, 3, 3),
     "nobody chooses most": nobody_chooses_most,
     "somebody else's": foreign_experts,
+    "number in an attribute": counting_experts,
 }
 
 

@@ -33,7 +33,7 @@ BlockRule = AttentionRule | MLPRule
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_EXPERTS_KERNELS = ("eager",)  # others want matrices of all experts, or of aligned rows
+_EXPERTS_KERNELS = ("eager",)  # no other one was trained
 _HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads")
 
 # Arguments that may have a tensor of all heads in dim -3.
@@ -110,6 +110,7 @@ _EXPERTS = (
         chosen="top_k_index",
         last=("down_proj",),
         arguments=("hidden_states", "top_k_index", "top_k_weights"),
+        count="num_experts",
     ),
 )
 

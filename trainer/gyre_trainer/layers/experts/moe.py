@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import refuse_dropout
+from gyre_trainer.layers.projections import changed_counts
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.initial.sharded_init import Uniform
 from gyre_trainer.shards.layout import Cut
@@ -106,10 +107,10 @@ class ExpertsRule(Rule):
     """For a module that adds up the outputs of the experts that each token chose.
 
     A slice holds the same range of experts of all ``weights``. The forward must read the number of
-    experts from them, add nothing for a choice of that very number, which stands for experts
-    elsewhere, and be linear in the last of the weights. Where it unbinds them with `unbind()`, an
-    expert's gradient is formed in the ring's buffer; where it indexes them, the gradients of all
-    the slice's experts exist beside it.
+    experts from them, or from the attribute ``count``; add nothing for a choice of that very
+    number, which stands for experts elsewhere; and be linear in the last of the weights. Where it
+    unbinds them with `unbind()`, an expert's gradient is formed in the ring's buffer; where it
+    indexes them, the gradients of all the slice's experts exist beside it.
 
     Attributes:
         weights: names of the parameters, each with the experts along its first dim.
@@ -119,6 +120,7 @@ class ExpertsRule(Rule):
         last: names of the parameters that the output is linear in; () for the last of ``weights``.
         arguments: names of the forward's arguments in their order, so that ``chosen`` and
             ``scores`` may be names of arguments that are passed by position; () without that.
+        count: the module's attribute with the number of experts, a slice's own while it computes.
     """
 
     weights: tuple[str, ...] = ("gate", "up", "down")
@@ -126,6 +128,7 @@ class ExpertsRule(Rule):
     scores: int | str | None = None
     last: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    count: str = ""
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -151,8 +154,10 @@ class ExpertsRule(Rule):
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the slice's experts for the tokens that chose them."""
-        own, named = self.arguments_of(*current.bounds[self.weights[0]], args, kwargs)
-        return current.forward(*own, **named)
+        start, stop = current.bounds[self.weights[0]]
+        own, named = self.arguments_of(start, stop, args, kwargs)
+        with changed_counts(current.module, {self.count: stop - start} if self.count else {}):
+            return current.forward(*own, **named)
 
     def arguments_of(
         self, start: int, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
