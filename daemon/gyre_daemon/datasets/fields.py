@@ -21,7 +21,7 @@ CASTS = (
     "float32",
     "float64",
 )
-_AT_ONCE = 1 << 16  # samples that are looked at together, for the sake of memory
+_AT_ONCE = 1 << 16  # samples in one look, which bounds the memory
 _TEXTS = ("text", "quoted")
 _NUMBERS = ("bytes", "integer", "number")
 

@@ -98,7 +98,7 @@ class GroupLayout:
         """Int64 [n, F, 2]: those of all batches, from the beginning of the memory."""
         if self.shared:
             absolute = self.shared.destinations + self.offsets[:, None, None, None]
-            num_batches, num_samples, *places = absolute.shape  # -1 needs a field that is stored
+            num_batches, num_samples, *places = absolute.shape  # -1 needs a stored field
             return absolute.reshape(num_batches * num_samples, *places)
         counts = [len(each.destinations) for each in self.batches]
         destinations = np.concatenate([each.destinations for each in self.batches])

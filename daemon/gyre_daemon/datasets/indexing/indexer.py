@@ -205,7 +205,7 @@ class Indexer:
         chosen = None if fields is index.fields else fields
         names = [spec.name for spec in index.fields]
         index = with_casts(index, fields)
-        if not opening.config.append:  # a shard that is appended may have other lengths
+        if not opening.config.append:  # an appended shard may have other lengths
             ragged = opening.scan.ragged if opening.scan else ()
             fields = await self._in_thread(with_lengths, index, fields, names, ragged)
         corrupt = NO_SAMPLES

@@ -3,7 +3,7 @@
 The hub's library knows tokens, addresses, commits, errors and its cache on disk. It lists no
 folder here: `HfApi.list_repo_tree`, on which `HfFileSystem` stands, has no timeout, and repeats
 refused requests itself (up to 20 times in 0.36, for as long as `Retry-After` says in 2), past the
-node's budget. So each page of a listing is one request that is sent by the library's session.
+node's budget. So each page of a listing is one request of the library's session.
 """
 
 import asyncio
@@ -302,7 +302,7 @@ class HubClient:
             return error
         if isinstance(error, ValueError):
             return HubError(0, "the hub's answer is not JSON")
-        # All that its HTTP library raises; which one that is depends on the version.
+        # All that its HTTP library raises; the class depends on the version.
         if isinstance(error, (OSError, *self._hub.errors.HfHubHTTPError.__bases__)):
             return HubUnreachable(0, f"{self._endpoint}: {_reason(error)}")
         return error

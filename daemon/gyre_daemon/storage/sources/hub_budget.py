@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class HubError(OSError):
-    """An answer of the hub that is no success.
+    """An answer of the hub without success.
 
     Attributes:
         status: of the response; 0 if there was none.
@@ -61,7 +61,7 @@ class HubBudget:
         return max(0.0, self._held_until - time.monotonic())
 
     def reserve(self) -> float:
-        """Take a token, for a request that is to be sent after this time in seconds."""
+        """Take a token for a request, to be sent after this time in seconds."""
         now = time.monotonic()
         self._next = max(self._next, now - _BURST_S, self._held_until) + 1 / self._per_s
         return max(0.0, self._next - now)

@@ -86,7 +86,7 @@ class HubSource:
     def __init__(self, client: HubClient, options: HttpOptions, budget: ConnectionBudget) -> None:
         """Connect to nothing yet; see `HubFileSystem`."""
         self._client = client
-        self._own: dict[str, str] = {}  # URLs of files that lie on the hub itself
+        self._own: dict[str, str] = {}  # URLs of files on the hub itself
         self._plain = PlainSource(None, self._url, budget, options, self._headers)
         no_redirects = replace(options, redirects=_NoRedirects())
         self._heads = PlainSource(None, _itself, budget, no_redirects, self._headers)
@@ -120,7 +120,7 @@ class HubSource:
         return url
 
     async def _find(self, path: str) -> str:
-        """Where the bytes of a file lie, for an hour."""
+        """The URL of a file's bytes, for an hour."""
         url = await self._client.url(HubPath.of(path))
         for _ in range(MAX_REDIRECTS):
             response = await self._head(url)
@@ -159,7 +159,7 @@ class HubSource:
 
 
 class _NoRedirects(RedirectPolicy):
-    """Redirects are answers: they say where a file lies."""
+    """Redirects are answers: they say where a file is."""
 
     def follow(self, url: str, location: str) -> str:
         """Refuse all; see `RedirectPolicy.follow`."""

@@ -342,7 +342,7 @@ def _check_alike(
         )
     if known and not owners:
         raise ConfigError(
-            "no key of the objects has a value that is not null; leave `columns` out to get the "
+            "no key of the objects has a value other than null; leave `columns` out to get the "
             "documents as they are, or name the kinds of the keys in `types`"
         )
 

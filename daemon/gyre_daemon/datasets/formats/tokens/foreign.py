@@ -123,7 +123,7 @@ _TYPES = (
     ),
     ForeignType("xz data", "decompress it", rb"\xfd7zXZ\0\0[\0\x01\x04\x0a]"),
     ForeignType("bzip2 data", "decompress it", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
-    # its version, a block size, and bits that are 0
+    # its version, a block size, and bits of 0
     ForeignType(
         "lz4 data",
         "decompress it",

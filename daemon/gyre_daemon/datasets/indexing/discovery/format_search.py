@@ -26,7 +26,7 @@ from gyre_daemon.storage.patterns import is_beside
 from gyre_daemon.storage.splits import no_match
 
 _MAX_HEADS = 16  # files whose first bytes are read
-_MAX_FOLDERS = 16  # that are looked into for a message
+_MAX_FOLDERS = 16  # searched for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ async def find_format(
 async def _check_no_data_below(
     opener: StorageOpener, location: Location, config: DatasetConfig
 ) -> None:
-    """Refuse a folder of which only the folders have files that are named like shards.
+    """Refuse a folder that has shards only in its folders.
 
     Raises:
         ShardMissing: names them.
