@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotation.backward.dropout_masks import DropoutMasks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -76,6 +78,14 @@ class Layers(nn.Module):
             x = x + (y if isinstance(y, Tensor) else y[0])
             x = x + layer["mlp"](x)  # type: ignore[index]
         return x
+
+
+def rules(num_heads: int) -> Any:
+    """Rules for both."""
+    return {
+        Attention: AttentionRule(num_heads, ("q", "k", "v"), "o", drops_out=True),
+        Perceptron: MLPRule(("up",), "down", drops_out=True),
+    }
 
 
 Seen = list[tuple[int, Tensor]]

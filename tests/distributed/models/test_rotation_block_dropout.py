@@ -24,6 +24,7 @@ from tests.distributed.models.dropping import (
     masks_of_whole,
     masks_recorded,
 )
+from tests.distributed.models.dropping import rules as rules_of
 from tests.distributed.models.test_rotation_whole_graph import begin, num_graphs
 from tests.distributed.training import whole
 
@@ -38,9 +39,9 @@ def made(num_heads: int, *, fused: bool = False) -> Layers:
 
 
 def rotated(policy: RotationPolicy, num_heads: int, *, fused: bool = False) -> Layers:
-    """A model all of whose modules are blocks that were found, called in each mode."""
+    """A model all of whose modules are blocks, called in each mode."""
     model = made(num_heads, fused=fused)
-    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules=rules_of(num_heads))
     rules = {entry.path.rpartition(".")[2]: entry.rule for entry in plan.entries}
     assert rules == {"attention": "AttentionRule", "mlp": "MLPRule"}, rules
     for training in (False, True):
@@ -159,7 +160,8 @@ def zeros() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     module = Attention(6).double()
     module.drop.p = 0.25
-    rotate_all(module, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    policy, rules = RotationPolicy(bundle_numel=0), {Attention: rules_of(6)[Attention]}
+    rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     torch.manual_seed(0)
     output, weights = module(torch.ones(40, TIME, WIDTH, dtype=torch.float64))
     return output.eq(0), weights.eq(0)
@@ -184,7 +186,7 @@ def off_by_a_compiler() -> dict[str, float]:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     compiled = made(4, fused=True)
     policy = RotationPolicy(recompute=True, compiler="aot_eager")
-    rotate_all(compiled, mesh=make_mesh("cpu"), policy=policy)
+    rotate_all(compiled, mesh=make_mesh("cpu"), policy=policy, rules=rules_of(4))
     compiled(given())
     found = {"graphs in training": float(num_graphs())}
     expected, models = rotated(RECOMPUTED, 4, fused=True), {}
@@ -210,7 +212,8 @@ def zeros_in_evaluation() -> tuple[float, float, bool]:
     """How many entries are zero in evaluation, with a dropout in training and without one."""
     torch.manual_seed(0)
     module = Attention(6).double()
-    rotate_all(module, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    policy, rules = RotationPolicy(bundle_numel=0), {Attention: rules_of(6)[Attention]}
+    rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     module.eval().drop.train()
     module(given())
     state = torch.get_rng_state()

@@ -1,6 +1,7 @@
 """Which rules are found for blocks that drop out, and which are refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.dropping import Layers
 
 KEPT = RotationPolicy()
 
@@ -83,10 +83,12 @@ def test_rules_by_hand_are_refused_where_they_would_draw_wrong_masks(ranks: Star
         assert 'RotationPolicy(dropout="equal") has no masks' in equal
 
 
-def rules_with_equal_masks() -> set[str | None]:
-    model, policy = Layers(4).double(), RotationPolicy(dropout="equal")
-    return {each.rule for each in rotate_all(model, mesh=make_mesh("cpu"), policy=policy).entries}
+def rules_with_masks(dropout: Any) -> set[str | None]:
+    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 4))
+    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout=dropout))
+    return {each.rule for each in plan.entries}
 
 
 def test_equal_masks_leave_blocks_that_drop_out_to_their_layers(ranks: StartRanks) -> None:
-    assert ranks(2).run(rules_with_equal_masks) == [{"LinearRule"}] * 2
+    assert ranks(2).run(rules_with_masks, "independent") == [{"MLPRule"}] * 2
+    assert ranks(2).run(rules_with_masks, "equal") == [{"LinearRule"}] * 2

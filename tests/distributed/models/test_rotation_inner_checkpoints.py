@@ -66,7 +66,7 @@ def blocks(part: str, reentrant: bool) -> tuple[float, set[str]]:
     """How far gradients and inputs' gradients are off, and by which rules it rotates."""
     warnings.simplefilter("ignore")  # torch's, of inputs without a gradient
     off, rules = 0.0, set[str]()
-    by_rule = None if part else {MLP: MLPRule()}
+    by_rule: Any = None if part else {MLP: MLPRule()}
     mesh = make_mesh("cpu")
     x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for policy in POLICIES.values():

@@ -47,10 +47,8 @@ def compared(family: str, policy: RotationPolicy, **sizes: Any) -> tuple[set[str
 
 
 def require_exact(ranks: Any, family: str, policy: RotationPolicy) -> None:
-    # the norm before its MLP is in the core, where a narrow twin cannot run it
-    expected = BLOCKS - ({"MLPRule"} if family == "RobertaPreLayerNorm" else set())
     for rules, off in ranks.run(compared, family, policy):
-        assert rules == expected
+        assert rules == BLOCKS
         assert off <= 1e-11
 
 

@@ -29,7 +29,7 @@ class Perceptron(nn.Module):
         return output
 
 
-RULES = {Perceptron: MLPRule()}
+RULES: Any = {Perceptron: MLPRule()}
 
 
 class Model(nn.Module):
