@@ -160,7 +160,8 @@ def zeros() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     module = Attention(6).double()
     module.drop.p = 0.25
-    policy, rules = RotationPolicy(bundle_numel=0), {Attention: rules_of(6)[Attention]}
+    policy = RotationPolicy(bundle_numel=0)
+    rules: Any = {Attention: rules_of(6)[Attention]}
     rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     torch.manual_seed(0)
     output, weights = module(torch.ones(40, TIME, WIDTH, dtype=torch.float64))
@@ -212,7 +213,8 @@ def zeros_in_evaluation() -> tuple[float, float, bool]:
     """How many entries are zero in evaluation, with a dropout in training and without one."""
     torch.manual_seed(0)
     module = Attention(6).double()
-    policy, rules = RotationPolicy(bundle_numel=0), {Attention: rules_of(6)[Attention]}
+    policy = RotationPolicy(bundle_numel=0)
+    rules: Any = {Attention: rules_of(6)[Attention]}
     rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     module.eval().drop.train()
     module(given())
