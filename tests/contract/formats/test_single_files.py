@@ -293,6 +293,16 @@ class TestFiles(IndexContract):
         with pytest.raises(ConfigError, match=r"the file 1\.jpg lies in no folder"):
             index_of({"1.jpg": b"1", "a/1.jpg": b"1"})
 
+    def test_the_names_tell_the_media_type(self) -> None:
+        for names, media_type in (
+            (["a/1.PNG", "a/2.png"], "image/png"),
+            (["1.jpg", "2.png"], "image/*"),
+            (["1.jpg", "2.wav"], ""),
+        ):
+            assert index_of(dict.fromkeys(names, b"x"), fields=["file"]).fields[0].media_type == (
+                media_type
+            )
+
     def test_wrong_options_are_refused(self) -> None:
         for key, value in (
             ("types", {"label": "float"}),

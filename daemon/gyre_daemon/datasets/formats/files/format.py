@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from gyre_daemon.datasets.formats.files.classes import class_numbers
 from gyre_daemon.datasets.formats.files.manifest import TYPES, read_manifest
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
-from gyre_daemon.datasets.formats.media import AUDIO, IMAGES
+from gyre_daemon.datasets.formats.media import AUDIO, IMAGES, media_type_of
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.file_table import FileTable, Texts
@@ -153,17 +154,19 @@ class _Column:
         values: int64 [n], where the bytes of each sample begin; of an indexed field its values.
         size: int64 [n], how many bytes they are; nothing of an indexed field.
         categories: see `FieldSpec`.
+        media_type: see `FieldSpec`.
     """
 
     codec: CodecName
     values: npt.NDArray[Any]
     size: npt.NDArray[np.int64]
     categories: tuple[str, ...] = ()
+    media_type: str = ""
 
     def spec(self, name: str) -> FieldSpec:
         if self.codec != "indexed":
-            categories = self.categories
-            return FieldSpec(name, _UINT8, (), ragged=True, codec=self.codec, categories=categories)
+            spec = FieldSpec(name, _UINT8, (), ragged=True, codec=self.codec)
+            return replace(spec, categories=self.categories, media_type=self.media_type)
         dtype = np.dtype("<f8") if self.values.dtype.kind == "f" else _INT64
         return FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=self.categories)
 
@@ -185,7 +188,14 @@ def _columns_of(
         codec: CodecName = "json" if column.kind == "json" else "text"
         found[column.name] = partial(_Column, codec, begin, values.sizes, column.categories)
         begin = begin + values.sizes
-    found[_FILE] = partial(_Column, "bytes", begin, table.sizes)
+    contents = begin
+
+    def from_files() -> _Column:
+        names = map(table.names.__getitem__, range(len(table.names)))
+        ends = {os.fsdecode(name.rpartition(b".")[2]) for name in names}
+        return _Column("bytes", contents, table.sizes, media_type=media_type_of(ends))
+
+    found[_FILE] = from_files
 
     def from_folders() -> _Column:
         classes, numbers = class_numbers(table.names, is_last=is_last)
