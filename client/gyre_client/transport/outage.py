@@ -115,15 +115,16 @@ class Outage:
         self._since = self._clock() if self._since is None else self._since
         self._num_failures += 1
         self._storage_failed = isinstance(failure, StorageUnavailable)
-        if self._waited_s() >= self._limit_s:
+        waited_s = self._waited_s()  # read once: a pause is never negative
+        if waited_s >= self._limit_s:
             raise type(failure)(
-                f"{failure} (gave up after {self._waited_s():.1f} s and "
+                f"{failure} (gave up after {waited_s:.1f} s and "
                 f"{self._num_failures} attempts)",
                 failure.facts,
             ) from None
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
         pause_s = max(self._uniform(0.0, ceiling_s), _number(failure, RETRY_AFTER, 0.0))
-        return min(pause_s, self._limit_s - self._waited_s())
+        return min(pause_s, self._limit_s - waited_s)
 
     def _waited_s(self) -> float:
         return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)

@@ -120,3 +120,9 @@ def test_a_stream_that_is_closing_does_not_retry() -> None:
     with pytest.raises(DaemonUnavailable) as caught:
         Outage(60.0).pause(failure, lambda _: True)
     assert caught.value is failure
+
+
+def test_no_pause_is_negative_though_the_limit_passes_meanwhile() -> None:
+    times = iter([0.0, 0.0, *(1.0 for _ in range(9))])  # the limit passes between two looks
+    outage = Outage(0.5, lambda: next(times), longest)
+    assert outage.next_pause_s(DaemonUnavailable("gone")) >= 0
