@@ -219,7 +219,7 @@ def test_numbers_that_only_python_writes_are_named(name: str, line: str) -> None
 def test_objects_without_values_are_refused(schema: str, data: bytes) -> None:
     dataset_format = shard_format("jsonl", columns=["*"], schema=schema)
     listed = [Shard(f"{at}.json", len(data), "1") for at in range(2)]
-    with pytest.raises(ConfigError, match="no key of the objects has a value that is not null"):
+    with pytest.raises(ConfigError, match="no key of the objects has a value other than null"):
         dataset_format.assemble(listed, [inspected(dataset_format, data, "0.json")] * 2)
 
 
