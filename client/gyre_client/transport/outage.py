@@ -118,8 +118,7 @@ class Outage:
         waited_s = self._waited_s()  # read once: a pause is never negative
         if waited_s >= self._limit_s:
             raise type(failure)(
-                f"{failure} (gave up after {waited_s:.1f} s and "
-                f"{self._num_failures} attempts)",
+                f"{failure} (gave up after {waited_s:.1f} s and {self._num_failures} attempts)",
                 failure.facts,
             ) from None
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
