@@ -167,9 +167,15 @@ class StorageOpener:
         return self.local(files, shards, None)
 
     async def _cached(
-        self, location: Location, settings: Mapping[str, Any], options: HttpOptions, why: str
+        self,
+        location: Location,
+        settings: Mapping[str, Any],
+        options: HttpOptions,
+        why: str,
+        *,
+        is_logged: bool = True,
     ) -> Location:
-        """The snapshot of a location in the hub's cache; the log names it."""
+        """The snapshot of a location in the hub's cache, which the log names."""
         client = await self._in_thread(self._drivers.hub, settings, options)
         try:
             local, folder = await self._in_thread(client.snapshot, location, why)
@@ -178,7 +184,8 @@ class StorageOpener:
                 raise
             raise StorageUnavailable(str(missing), missing.facts) from missing  # it may come back
         facts = {"location": location.text, "commit": folder.name, "folder": folder}
-        log_event("read from the hub's cache", facts | {"reason": why}, logging.WARNING)
+        if is_logged:
+            log_event("read from the hub's cache", facts | {"reason": why}, logging.WARNING)
         return local
 
     async def open_files(
@@ -256,11 +263,17 @@ class StorageOpener:
         if location.scheme in WEB_SCHEMES:
             return []
         settings, options = await self._in_thread(take_http_options, settings)
-        filesystem = await self._drivers.filesystem(location, settings, options)
         folder = location.paths[0].rstrip("/")
         try:
+            filesystem = await self._drivers.filesystem(location, settings, options)
             async with asyncio.timeout(LISTING_DEADLINE_S):
                 entries = await filesystem._ls(folder, detail=True)
+        except HubUnreachable as error:
+            try:
+                local = await self._cached(location, settings, options, str(error), is_logged=False)
+            except (ShardMissing, StorageUnavailable):
+                return []
+            return await self.names_in(local, {}, follow_links=True)
         except Exception:
             return []
         self._count_listing(location.scheme, 1, "ok")

@@ -54,11 +54,12 @@ def start(
     path: str,
     *,
     storage: dict[str, Any] | None = None,
+    data_format: str = "jsonl",
     **more: Any,
 ) -> Daemon:
     settings = {"endpoint": hub.url, "redirect_hosts": [hub.storage], **(storage or {})}
     uri = f"hf://datasets/{REPOSITORY}{path}"
-    table = {"uri": uri, "format": "jsonl", "cache": False, "storage": settings}
+    table = {"uri": uri, "format": data_format, "cache": False, "storage": settings}
     return gyred({"datasets": {"set": table}, **more})
 
 
@@ -220,6 +221,23 @@ def test_without_a_way_to_the_hub_its_cache_is_read(
         ids(start(gyred, hub, "@v2/data"), reattach_timeout_s=0.2)
     with pytest.raises(ShardMissing, match="no shard"):
         ids(start(gyred, hub, "/none"))
+
+
+def test_a_folder_in_the_cache_is_read_as_its_library_describes_it(
+    gyred: StartDaemon, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"x": list(range(6))}).save_to_disk(str(tmp_path / "saved"))
+    files = {f"data/{path.name}": path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    (shard,) = (data for name, data in files.items() if name.endswith(".arrow"))
+    hub.commit(files | {"data/cache-0123456789abcdef.arrow": shard})
+    fill_cache(hub, tmp_path / "home")
+    hub.close()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    daemon = start(gyred, hub, "/data", data_format="arrow")
+    with Loader("set", batch_size=3, order="sequential", address=daemon.address) as loader:
+        assert [x for batch in loader for x in batch["x"].tolist()] == list(range(6))
 
 
 @pytest.mark.parametrize("is_next", [False, True], ids=["redirect", "next page"])
