@@ -42,6 +42,10 @@ def store_media(folder: Path) -> None:
     Image.new("1", (20_000, 10_000)).save(large, "PNG")
     soundfile.write(sound, np.zeros(1000), 16_000, format="WAV")
     pictures = [image.getvalue(), image.getvalue(), image.getvalue()[:200], large.getvalue()]
+    for name, data in (("b/0", pictures[0]), ("b/1", pictures[2]), ("c/0", pictures[2])):
+        path = folder.with_name("photos") / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
     sounds = [sound.getvalue()] * 4
     sounds[1] = sounds[1][:-99]
     with tarfile.open(folder / "a.tar", "w") as archive:
@@ -183,6 +187,7 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
     datasets["line"] = {"uri": str(folder / "line")}
     datasets["keys"] = {"uri": str(folder / "line"), "columns": ["*"]}
     datasets["media"] = {"uri": str(folder / "media")}
+    datasets["photos"] = {"uri": str(folder / "photos")}
     datasets["clean"] = {"uri": str(folder / "clean")}
     datasets["broken"] = {"uri": str(folder / "broken"), "format": "webdataset"}
     datasets["rows"] = {"uri": str(folder / "rows")}
@@ -358,6 +363,9 @@ def test_lint_decodes_images_and_sounds(node: Node, capsys: pytest.CaptureFixtur
     ]
     assert main(["lint", "media", "--address", node.daemon.address]) == 1
     assert "media    5 decoded; 4 not decoded: audio/mp4 is not" in capsys.readouterr().out
+    _, found, named = lint(node, "photos", capsys)
+    assert named == [("corrupt", "b/1.png", 1), ("corrupt", "c/0.png", 2)]
+    assert [each["offset"] for each in found["findings"]] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["line", "keys"])

@@ -255,30 +255,27 @@ class _Tally:
         damaged: Sequence[DamagedSample],
         empty: tuple[int, int, int] | None,
     ) -> LintProgress:
-        name = shards.shards[shard.number].name
+        files = shards.shards[shard.number]
+        name = files.name
 
-        def id_of(sample: int) -> int | None:
-            return sample if shards.are_all else None
+        def of_sample(kind: FindingKind, sample: int, offset: int, reason: str) -> Finding:
+            sample_id = sample if shards.are_all else None
+            return Finding(kind, *files.place_of(offset), sample_id, reason)
 
+        bad = [(each.offset, each.sample, each.reason) for each in damaged]
+        first = shard.first_sample
+        bad += [(each.offset, first + each.sample, each.reason) for each in shard.damages]
         findings = [
-            Finding("corrupt", name, each.offset, id_of(each.sample), each.reason)
-            for each in damaged
+            of_sample("corrupt", sample, offset, reason) for offset, sample, reason in sorted(bad)
         ]
-        findings += [
-            Finding(
-                "corrupt", name, each.offset, id_of(shard.first_sample + each.sample), each.reason
-            )
-            for each in shard.damages
-        ]
-        findings.sort(key=lambda each: each.offset)
-        for failure in (*shard.chunk_failures, *([shard.failure] if shard.failure else ())):
-            findings.append(_of_shard(name, failure))
+        failures = (*shard.chunk_failures, *([shard.failure] if shard.failure else ()))
+        findings += [_of_shard(name, failure) for failure in failures]
         if not shard.num_samples:
             findings.append(Finding("odd", name, 0, None, "it has no sample"))
         if empty:
             sample, offset, num_empty = empty
             reason = f"{num_empty} samples have nothing in any field; this is the first"
-            findings.append(Finding("odd", name, offset, id_of(sample), reason))
+            findings.append(of_sample("odd", sample, offset, reason))
         progress = self.progress
         return self._next(
             findings,
