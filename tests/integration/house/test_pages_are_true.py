@@ -3,11 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import tarfile
 import tomllib
-from io import BytesIO
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,22 +38,14 @@ def test_the_configurations_of_the_training_pages_describe_runs(tmp_path: Path) 
         assert list(load_daemon_config(path, {}, {}).config.datasets) == ["page"]
 
 
-def write_tokens(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    np.arange(1025 * 600, dtype=np.uint16).tofile(folder / "train.bin")
-
-
-def write_tars(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    with tarfile.open(folder / "images-000.tar", "w") as archive:
-        for n in range(300):
-            for extension, data in (
-                ("jpg", b"\xff\xd8" + bytes([n % 256])),
-                ("cls", str(n % 10).encode()),
-            ):
-                member = tarfile.TarInfo(f"{n:04}.{extension}")
-                member.size = len(data)
-                archive.addfile(member, BytesIO(data))
+def write_photos(folder: Path, num_photos: int = 128) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(num_photos):
+        class_folder = folder / f"class{number % 3}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        height, width = rng.integers(20, 90, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(class_folder / f"{number}.jpg")
 
 
 def run(code: str, folder: Path) -> list[str]:
@@ -71,26 +63,23 @@ def run(code: str, folder: Path) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("word", "write"), [("tokens", write_tokens), ("webdataset", write_tars)])
-def test_a_quick_start_of_the_front_page_runs_as_it_is(
-    word: str, write: object, tmp_path: Path
+def test_the_loop_of_the_front_page_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for its path, which is another here, and its loop, which ends after some batches."""
-    (code,) = (each for each in blocks("README.md", "python") if f'format="{word}"' in each)
+    """Except for its path, and with a step that counts."""
+    (code,) = blocks("README.md", "python")
     assert len(code.splitlines()) <= 10
-    (path,) = re.findall(r'Loader\("(/data/\w+)', code)
-    write(tmp_path / "data")  # type: ignore[operator]
-    assert run(code.replace(path, str(tmp_path / "data")), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path / "photos")
+    model = "import torch\nmodel = torch.nn.Linear(1, 1)\n"
+    model += "def train(batch): print(len(batch['sample_id']))\n"
+    code = code.replace("s3://bucket/images", "./photos").replace("batch_size=256", "batch_size=32")
+    assert run(model + code, tmp_path) == ["32"] * 4 * 10
+    assert (tmp_path / "last.pt").exists()
 
 
 def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(128):
-        folder = tmp_path / "photos" / f"class{number % 3}"
-        folder.mkdir(parents=True, exist_ok=True)
-        height, width = rng.integers(20, 90, 2).tolist()
-        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    write_photos(tmp_path / "photos")
     code = blocks("docs/transforms.md", "python")[0]
     shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
     assert run(code.replace("/data/photos", str(tmp_path / "photos")), tmp_path) == [shown] * 2
@@ -155,33 +144,44 @@ def test_transforms_of_that_page_are_found_beside_a_script(
     assert found[1]["lengths.offsets"] == [0, 2, 2, 5]
 
 
-def test_the_front_page_makes_data_and_serves_it_to_several_ranks(tmp_path: Path) -> None:
-    """The page's commands run as they are, except for their paths and the number of ranks."""
-    with TemporaryDirectory(prefix="gyre-pages-") as short:  # the path of a socket is short
+TRAIN = """
+import torch.distributed
+from gyre_client import Loader
+torch.distributed.init_process_group("gloo")
+for batch in Loader("photos", batch_size=32):
+    print(len(batch["sample_id"]), flush=True)
+torch.distributed.destroy_process_group()
+"""
 
-        def moved(block: str) -> str:
-            return block.replace("/data/", f"{tmp_path}/data/").replace("/tmp/gyre/", f"{short}/")
 
-        (make_data,) = (each for each in blocks("README.md", "sh") if "tofile(" in each)
-        (serve,) = (each for each in blocks("README.md", "sh") if "torchrun" in each)
-        (config,) = blocks("README.md", "toml")
-        (train,) = (each for each in blocks("README.md", "python") if "train.py" in each)
-        (tmp_path / "gyre.toml").write_text(moved(config))
-        (tmp_path / "train.py").write_text(train)
-        serve = moved(serve).replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
-        commands = f"({moved(make_data)})\ntrap 'kill %1; wait' EXIT\n{serve}"
+def test_the_front_page_serves_a_folder_to_a_shell_and_to_several_ranks() -> None:
+    """The commands run as they are, with two ranks and one picture of `gyre top`."""
+    shell = blocks("README.md", "sh")
+    (look,) = (each for each in shell if "python -c" in each)
+    (serve,) = (each for each in shell if "torchrun" in each)
+    serve = serve.replace("--nproc-per-node 4", "--nproc-per-node 2 --standalone")
+    serve = serve.replace("gyre top ", "gyre top --once ")
+    with TemporaryDirectory(prefix="gyre-pages-") as folder:  # the path of a socket is short
+        write_photos(Path(folder) / "photos")
+        (Path(folder) / "train.py").write_text(TRAIN)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        result = subprocess.run(
-            ["bash", "-e", "-c", commands],
-            capture_output=True,
+        environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": f"{folder}/cache"}
+        process = subprocess.Popen(
+            ["bash", "-e", "-c", f"trap 'trap - TERM; kill -- -$$' EXIT\n{look}\n{serve}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=SECONDS,
-            check=False,
             env=environment,
-            cwd=tmp_path,
+            cwd=folder,
+            start_new_session=True,
         )
-    assert result.returncode == 0, result.stderr
-    # 16 steps for each rank: an epoch is 1,023 windows of the page's 2**20 tokens
-    assert result.stdout.count("torch.Size([32, 1025])") == 2 * 16, result.stdout
-    assert (tmp_path / "state.pt").exists()
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = output.splitlines()
+    assert sum(line.startswith("{'") for line in lines) == 4, (output, errors)
+    assert lines.count("16") == 2 * 4, (output, errors)
+    assert any("sessions," in line or "no session" in line for line in lines), (output, errors)
