@@ -10,6 +10,7 @@ torch is imported only when the Loader is first used, so that the command line s
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from gyre_client.errors import GyreError, NotInstalled
@@ -35,6 +36,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if sys.platform != "linux":
+        raise NotInstalled(f"gyre_client.{name} runs on Linux only (got {sys.platform})")
     try:
         return getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import shtab
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.formatting import CommandOutput, facts, size
-from gyre_client.display.progress import ProgressBar
+from gyre_client.display.progress import progress_bar
 from gyre_client.errors import NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, whole
 from gyre_client.messages.requests import is_location, transform_list
@@ -62,7 +62,7 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "options": dict(args.option) or None,
         "transform": [],
     }
-    with ProgressBar("samples") as bar:
+    with progress_bar("samples") as bar:
         num_written = conversion.convert_dataset(
             description, source, args.target, args.to, args.column, num_samples, bar.update
         )

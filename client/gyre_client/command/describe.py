@@ -2,17 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import shtab
-from gyre_common.counts import counted
 from gyre_common.printable import printable
-from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, size, table
+from gyre_client.display.descriptions import facts_of, fields_of
+from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, table
 from gyre_client.display.histograms import as_text
 from gyre_client.display.media import Picture, media_type, shows_pictures, thumbnail
 from gyre_client.display.page import page_of
@@ -43,14 +42,14 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     whole("num", args.num, 0, _MAX_SAMPLES)
     dataset = dataset_of(args)
     description = connection.describe(dataset, with_lengths=True)
-    pairs = _facts(description, is_path=is_location(args.dataset, args.format))
+    pairs = facts_of(description, is_path=is_location(args.dataset, args.format))
     samples: list[Sample] = []
     if args.num:
         try:
             samples = first_samples(connection, dataset, description, args.num, args.seed)
         except GyreError as error:  # what is known of the dataset is worth showing
             pairs.append(("shown", f"no sample: {' '.join(str(error).split())}"))
-    heads, rows = _fields(description.fields)
+    heads, rows = fields_of(description.fields)
     if args.html:
         _write(args.html, page_of(description, pairs, (heads, rows), samples))
     text = f"{facts(pairs)}\n\n{table(heads, rows)}"
@@ -63,63 +62,6 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         more += sample_text(sample, f"sample {sample.sample_id}")
     value = plain(description) | {"samples": [_to_plain(each) for each in samples]}
     return CommandOutput(value, text, more=more)
-
-
-def _facts(description: pb.DatasetDescription, *, is_path: bool) -> list[tuple[str, str]]:
-    least, greatest = description.least_shard_bytes, description.greatest_shard_bytes
-    sizes = f": {size(least)} to {size(greatest)}" if description.num_shards > 1 else ""
-    packing = description.packing
-    packed = [("packed", _packed(packing))] if description.HasField("packing") else []
-    return [
-        ("name", "-" if is_path else description.name),
-        ("format", description.format),
-        ("uri", description.uri),
-        ("samples", f"{description.num_samples:,}{_left_out(description)}"),
-        ("shards", f"{description.num_shards:,}{sizes}"),
-        ("size", size(description.num_bytes)),
-        ("fingerprint", description.fingerprint),
-        *([("grows", "by shards behind all others (append)")] if description.grows else []),
-        *packed,
-        *([("transforms", ", ".join(description.transforms))] if description.transforms else []),
-    ]
-
-
-def _fields(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Returns the heads and the rows of the table of fields."""
-    heads, has_media = ("FIELD", "DTYPE", "SHAPE"), any(field.media_type for field in fields)
-    rows = [(field.name, field.dtype, _shape(field)) for field in fields]
-    if not has_media:
-        return heads, list(rows)
-    media = [field.media_type for field in fields]
-    return (*heads, "MEDIA TYPE"), [(*row, each) for row, each in zip(rows, media, strict=True)]
-
-
-def _packed(packing: pb.Packing) -> str:
-    """Returns how well documents fill the sequences, and what became of some of them."""
-    ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
-    *shorter, longest = [f"{each.length:,}" for each in packing.lengths] or [f"{packing.length:,}"]
-    lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
-    filled = f"{lengths}, of which {packing.efficiency:.2%} is filled"
-    documents = counted(packing.num_documents, "document", ",")
-    parts = [f"{documents} by {packing.field} into sequences of {filled}"]
-    if packing.lengths:
-        counts = [f"{each.num_sequences:,} of {each.length:,}" for each in packing.lengths]
-        parts.append(f"there are {', '.join(counts)}")
-    if packing.num_overlong:
-        parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
-    if packing.num_empty:
-        parts.append(f"{packing.num_empty:,} empty ones left out")
-    return "; ".join(parts)
-
-
-def _left_out(description: pb.DatasetDescription) -> str:
-    number = description.num_left_out
-    return f"; the filter leaves {number:,} out" if number else ""
-
-
-def _shape(field: pb.Field) -> str:
-    sizes = (["*"] if field.ragged else []) + [str(length) for length in field.shape]
-    return f"[{', '.join(sizes)}]"
 
 
 def sample_text(

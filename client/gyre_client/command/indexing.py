@@ -11,7 +11,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.formatting import CommandOutput, facts, table
-from gyre_client.display.progress import ProgressBar
+from gyre_client.display.progress import Bar, progress_bar
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
@@ -47,7 +47,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Builds the missing parts of a dataset's index, and shows the progress."""
     progress = connection.index(dataset_of(args), with_checksums=args.checksums, engine=args.engine)
-    with ProgressBar("shards") as bar:
+    with progress_bar("shards") as bar:
         indexed = Indexed.of(progress, bar)
     return CommandOutput(indexed.to_plain(), indexed.to_text())
 
@@ -72,7 +72,7 @@ class Indexed:
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, progress: Iterable[pb.IndexProgress], bar: ProgressBar) -> "Indexed":
+    def of(cls, progress: Iterable[pb.IndexProgress], bar: Bar) -> "Indexed":
         """Returns the finished index; until then, the bar shows the progress."""
         indexed = cls()
         for each in progress:

@@ -9,7 +9,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, size, stacked
-from gyre_client.display.progress import ProgressBar
+from gyre_client.display.progress import progress_bar
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 100  # findings in the text for people; JSON has all that the daemon names
@@ -19,7 +19,7 @@ _KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"
 def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns what is wrong with a dataset; the exit status is 1 where anything is."""
     last, findings, num_left_out = pb.LintProgress(), list[pb.LintFinding](), 0
-    with ProgressBar("passes over shards") as bar:
+    with progress_bar("passes over shards") as bar:
         for last in connection.lint(dataset_of(args)):
             findings += last.findings
             num_left_out += last.num_left_out

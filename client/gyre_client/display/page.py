@@ -1,5 +1,6 @@
-"""`gyre describe --html`: a dataset as one page that needs nothing else.
+"""A dataset as HTML: the page of `gyre describe --html`, and the part of a notebook's cell.
 
+A page needs nothing else.
 All text of the daemon and of the dataset is escaped, and the page forbids itself scripts and
 anything from elsewhere. Images and sounds are put in as they are stored, if their first bytes say
 that they are of a kind that browsers show and that holds no script.
@@ -19,7 +20,7 @@ from gyre_client.display.values import text_of, words_of
 
 _MAX_TEXT_CHARS = 5000
 # Bytes of images and sounds: larger ones are named, so that the page opens.
-_MAX_MEDIUM_BYTES, _MAX_MEDIA_BYTES = 8 << 20, 64 << 20
+_MAX_MEDIUM_BYTES, _MAX_MEDIA_BYTES, _MAX_CELL_MEDIA_BYTES = 8 << 20, 64 << 20, 4 << 20
 _POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -38,13 +39,20 @@ svg { width: 100%; max-width: 40rem; font: 12px system-ui, sans-serif; fill: cur
 svg rect { fill: #4a7fb5; }
 svg line { stroke: currentColor; }
 """
+_CELL_STYLE = """
+.gyre table { display: table; margin: .3rem 0; }
+.gyre th, .gyre td { text-align: left !important; vertical-align: top; }
+.gyre h3 { font-size: 1em; margin: .6rem 0 .2rem; }
+.gyre pre { white-space: pre-wrap; max-height: 10rem; overflow: auto; margin: 0; }
+.gyre img { max-width: 16rem; max-height: 12rem; }
+"""
 
 
 class _Media:
     """How many bytes of images and sounds the page may still have."""
 
-    def __init__(self) -> None:
-        self._left = _MAX_MEDIA_BYTES
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
 
     def element(self, data: bytes) -> str | None:
         """Returns the element that shows or plays the bytes; None if they are of no such kind."""
@@ -74,7 +82,41 @@ def page_of(
         fields: The heads of their table, and the table.
         samples: Those that are shown.
     """
-    media = _Media()
+    name = _text(description.name)
+    pictures = "".join(
+        f"<h3>{_text(title(each))}</h3>{as_svg(each)}" for each in description.lengths
+    )
+    head, table, shown = _parts(facts, fields, samples, _MAX_MEDIA_BYTES)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{name}</h1>{head}<h2>Fields</h2>{table}"
+        f"{f'<h2>Lengths</h2>{pictures}' if pictures else ''}"
+        f"{f'<h2>Samples</h2>{shown}' if shown else ''}"
+        "</body></html>\n"
+    )
+
+
+def cell_of(
+    facts: Iterable[tuple[str, str]],
+    fields: tuple[Sequence[str], Iterable[Sequence[str]]],
+    samples: Iterable[Sample],
+) -> str:
+    """Returns what a notebook shows below a cell; the arguments are those of `page_of`."""
+    parts = _parts(facts, fields, samples, _MAX_CELL_MEDIA_BYTES)
+    return f'<div class="gyre"><style>{_CELL_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _parts(
+    facts: Iterable[tuple[str, str]],
+    fields: tuple[Sequence[str], Iterable[Sequence[str]]],
+    samples: Iterable[Sample],
+    max_media_bytes: int,
+) -> tuple[str, str, str]:
+    """Returns the table of facts, that of fields, and the samples."""
+    media = _Media(max_media_bytes)
     rows = "".join(
         f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts
     )
@@ -82,22 +124,8 @@ def page_of(
     columns = "".join(
         f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in field)}</tr>" for field in fields[1]
     )
-    pictures = "".join(
-        f"<h3>{_text(title(each))}</h3>{as_svg(each)}" for each in description.lengths
-    )
     shown = "".join(_sample(each, media) for each in samples)
-    name = _text(description.name)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{name}</h1><table>{rows}</table>"
-        f"<h2>Fields</h2><table><tr>{heads}</tr>{columns}</table>"
-        f"{f'<h2>Lengths</h2>{pictures}' if pictures else ''}"
-        f"{f'<h2>Samples</h2>{shown}' if shown else ''}"
-        "</body></html>\n"
-    )
+    return f"<table>{rows}</table>", f"<table><tr>{heads}</tr>{columns}</table>", shown
 
 
 def _sample(sample: Sample, media: _Media) -> str:

@@ -1,18 +1,77 @@
-"""A progress bar with the rate and the time left, on a terminal; elsewhere nothing."""
+"""A progress bar with the rate and the time left, on a terminal or in a notebook.
 
+tqdm draws it where it is installed.
+"""
+
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
+
+from gyre_common.printable import printable
 
 from gyre_client.display.formatting import cut, duration, page_width, show_progress
 
 _BAR_CELLS = 24
+_MAX_NOTE_COLUMNS = 40
 _MIN_PAUSE_S = 0.1  # more often, a terminal would take longer than the work
 # The rate is that of the last seconds: what was done before the start of the work, such as shards
 # whose index was kept, says nothing of how long the rest takes.
 _RATE_OVER_S = 10.0
+
+
+class Bar(Protocol):
+    """Shows how much of a task is done, until its `with` ends."""
+
+    def __enter__(self) -> Self:
+        """Show nothing yet."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove the bar."""
+
+    def update(self, num_done: int, num_all: int, note: str = "") -> None:
+        """Show how many of all are done, and a note on the last one."""
+
+
+def is_watched() -> bool:
+    """Whether a person may see a bar: standard error is a terminal, or this is a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def progress_bar(unit: str) -> Bar:
+    """Make a bar of tqdm if it is installed, else one of Gyre.
+
+    Args:
+        unit: What is counted, in the plural.
+    """
+    try:
+        from tqdm.auto import tqdm  # noqa: PLC0415  # it is optional
+    except ImportError:
+        return ProgressBar(unit)
+    return TqdmBar(tqdm(unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not is_watched()))
+
+
+class TqdmBar:
+    """A bar that tqdm draws."""
+
+    def __init__(self, bar: Any) -> None:
+        """Take over a bar of tqdm."""
+        self._bar = bar
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int, num_all: int, note: str = "") -> None:
+        """See `Bar.update`."""
+        if self._bar.total != num_all:
+            self._bar.total = num_all
+        if note:
+            self._bar.set_postfix_str(cut(printable(note), _MAX_NOTE_COLUMNS), refresh=False)
+        self._bar.update(num_done - self._bar.n)
 
 
 class ProgressBar:
@@ -40,12 +99,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._show("")
 
     def update(self, num_done: int, num_all: int, note: str = "") -> None:

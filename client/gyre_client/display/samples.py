@@ -69,8 +69,17 @@ def first_samples(
     description: pb.DatasetDescription,
     num_samples: int,
     seed: int,
+    transforms: pb.TransformList | None = None,
 ) -> list[Sample]:
     """Returns the first samples of the shuffle by a seed, at most as many as the dataset has.
+
+    Args:
+        connection: To the daemon.
+        dataset: To read.
+        description: Of the dataset with these transforms.
+        num_samples: How many.
+        seed: Of the shuffle.
+        transforms: What is done to samples; None for those of the dataset's definition.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
@@ -81,6 +90,7 @@ def first_samples(
         order=order(num_samples, 1, seed, "drop"),
         reader=reader(None, 0, 1),
         prefetch_batches=1,
+        transforms=transforms,
     )
     opened = connection.open_session(request)
     check_same_dataset(opened, description)

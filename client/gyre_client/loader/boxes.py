@@ -7,8 +7,10 @@ from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import mapping, text
+from gyre_client.tracebacks import folded
 
 
+@folded
 def detections(
     batch: Mapping[str, Tensor], *fields: str, boxes: str = "boxes", count: str = "num_boxes"
 ) -> list[dict[str, Tensor]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.errors import DaemonFault, GyreError, InvalidRequest
+from gyre_client.tracebacks import fold
 
 if TYPE_CHECKING:
     from gyre_client.batches.batch import Position
@@ -67,7 +68,11 @@ class EpochIterator:
         return batch >= self._active.stop_batch != _UNKNOWN
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        stream, tensors, behind = self.peek()
+        try:
+            stream, tensors, behind = self.peek()
+        except GyreError as error:
+            fold(error)
+            raise
         get_ident()  # after a call, Python handles the signals that have come
         # One line: see [Note: An interrupt takes no batch] in `place`.
         stream.position = behind; return tensors  # noqa: E702  # fmt: skip

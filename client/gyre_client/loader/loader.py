@@ -23,8 +23,8 @@ from gyre_client.batches.batch import Position
 from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
-from gyre_client.errors import ForkedProcess, InvalidRequest
-from gyre_client.loader import accelerated
+from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
+from gyre_client.loader import accelerated, notebook
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.one_thread import OneThread
@@ -37,6 +37,7 @@ from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, wh
 from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps, transform_list
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
+from gyre_client.tracebacks import fold, folded
 
 _log = logging.getLogger("gyre_client")
 NEVER = 1 << 64  # the stop batch of an iteration without an end
@@ -88,6 +89,7 @@ class Loader(LoaderSteps):
     session at once; a loader without references is closed by the interpreter.
     """
 
+    @folded
     def __init__(
         self,
         dataset: str | os.PathLike[str],
@@ -256,13 +258,18 @@ class Loader(LoaderSteps):
         self._place = Place(self._resources, self._request, self._description, tail, open_here)
 
     def __iter__(self) -> EpochIterator:
-        accelerated.check_reader(self)
         refuse_stacking(sys._getframe().f_back)
+        return self._iterator()
+
+    @folded
+    def _iterator(self) -> EpochIterator:
+        accelerated.check_reader(self)
         if not self._restart:
             self._one_thread.check()
             self._place.stream()  # the daemon begins to read
         return EpochIterator(self, self._num_epochs, restart=self._restart)
 
+    @folded
     def stream(self) -> EpochIterator:
         """Returns an iterator without an end, from where the loader stands, whatever `epochs` is.
 
@@ -280,7 +287,11 @@ class Loader(LoaderSteps):
         return EpochIterator(self, None, restart=False)
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        stream, tensors, behind = self._peek()
+        try:
+            stream, tensors, behind = self._peek()
+        except GyreError as error:
+            fold(error)
+            raise
         get_ident()  # after a call, Python handles the signals that have come
         # One line: see [Note: An interrupt takes no batch].
         stream.position = behind; return tensors  # noqa: E702  # fmt: skip
@@ -303,9 +314,21 @@ class Loader(LoaderSteps):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        name = printable(self._description.name or self._description.uri)
+        samples, batches = f"{self.num_samples:,}", counted(self._batch, "batch", ",")
+        return (
+            f"<Loader {name}: {samples} samples, {self.local_batch_size} a batch, {batches} read>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The dataset, the place in it and three samples, for a notebook."""
+        return notebook.html_of(self)
+
     def __reduce__(self) -> NoReturn:
         raise ForkedProcess(f"a Loader cannot be sent to another process. {FORK_ADVICE}")
 
+    @folded
     def set_epoch(self, epoch: int) -> None:
         """Makes the first batch of this epoch the next one; epochs count from 0.
 
@@ -320,11 +343,13 @@ class Loader(LoaderSteps):
         if not (is_resumed or self._restart):
             self._go_to(self._place.epochs.first_batch(epoch))
 
+    @folded
     def reset(self) -> None:
         """Makes the first batch of the first epoch the next one."""
         if self._place.position.cursor:
             self._go_to(0)
 
+    @folded
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that resumes after the last batch yielded.
 
@@ -337,6 +362,7 @@ class Loader(LoaderSteps):
         self._place.locate()
         return {"cursor": self._place.position.cursor}
 
+    @folded
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, changed_transforms: bool = False
     ) -> None:

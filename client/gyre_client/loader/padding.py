@@ -9,12 +9,14 @@ from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import mapping, shown, text
+from gyre_client.tracebacks import folded
 
 # To copy row by row takes about 0.4 us a row, and a boolean index 17 ns an element.
 _MIN_MEAN_LENGTH = 24
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@folded
 def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Tensor, Tensor]:
     """Returns a field's samples as one tensor, each padded behind its end.
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import mapping, text
+from gyre_client.tracebacks import folded
 
 _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
+@folded
 def texts(batch: Mapping[str, Tensor], name: str) -> list[str]:
     """Returns a field's samples as text.
 
@@ -32,6 +34,7 @@ def texts(batch: Mapping[str, Tensor], name: str) -> list[str]:
     return [sample.decode() for sample in _samples(batch, name)]
 
 
+@folded
 def objects(batch: Mapping[str, Tensor], name: str) -> list[Any]:
     """Returns a field's samples, which are JSON, as Python objects.
 
