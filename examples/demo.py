@@ -26,11 +26,11 @@ from typing import Any
 BIN = Path(sysconfig.get_path("scripts"))
 TRAIN_CONFIG = Path(__file__).with_name("stdlib.toml")
 KILL_AT_STEP = 60  # a checkpoint is due every 25 steps: the last ten steps are taken again
-LOOK_AT_STEP = 110  # when the daemon is asked for its statistics: both jobs still run
+LOOK_AT_STEP = 80  # when the daemon is asked for its statistics: both jobs still run
 MAX_FINAL_LOSS = 2.4  # nats per byte; a byte drawn at random costs 5.5
 SEQUENCE = 256
 PAIRS_BATCH = 64
-PAIRS_STEP_S = 0.01  # the second job's "model"
+PAIRS_STEP_S = 0.02  # the second job's "model"
 SHARD_BYTES = 8 << 20
 
 
