@@ -16,7 +16,6 @@ PIP_LINES := | sed -unE 's/^ *((Downloading|Processing|Installing|Successfully) 
 
 .PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers clean
 DEMO_STAMP := $(VENV)/.gyre-demo-setup
-BENCH_STAMP := $(VENV)/.gyre-bench-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
 TORCHAO := $(VENV)/torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
@@ -28,9 +27,9 @@ setup: $(STAMP)
 # torch comes first and from the pins: a looser requirement would pull a build for GPUs.
 $(STAMP): pyproject.toml constraints.txt
 	env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch hatchling
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
-	$(PIP_INSTALL) --no-deps mosaicml-streaming datasets  # see their extras in pyproject.toml
+	$(PIP_INSTALL) pip torch hatchling  # Python 3.11 has a pip that knows no groups
+	$(PIP_INSTALL) --no-build-isolation --editable . --group dev
+	$(PIP_INSTALL) --no-deps mosaicml-streaming datasets  # pyproject.toml says why
 	touch $@
 
 # What the tests talk to and pip cannot install: needs node and npm. Without it those tests are skipped.
@@ -105,19 +104,15 @@ protos: setup
 	$(IN_VENV) python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
 	  --mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) $(PROTO)
 
-bench: $(BENCH_STAMP)
+bench: setup
 	$(IN_VENV) python -m benchmarks
-
-$(BENCH_STAMP): $(STAMP)
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,bench]'
-	touch $@
 
 # Each target for FUZZ_S seconds (600); `make fuzz TARGETS="tar npy"` runs some. Faults are in build/fuzz.
 fuzz: $(FUZZ_STAMP)
 	$(IN_VENV) nice -n 19 python -m tests.fuzz $(TARGETS)
 
 $(FUZZ_STAMP): $(STAMP)
-	$(PIP_INSTALL) --no-build-isolation --editable '.[fuzz]'
+	$(PIP_INSTALL) --group fuzz
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """Resolves each `pip install` that a message names, next to torch and transformers 5.
 
-Nothing is installed. Where a message fills in the extra, every extra that users have is resolved.
+Nothing is installed. Where a message fills in the extra, every extra is resolved.
 """
 
 import re
@@ -13,8 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
-FOR_DEVELOPERS = {"bench", "dev", "docs", "fuzz"}
-COMMAND = re.compile(r"pip install ((?:\"[^\"]+\"|'[^']+'|[\w.\[\]=<>,-]+)(?: --[\w-]+)*)")
+COMMAND = re.compile(r"pip install (?:--[\w-]+ )*(\"[^\"]+\"|'[^']+'|[\w.\[\]=<>,-]+)")
 DEADLINE_S = 600
 
 
@@ -31,11 +30,11 @@ def main() -> int:
 
 def told() -> Iterator[str]:
     """The requirements that messages of the packages name."""
-    extras = PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS
+    extras = PROJECT["optional-dependencies"]
     for package in ("client", "common", "daemon", "trainer"):
         for path in (ROOT / package).rglob("*.py"):
             for named in COMMAND.findall(path.read_text()):
-                requirement = named.strip("\"'")
+                requirement = named.strip("\"'.")
                 is_filled_in = "{" in requirement
                 yield from (f"{NAME}[{each}]" for each in extras) if is_filled_in else [requirement]
 

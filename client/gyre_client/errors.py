@@ -145,7 +145,7 @@ class NotInstalled(GyreError, ImportError):
     def needs(cls, what: str, package: str | None, extra: str) -> "NotInstalled":
         """Returns the error for `what`, which imports `package`, which comes with `extra`."""
         return cls(
-            f'{what} needs {package}, which is not installed: pip install "gyre-ml[{extra}]"'
+            f'{what} needs {package}, which is not installed. Run pip install "gyre-ml[{extra}]".'
         )
 
 

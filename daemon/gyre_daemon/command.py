@@ -19,7 +19,9 @@ def _run() -> int:
         if sys.argv[1:] == ["--version"]:
             print(f"gyred {__version__}")
             return 0
-        text = f'gyred needs {error.name}, which is not installed: pip install "gyre-ml[daemon]"'
+        text = (
+            f'gyred needs {error.name}, which is not installed. Run pip install "gyre-ml[daemon]".'
+        )
         print(text, file=sys.stderr)
         return 2
     cli.main()

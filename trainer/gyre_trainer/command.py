@@ -29,8 +29,6 @@ def _do_without(error: ModuleNotFoundError) -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"gyre-train {__version__}")
         return 0
-    print(
-        f'gyre-train needs {error.name}, which is not installed: pip install "gyre-ml[trainer]"',
-        file=sys.stderr,
-    )
+    problem = f"gyre-train needs {error.name}, which is not installed."
+    print(f'{problem} Run pip install "gyre-ml[trainer]".', file=sys.stderr)
     return 2

@@ -38,7 +38,7 @@ class WebdatasetWriter:
     """Tar shards by webdataset's `ShardWriter`: bytes as they are, numbers as npy or as digits."""
 
     def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
-        webdataset = _needed("webdataset", "text")
+        webdataset = _needed("webdataset", "records")
         self._members: list[tuple[str, Column]] = []
         for column in columns:
             name = column.name.lower()
@@ -108,8 +108,8 @@ class ParquetWriter:
     """Parquet files by pyarrow, with checksums of their pages."""
 
     def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
-        self._arrow = _needed("pyarrow", "parquet")
-        self._parquet = _needed("pyarrow.parquet", "parquet")
+        self._arrow = _needed("pyarrow", "arrow")
+        self._parquet = _needed("pyarrow.parquet", "arrow")
         self._folder, self._columns = folder, columns
         for column in columns:
             if column.has_shapes:
@@ -255,9 +255,7 @@ def _needed(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise NotInstalled(
-            f'this format needs the extra {extra}: pip install "gyre-ml[{extra}]"'
-        ) from error
+        raise NotInstalled.needs("this format", error.name, extra) from error
 
 
 def _streaming() -> Any:
@@ -269,5 +267,6 @@ def _streaming() -> Any:
             return importlib.import_module("streaming")
         except ModuleNotFoundError as error:
             raise NotInstalled(
-                "MDS needs mosaicml-streaming: pip install mosaicml-streaming"
+                "MDS needs mosaicml-streaming, which is not installed. "
+                "Run pip install mosaicml-streaming."
             ) from error

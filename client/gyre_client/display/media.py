@@ -70,9 +70,7 @@ def thumbnail(data: bytes, num_columns: int, num_lines: int) -> Picture | None:
     try:
         from PIL import Image  # noqa: PLC0415  # only pictures need it
     except ImportError:
-        raise NotInstalled(
-            'pictures of images need the extra images: pip install "gyre-ml[images]"'
-        ) from None
+        raise NotInstalled.needs("drawing images", "Pillow", "images") from None
     size = num_columns, 2 * num_lines
     try:
         with Image.open(io.BytesIO(data), formats=_DECODABLE) as image:

@@ -27,7 +27,6 @@ from gyre_daemon.storage.validators import Validators
 LISTING_DEADLINE_S = 60.0
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
 # Up to this many files are asked for one by one, at any storage; more are found by listing their
 # folder, where that can be done, a thousand with each request.
 _MAX_ASKED = 1000
@@ -227,9 +226,9 @@ def listing_error(location: str, error: Exception) -> GyreError:
 
 def no_driver(scheme: str, error: ImportError) -> ConfigError:
     """The error for a scheme whose driver is not installed."""
-    if scheme in (*OBJECT_SCHEMES, *_EXTRAS):
-        install = f'pip install "gyre-ml[{_EXTRAS.get(scheme, "s3")}]"'
+    if scheme in OBJECT_SCHEMES:
         return ConfigError(
-            f"reading {scheme}:// needs {error.name}, which is not installed: {install}"
+            f"{scheme}:// needs {error.name}, which is not installed. "
+            'Run pip install "gyre-ml[objects]".'
         )
     return ConfigError(f"no driver for {scheme}:// is installed: {error}")

@@ -55,7 +55,7 @@ _MAX_MAPPED = 8
 _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
 _HERE = "gyre_daemon.transforms"
-_EXTRAS = ("images", "audio", "video", "text")
+_EXTRAS = {"images": "images", "audio": "media", "video": "media", "text": "text"}
 
 _Value = TypeVar("_Value")
 
@@ -331,9 +331,11 @@ def _load(place: int, step: Step) -> Transform:
     try:
         found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        extra = next((each for each in _EXTRAS if module.startswith(f"{_HERE}.{each}")), "")
-        advice = f'; install it: pip install "gyre-ml[{extra}]"' if extra else ""
-        raise ConfigError(f"{where} needs {error.name}, which is missing{advice}") from error
+        extra = next(
+            (_EXTRAS[each] for each in _EXTRAS if module.startswith(f"{_HERE}.{each}")), ""
+        )
+        fix = f' Run pip install "gyre-ml[{extra}]".' if extra else ""
+        raise ConfigError(f"{where} needs {error.name}, which is not installed.{fix}") from error
     except Exception as error:
         raise ConfigError(
             f"{where} cannot be loaded: {type(error).__name__}: {error!s:.300}"

@@ -138,13 +138,13 @@ class TestExample(FormatContract):
 @pytest.mark.parametrize(
     ("name", "options", "library", "extra"),
     [
-        ("parquet", {}, "pyarrow", "parquet"),
+        ("parquet", {}, "pyarrow", "arrow"),
         ("arrow", {}, "pyarrow", "arrow"),
-        ("arrayrecord", {}, "array_record", "arrayrecord"),
-        ("tfrecord", {}, "google_crc32c", "tfrecord"),
-        ("jsonl", {}, "zstandard", "zstd"),
-        ("jsonl", {"columns": ["*"]}, "zstandard", "zstd"),
-        ("mds", {}, "zstandard", "zstd"),
+        ("arrayrecord", {}, "array_record", "records"),
+        ("tfrecord", {}, "google_crc32c", "records"),
+        ("jsonl", {}, "zstandard", "records"),
+        ("jsonl", {"columns": ["*"]}, "zstandard", "records"),
+        ("mds", {}, "zstandard", "records"),
     ],
 )
 def test_a_library_that_is_missing_is_named_by_its_extra(

@@ -124,7 +124,7 @@ def test_a_command_that_needs_an_extra_names_it(plain: Path, tmp_path: Path) -> 
     bench = ["bench", "wiki", "--address", "unix:/nowhere/gyre.sock"]
     assert failed_in_one_line(run([plain / "gyre", *bench]), "client")
     loader = run([plain / "python", "-c", "from gyre_client import Loader"])
-    assert loader.stderr.splitlines()[-1].endswith('pip install "gyre-ml[client]"')
+    assert loader.stderr.splitlines()[-1].endswith('pip install "gyre-ml[client]".')
 
 
 @pytest.fixture
@@ -165,14 +165,12 @@ def test_every_command_for_a_running_daemon_works_but_bench(plain: Path, daemon:
     assert gyre("why", "texts", "--step", "0")[0]["first_step"] == 0
 
 
-@pytest.mark.parametrize(
-    ("uri", "extra"), [("s3://b/x.bin", "s3"), ("gs://b/x.bin", "gcs"), ("az://b/x.bin", "azure")]
-)
-def test_object_storage_names_its_extra(gyred: StartDaemon, uri: str, extra: str) -> None:
+@pytest.mark.parametrize("uri", ["s3://b/x.bin", "gs://b/x.bin", "az://b/x.bin"])
+def test_object_storage_names_its_extra(gyred: StartDaemon, uri: str) -> None:
     without = "import sys; sys.modules['obstore'] = None; from gyre_daemon.cli import main; main()"
     dataset = {"uri": uri, "format": "tokens", "sequence_length": 8, "dtype": "uint16"}
     daemon = gyred({"datasets": {"far": dataset}}, command=("-c", without, "serve", "--config"))
     result = run(
         [sys.executable, "-m", "gyre_client", "describe", "far", "--address", daemon.address]
     )
-    assert failed_in_one_line(result, extra)
+    assert failed_in_one_line(result, "objects")

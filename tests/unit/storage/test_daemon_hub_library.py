@@ -38,5 +38,5 @@ def test_one_that_lacks_a_function_is_called_too_new(monkeypatch: pytest.MonkeyP
 
 def test_an_absent_one_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(ConfigError, match=r'not installed. Run pip install "gyre-ml\[hf\]"'):
+    with pytest.raises(ConfigError, match=r'not installed. Run pip install "gyre-ml\[hub\]"'):
         library()

@@ -63,11 +63,12 @@ def require_pyarrow(name: str) -> None:
     """Refuse a format of this name where pyarrow is not installed.
 
     Raises:
-        ConfigError: names the extra, which is called as the format is.
+        ConfigError: names the extra.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
-            f'the format {name} needs the extra of that name: pip install "gyre-ml[{name}]"'
+            f"the format {name} needs pyarrow, which is not installed. "
+            'Run pip install "gyre-ml[arrow]".'
         )
 
 

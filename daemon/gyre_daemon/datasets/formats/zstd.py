@@ -52,7 +52,7 @@ def frames(file: BinaryIO) -> Iterator[Frame]:
 
     Raises:
         ValueError: the file is damaged or cut off, or a frame is too large; says at which byte.
-        ConfigError: the extra `zstd` is not installed.
+        ConfigError: zstandard is not installed.
     """
     reader = _Reader(file)
     while head := reader.peek(_SKIPPED.size):
@@ -111,7 +111,8 @@ def _library() -> Any:
         import zstandard  # noqa: PLC0415  # only such files need it
     except ImportError as error:
         raise ConfigError(
-            'files that zstd compressed need an extra: pip install "gyre-ml[zstd]"'
+            "files compressed with zstd need zstandard, which is not installed. "
+            'Run pip install "gyre-ml[records]".'
         ) from error
     return zstandard
 

@@ -50,13 +50,13 @@ def library() -> Any:
         installed = version("huggingface_hub")
     except PackageNotFoundError as error:
         raise ConfigError(
-            'hf:// needs huggingface_hub, which is not installed. Run pip install "gyre-ml[hf]".'
+            'hf:// needs huggingface_hub, which is not installed. Run pip install "gyre-ml[hub]".'
         ) from error
     oldest = ".".join(map(str, _OLDEST))
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _OLDEST:
         raise ConfigError(
             f"huggingface_hub is too old for hf:// (got {installed}, needs {oldest} or later). "
-            'Run pip install --upgrade "gyre-ml[hf]".'
+            'Run pip install --upgrade "gyre-ml[hub]".'
         )
     try:
         hub = importlib.import_module("huggingface_hub")

@@ -1,8 +1,8 @@
-"""Faster programs that read a `tokenizer.json`, for where their ids are those of its own library.
+"""tokie reads a `tokenizer.json` and is faster than Hugging Face's library, which gives the ids.
 
-Whether they are is tried on the dataset's first samples before one is used. After that, text in
-which the name of a special token occurs is left to the library, because there the programs differ
-first; and of all other texts, one in `_CHECKED_ONE_IN` is compared, chosen by its contents.
+It is used if its ids of the dataset's first samples are equal. After that, text with the name of a
+special token is left to the library, because there the two differ first; of all other texts, one in
+`_CHECKED_ONE_IN` is compared, chosen by its contents.
 """
 
 import importlib.util
@@ -17,12 +17,12 @@ import numpy as np
 from gyre_daemon.transforms.text.files import module_of
 from gyre_daemon.transforms.text.libraries import TOKEN, Encode, Ids
 
-# The library takes 20 to 80 times the time of an engine, so this costs about as much as the engine.
+# The library takes 20 times the time of an engine, so this costs about as much as the engine.
 _CHECKED_ONE_IN = 64
 
 
 def installed_engines() -> Sequence[str]:
-    """The engines that can be imported here, the fastest first."""
+    """The engines that can be imported here."""
     return [name for name in _LOADERS if importlib.util.find_spec(name)]
 
 
@@ -42,7 +42,7 @@ def load_engine(
         ValueError: the engine cannot read the file.
     """
     try:
-        fast = _LOADERS[name](path, contents, special_tokens)
+        fast = _LOADERS[name](path, special_tokens)
         special = _special_tokens(contents)
     except Exception as error:
         raise ValueError(f"{name} cannot read {path!r:.200}: {error!s:.300}") from error
@@ -67,18 +67,9 @@ def _special_tokens(contents: bytes) -> "re.Pattern[str] | None":
     return re.compile("|".join(map(re.escape, added))) if added else None
 
 
-def _gigatoken(path: str, contents: bytes, special_tokens: bool) -> Encode:
-    """It adds no special tokens; where the file asks for some, the first samples tell."""
-    encode = module_of("gigatoken", "fast-text").Tokenizer.from_json(contents).encode
-    return lambda text: encode(text).astype(TOKEN)
-
-
-def _tokie(path: str, contents: bytes, special_tokens: bool) -> Encode:
-    loaded: Any = module_of("tokie", "fast-text").Tokenizer.from_json(path)
+def _tokie(path: str, special_tokens: bool) -> Encode:
+    loaded: Any = module_of("tokie").Tokenizer.from_json(path)
     return lambda text: np.array(loaded.encode(text, special_tokens).ids, TOKEN)
 
 
-_LOADERS: dict[str, Callable[[str, bytes, bool], Encode]] = {
-    "gigatoken": _gigatoken,
-    "tokie": _tokie,
-}
+_LOADERS: dict[str, Callable[[str, bool], Encode]] = {"tokie": _tokie}

@@ -47,8 +47,8 @@ def version_of(*contents: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def module_of(name: str, extra: str) -> Any:
-    """A library that one of the extras installs.
+def module_of(name: str) -> Any:
+    """A library that the extra `text` installs.
 
     Raises:
         ValueError: it is missing.
@@ -56,4 +56,4 @@ def module_of(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name} is not installed; pip install 'gyre-ml[{extra}]'") from error
+        raise ValueError(f"{name} is not installed. Run pip install 'gyre-ml[text]'.") from error

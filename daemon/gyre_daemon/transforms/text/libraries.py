@@ -61,7 +61,7 @@ def load_hugging_face(path: str, contents: bytes) -> Any:
         ValueError: the file is none, or the library is missing.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    library = module_of("tokenizers", "text")
+    library = module_of("tokenizers")
     try:
         loaded = library.Tokenizer.from_str(contents.decode())
     except Exception as error:  # the library raises no class of its own
@@ -72,7 +72,7 @@ def load_hugging_face(path: str, contents: bytes) -> Any:
 
 
 def _sentencepiece(path: str, contents: bytes) -> Encode:
-    library = module_of("sentencepiece", "sentencepiece")
+    library = module_of("sentencepiece")
     try:
         loaded = library.SentencePieceProcessor(model_proto=contents)
     except Exception as error:
@@ -81,7 +81,7 @@ def _sentencepiece(path: str, contents: bytes) -> Encode:
 
 
 def _ranks(path: str, contents: bytes, pattern: str) -> Encode:
-    library = module_of("tiktoken", "tiktoken")
+    library = module_of("tiktoken")
     if not pattern:
         raise ValueError(
             f"{path!r:.200} has ranks and does not say how text is cut into words; give the "

@@ -1,1 +1,1 @@
-"""Transforms of videos, behind the extra `video`."""
+"""Transforms of videos, behind the extra `media`."""

@@ -113,7 +113,8 @@ def library_config(model: LibraryConfig) -> Any:
         from transformers import CONFIG_MAPPING, AutoConfig, __version__  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            "a model of transformers needs that library: pip install 'gyre-ml[trainer,huggingface]'"
+            "`model` needs transformers, which is not installed. "
+            "Run pip install 'gyre-ml[trainer,transformers]'."
         ) from error
 
     where = model.pretrained or "`model.config`"

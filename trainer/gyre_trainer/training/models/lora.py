@@ -169,6 +169,7 @@ def _peft() -> Any:
         import peft  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            "`model.lora` needs peft: pip install 'gyre-ml[trainer,huggingface,lora]'"
+            "`model.lora` needs peft, which is not installed. "
+            "Run pip install 'gyre-ml[trainer,transformers]'."
         ) from error
     return peft

@@ -80,8 +80,8 @@ class _Tokenizer:
             from tokenizers import Tokenizer  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
-                "`sample.tokenizer` needs the library tokenizers: "
-                "pip install 'gyre-ml[trainer,huggingface]'"
+                "`sample.tokenizer` needs tokenizers, which is not installed. "
+                "Run pip install 'gyre-ml[trainer,transformers]'."
             ) from error
         try:
             self._tokenizer: Any = Tokenizer.from_buffer(read_regular(path))

@@ -1,6 +1,6 @@
 """Where a run's figures are drawn beside its history: TensorBoard, and Weights & Biases.
 
-Each has an extra of its own. Only rank 0 opens them.
+The extra `boards` installs both. Only rank 0 opens them.
 """
 
 import importlib.util
@@ -59,7 +59,7 @@ def require_installed(boards: BoardsConfig) -> None:
     for library, (is_wanted, why) in wanted.items():
         if is_wanted and not _is_installed(library):
             raise ConfigError(
-                f"{why}, but {library} is not installed: pip install 'gyre-ml[trainer,{library}]'"
+                f"{why}, but {library} is not installed. Run pip install 'gyre-ml[boards]'."
             )
 
 

@@ -38,7 +38,7 @@ class ArrayRecordFormat:
         """Refuse to start without what reads such files.
 
         Raises:
-            ConfigError: the extra `arrayrecord` is not installed.
+            ConfigError: array_record is not installed.
         """
         require_library()
 

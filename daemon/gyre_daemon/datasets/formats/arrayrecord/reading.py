@@ -112,8 +112,8 @@ def require_library() -> None:
     """
     if importlib.util.find_spec("array_record") is None:
         raise ConfigError(
-            "the format arrayrecord needs the extra of that name: "
-            'pip install "gyre-ml[arrayrecord]"'
+            "the format arrayrecord needs array_record, which is not installed. "
+            'Run pip install "gyre-ml[records]".'
         )
 
 

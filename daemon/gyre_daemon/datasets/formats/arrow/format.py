@@ -54,7 +54,7 @@ class ArrowFormat:
         """Refuse to start without what reads schemas.
 
         Raises:
-            ConfigError: the extra `arrow` is not installed.
+            ConfigError: pyarrow is not installed.
         """
         require_pyarrow("arrow")
         self._options, self._columns = options, options.wanted

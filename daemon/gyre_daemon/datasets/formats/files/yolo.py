@@ -62,7 +62,7 @@ class YoloFormat:
         """Refuse to start without what reads YAML.
 
         Raises:
-            ConfigError: the extra `yolo` is not installed.
+            ConfigError: PyYAML is not installed.
         """
         require_yaml()
         self._options = options

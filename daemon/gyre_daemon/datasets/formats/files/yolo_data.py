@@ -32,7 +32,8 @@ def require_yaml() -> None:
     """
     if importlib.util.find_spec("yaml") is None:
         raise ConfigError(
-            'the format yolo needs the extra of that name: pip install "gyre-ml[yolo]"'
+            "the format yolo needs PyYAML, which is not installed. "
+            'Run pip install "gyre-ml[images]".'
         )
 
 

@@ -98,7 +98,7 @@ class LineFrames:
 
         Raises:
             ValueError: the file is damaged; says at which byte.
-            ConfigError: the extra `zstd` is not installed.
+            ConfigError: zstandard is not installed.
         """
         rows: list[int] = []
         pieces: list[Sequence[tuple[int, int]]] = []

@@ -30,7 +30,7 @@ class ParquetFormat:
         """Refuse to start without what reads such files.
 
         Raises:
-            ConfigError: the extra `parquet` is not installed.
+            ConfigError: pyarrow is not installed.
         """
         require_pyarrow("parquet")
         self._options, self._columns = options, options.wanted

@@ -45,13 +45,14 @@ class TfrecordFormat:
         """Refuse to start without what computes the checksums.
 
         Raises:
-            ConfigError: the extra `tfrecord` is not installed.
+            ConfigError: google-crc32c is not installed.
         """
         try:
             import google_crc32c  # noqa: F401, PLC0415  # only this format needs it
         except ImportError as error:
             raise ConfigError(
-                'the format tfrecord needs the extra of that name: pip install "gyre-ml[tfrecord]"'
+                "the format tfrecord needs google-crc32c, which is not installed. "
+                'Run pip install "gyre-ml[records]".'
             ) from error
 
     @property

@@ -40,7 +40,9 @@ def ray_address(engine: str) -> str | None:
             "or `ray://HOST:PORT` for the cluster there"
         )
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError('scans by Ray need an extra: pip install "gyre-ml[ray]"')
+        raise ConfigError(
+            'scans by Ray need ray, which is not installed. Run pip install "gyre-ml[ray]".'
+        )
     return LOCAL if engine == "ray" else engine
 
 
