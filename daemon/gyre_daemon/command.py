@@ -2,6 +2,7 @@
 
 import sys
 
+from gyre_common.foreign_command import foreign_command
 from gyre_common.program import run_program
 
 from gyre_daemon import __version__
@@ -13,6 +14,8 @@ def main() -> None:
 
 
 def _run() -> int:
+    if warning := foreign_command():
+        print(f"gyred: {warning}", file=sys.stderr)
     try:
         from gyre_daemon import cli  # noqa: PLC0415  # only the extra brings what it imports
     except ModuleNotFoundError as error:

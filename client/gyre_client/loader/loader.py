@@ -10,12 +10,13 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, NoReturn, Self
 
 import torch
 from gyre_common.counts import counted
+from gyre_common.foreign_command import foreign_command
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -203,6 +204,8 @@ class Loader(LoaderSteps):
         refuse_unknown(unknown)
         accelerated.wrap_accelerate(Loader)
         rank, world_size = rank_and_world_size(rank, world_size)
+        if rank == 0:
+            _warn_of_foreign_command()
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
         self._restart = flag("restart", restart)
         widened([], token_dtype)
@@ -413,3 +416,10 @@ class Loader(LoaderSteps):
         """Returns the batch behind the last one of the iteration that the next one belongs to."""
         self._place.locate()
         return NEVER if num_epochs is None else self._place.epochs.stop(self._batch, num_epochs)
+
+
+@cache
+def _warn_of_foreign_command() -> None:
+    """Warn once for a process, on the first rank."""
+    if warning := foreign_command():
+        _log.warning("%s", warning)

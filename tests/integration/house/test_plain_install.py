@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 from collections.abc import Mapping
@@ -49,30 +50,38 @@ def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
             target.symlink_to(str(distribution.locate_file(file)))
 
 
+def built(project: Path, folder: Path) -> Path:
+    """The wheel of a project, in the folder."""
+    (wheel,) = WheelBuilder(str(project)).build(directory=str(folder), versions=["standard"])
+    return Path(wheel)
+
+
+def make_environment(folder: Path) -> Path:
+    """Make an empty environment; returns its `site-packages`."""
+    venv.create(folder)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return folder / "lib" / version / "site-packages"
+
+
+def install(wheel: Path, environment: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python"), "install"]
+    options = ["--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, *options, wheel], check=True, timeout=SECONDS)
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The `bin` of an environment that holds only the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("plain")
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
-    venv.create(folder / "env")
-    site = (
-        folder
-        / "env/lib"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        / "site-packages"
-    )
+    site = make_environment(folder / "env")
     for name in needed([Requirement(each).name for each in PROJECT["dependencies"]]):
         link(importlib.metadata.distribution(name), site)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(folder / "env/bin/python"),
-        "install",
-        "--quiet",
-    ]
-    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=SECONDS)
+    install(wheel, folder / "env")
     return folder / "env/bin"
 
 
@@ -174,3 +183,48 @@ def test_object_storage_names_its_extra(gyred: StartDaemon, uri: str) -> None:
         [sys.executable, "-m", "gyre_client", "describe", "far", "--address", daemon.address]
     )
     assert failed_in_one_line(result, "objects")
+
+
+OTHER = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "other-gyre"
+version = "1"
+[project.scripts]
+gyre = "other_gyre:main"
+"""
+WARNING = "the command `gyre` starts a program of other-gyre"
+READ = """
+import sys
+from gyre_client import Loader
+options = {"dtype": "uint16", "sequence_length": 8}
+for seed in range(2):
+    with Loader(sys.argv[1], batch_size=4, seed=seed, options=options) as loader:
+        print(len(next(loader)["sample_id"]))
+"""
+
+
+def test_a_command_of_another_distribution_is_told(tmp_path: Path, wheel: Path) -> None:
+    environment, project = tmp_path / "env", tmp_path / "other"
+    site = make_environment(environment)
+    installed = sysconfig.get_path("purelib")
+    (site / "installed.pth").write_text(f"import site; site.addsitedir({installed!r})")
+    install(wheel, environment)
+    np.arange(800, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    read = [environment / "bin/python", "-c", READ, tmp_path / "tokens.bin"]
+    result = run(read)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "4\n4\n", "")
+
+    (project / "other_gyre").mkdir(parents=True)
+    (project / "pyproject.toml").write_text(OTHER)
+    (project / "other_gyre/__init__.py").write_text("def main():\n    print('another program')\n")
+    install(built(project, tmp_path), environment)
+    assert run([environment / "bin/gyre", "--version"]).stdout == "another program\n"
+    result = run(read)
+    assert (result.returncode, result.stdout, result.stderr.count(WARNING)) == (0, "4\n4\n", 1)
+    result = run([environment / "bin/gyred", "--version"])
+    assert (result.returncode, result.stderr.count(WARNING)) == (0, 1)
+    result = run([environment / "bin/python", "-m", "gyre_client", "--version"])
+    assert result.stdout == f"gyre {PROJECT['version']}\n"
