@@ -41,7 +41,6 @@ LONGEST_FIRST = (
     "test_train_tools",
     "test_benchmarks_rtp",
     "test_train_step_cost",
-    "test_rotation_whole_graph",
     "test_pages_are_true",
     "test_rotation_shared_heads",
     "test_train_export",

@@ -11,7 +11,6 @@ from gyre_trainer.inspection.rule_checks import check_checkpoints, check_rule
 from gyre_trainer.inspection.shared_refusal import refusing_together
 from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.split.block import SplitBlock, block_of, entry_of
-from gyre_trainer.layers.whole_graph import mark_first_call_hook
 from gyre_trainer.rotation.backward.kept_outputs import nothing_kept
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rule
@@ -62,10 +61,9 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
             raise
         rotated.unchecked_modes = left - {rotated.training}
         hooks = called._forward_pre_hooks
-        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:  # else graphs know it
+        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:
             del hooks[hook.id], called._forward_pre_hooks_with_kwargs[hook.id]
 
-    mark_first_call_hook(first_call)
     hook = entry_of(module).register_forward_pre_hook(first_call, with_kwargs=True)
 
 

@@ -48,7 +48,6 @@ from gyre_trainer.layers.whole.read_rule import (
 )
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
-from gyre_trainer.layers.whole_graph import compile_whole
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
@@ -69,7 +68,6 @@ __all__ = [
     "RotationPlan",
     "RotationPolicy",
     "Rprop",
-    "compile_whole",
     "linear_cross_entropy",
     "make_mesh",
     "materialize",

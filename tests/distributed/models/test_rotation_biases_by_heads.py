@@ -14,12 +14,11 @@ from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartEither, StartRanks
-from tests.distributed.models.test_rotation_whole_graph import begin
 from tests.distributed.training import outcome, whole, whole_parameters
 
 VOCABULARY = 31
@@ -144,7 +143,7 @@ class Layers(nn.Module):
         return torch.cat((z.flatten(), bias.flatten(), weights.flatten()))
 
 
-def off_in_one_graph(*, compiles: bool) -> float:
+def off_with_a_shared_bias() -> float:
     """How far outputs and gradients are from those of one process."""
     torch.manual_seed(0)
     plain, model = Layers().double(), Layers().double()
@@ -152,10 +151,6 @@ def off_in_one_graph(*, compiles: bool) -> float:
     model.second.table.requires_grad_(False)  # no gradient comes to it
     rotate_all(model, mesh=make_mesh("cpu"), rules={Biased: rule_of(4)})
     x = torch.randn(2, TIME, 8, dtype=torch.float64)
-    if compiles:
-        begin()
-        compile_whole(model, backend="aot_eager")
-        model(x)  # without a compiler
     outputs = [each(x) for each in (plain, model)]
     for output in outputs:
         output.sin().sum().backward()
@@ -166,9 +161,8 @@ def off_in_one_graph(*, compiles: bool) -> float:
     return max(apart(*each) for each in ((found, expected), *grads))
 
 
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=MODELS)])
-def test_layers_share_a_bias(ranks: StartRanks, compiles: bool) -> None:
-    for found in ranks(2).run(partial(off_in_one_graph, compiles=compiles)):
+def test_layers_share_a_bias(ranks: StartRanks) -> None:
+    for found in ranks(2).run(off_with_a_shared_bias):
         assert found <= 1e-12
 
 

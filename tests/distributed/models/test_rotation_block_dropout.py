@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
@@ -25,7 +25,7 @@ from tests.distributed.models.dropping import (
     masks_recorded,
 )
 from tests.distributed.models.dropping import rules as rules_of
-from tests.distributed.models.test_rotation_whole_graph import begin, num_graphs
+from tests.distributed.models.test_rotation_compiled import begin, num_graphs
 from tests.distributed.training import whole
 
 KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
@@ -192,9 +192,6 @@ def off_by_a_compiler() -> dict[str, float]:
     found = {"graphs in training": float(num_graphs())}
     expected, models = rotated(RECOMPUTED, 4, fused=True), {}
     models["slices"] = rotated(policy, 4, fused=True)
-    models["whole"] = rotated(RECOMPUTED, 4, fused=True)
-    compile_whole(models["whole"], backend="aot_eager")
-    models["whole"](given())  # without a compiler
     for name, model in models.items():
         results = []
         for each in (model, expected):

@@ -31,6 +31,18 @@ BACKEND = "aot_eager"
 NUM_STEPS = 2
 
 
+def begin() -> None:
+    """Forget all graphs, and ignore the compiler's own warnings."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def num_graphs() -> int:
+    found: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
 class Trained(NamedTuple):
     """The distance of parameters from one process's, and the number of graphs after each step."""
 

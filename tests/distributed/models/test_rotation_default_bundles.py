@@ -4,7 +4,6 @@ Other tests of `models` run slice by slice; `make test-models` runs them in bund
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from tests.distributed.gloo_ranks import bundled_by_default
 from tests.distributed.models import test_rotation_adapters as lora
 from tests.distributed.models import test_rotation_caches as caches
 from tests.distributed.models.families import VOCABULARY, made
-from tests.distributed.models.test_rotation_whole_graph import begin
+from tests.distributed.models.test_rotation_compiled import begin
 from tests.distributed.training import whole_parameters
 
 BACKEND = "aot_eager"
@@ -138,7 +137,6 @@ def off_compiled() -> dict[str, float]:
     ways: dict[str, tuple[RotationPolicy | None, Callable[[Any], Any]]] = {
         "slices": (slices, lambda model: None),
         "the model": (None, lambda model: model.compile(backend=BACKEND)),
-        "one graph": (None, partial(compile_whole, backend=BACKEND)),
     }
     found = {}
     for name, (policy, compile_model) in ways.items():

@@ -10,8 +10,7 @@ import transformers
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, RecomputedPart
 from torch import Tensor, nn
 
@@ -285,18 +284,3 @@ def test_little_is_kept_and_experts_do_not_travel_again(ranks: StartRanks, famil
         assert blocks[0] < 3  # inputs of attention and experts, and the router's
         assert layers[0] < 1.2
         assert layers[1] - blocks[1] == blocks[2] * 8 / 2  # attention and router, half of each
-
-
-def as_one_graph() -> str:
-    config = library.LlamaConfig(**_COMMON)
-    model = library.LlamaForCausalLM(config)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS)
-    with pytest.raises(RotationError) as caught:
-        compile_whole(model)
-    return str(caught.value)
-
-
-def test_one_graph_computes_no_layers_again(ranks: StartRanks) -> None:
-    for message in ranks(2).run(as_one_graph):
-        assert "model.layers.0 is recomputed as a whole layer" in message
-        assert "recompute_layers" in message

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tests.distributed.comparing import apart
@@ -21,7 +21,6 @@ from tests.distributed.models.split_models import (
     BLOCKS,
     MODELS,
     MORE,
-    NUM_STEPS,
     OF_ROWS,
     POLICIES,
     SIZES,
@@ -102,38 +101,6 @@ def test_chunks_scores_and_masks_of_heads_are_exact(ranks: StartRanks, policy: s
     for found in ranks(2).run(called_in_ways, POLICIES[policy]):
         assert found.keys() == WAYS.keys()
         assert all(off <= 1e-12 for off in found.values()), found
-
-
-def compiled(family: str) -> tuple[float, int]:
-    """How far a model that is one graph is from one process's, and how often a graph was broken."""
-    warnings.simplefilter("ignore")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    models: list[Any] = [made(family), made(family)]
-    rotate_all(models[0], mesh=make_mesh("cpu"), policy=POLICIES["recompute"])
-    compile_whole(models[0], backend="aot_eager")
-    for model, part in zip(models, (mine, as_is), strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(NUM_STEPS):
-            inputs = {name: part(each) for name, each in inputs_of(model, step).items()}
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits
-            loss: Any = F.cross_entropy(logits.reshape(labels.numel(), -1), labels.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = dict(models[1].named_parameters())
-    found = {name: whole(each.detach()) for name, each in models[0].named_parameters()}
-    off = max(apart(each, expected[name].detach()) for name, each in found.items())
-    return off, sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
-@pytest.mark.models
-@pytest.mark.parametrize("family", ["Bert", "ViT"])
-def test_a_model_is_one_graph(ranks: StartRanks, family: str) -> None:
-    for off, num_breaks in ranks(2).run(compiled, family):
-        assert off <= 1e-12
-        assert num_breaks == 0
 
 
 def compiled_slices() -> tuple[float, list[int]]:

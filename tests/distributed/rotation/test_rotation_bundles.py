@@ -13,7 +13,6 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import (
     RotationPolicy,
-    compile_whole,
     linear_cross_entropy,
     quantize_frozen,
     rotate_all,
@@ -287,8 +286,6 @@ def bundles_left(what: str) -> tuple[list[bool], float]:
     rotate_all(model, mesh=mesh, policy=TOGETHER)
     expected = plain(x)
     match what:
-        case "one graph":
-            compile_whole(model, backend="aot_eager")
         case "few bits":
             model(x).sum().backward()
             quantize_frozen(model.requires_grad_(False), "int8", mesh=mesh, keep=("1",))
@@ -306,7 +303,6 @@ def bundles_left(what: str) -> tuple[list[bool], float]:
 @pytest.mark.parametrize(
     ("what", "left", "most"),
     [
-        ("one graph", [False, False], 1e-6),
         ("few bits", [False, True], 2e-2),
         ("a loss by slices", [True, False], 1e-6),
     ],

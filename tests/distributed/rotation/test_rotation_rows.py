@@ -15,7 +15,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import RotationPolicy, compile_whole, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -224,24 +224,3 @@ def refused_token(token: int) -> str:
 def test_a_token_outside_of_the_embedding_is_named(ranks: StartRanks, token: int) -> None:
     for told in ranks(2).run(refused_token, token):
         assert told == f"token {token} is not in the embedding, which has {NUM_ROWS} rows"
-
-
-def bytes_in_a_graph() -> list[int]:
-    model, ring = made({}), ring_of(make_mesh("cpu"))
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
-    compile_whole(model, backend="aot_eager")
-    sent = []
-    for _ in range(2):
-        before = ring.bytes_sent
-        with torch.no_grad():
-            model(torch.arange(4))
-        sent.append(ring.bytes_sent - before)
-    return sent
-
-
-def test_in_one_graph_an_embedding_rotates(ranks: StartRanks) -> None:
-    largest, smallest = 8 * WIDTH * 501, 8 * WIDTH * 500
-    for rank, (by_itself, in_a_graph) in enumerate(ranks(2).run(bytes_in_a_graph)):
-        one_pass = smallest if rank else largest
-        assert in_a_graph == 3 * one_pass  # two calls of the embedding, and the head
-        assert by_itself < 2 * one_pass

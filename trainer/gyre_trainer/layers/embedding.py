@@ -1,8 +1,7 @@
 """An embedding by rows of its vocabulary.
 
-Its rows are sent to the ranks whose tokens they are for. In a graph (`compile_whole`) and on one
-rank it goes round the ring as other modules do: a slice gives its own tokens' rows, zero for
-others.
+Its rows are sent to the ranks whose tokens they are for. On one rank it goes
+round the ring as other modules do: a slice gives its own tokens' rows, zero for others.
 """
 
 from dataclasses import dataclass

@@ -96,7 +96,8 @@ class RotatedMultiheadAttention(RotatedModule):
         """Queries, keys and values, without a bias that is not packed."""
         return run(self.rotation, args, kwargs)
 
-    def attend(
+    @uncompiled
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -128,8 +129,6 @@ class RotatedMultiheadAttention(RotatedModule):
         if batched:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
-
-    forward = uncompiled(attend)  # type: ignore[arg-type]  # a graph has `attend` itself
 
 
 def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:

@@ -118,12 +118,7 @@ def _fields(module: nn.Module, cls: Any, *, drops_out: bool) -> Iterator[tuple[s
     for name, value in kernels_of(module).items():
         yield f"its {name}", value
     for name, value in vars(module).items():
-        if (
-            callable(value)
-            and name != "forward"
-            and not name.startswith("_")
-            and not _is_ours(value)
-        ):
+        if callable(value) and name != "forward" and not name.startswith("_"):
             yield f"its {name}", value
     for name, each in module.named_modules():
         if not name:
@@ -135,11 +130,6 @@ def _fields(module: nn.Module, cls: Any, *, drops_out: bool) -> Iterator[tuple[s
         for name, rate in drop_rates(module).items():
             if rate > 0:
                 yield f"its {name}", rate
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether a function is one that `compile_whole` sets on a module."""
-    return (getattr(value, "__module__", None) or "").startswith("gyre_trainer.rotation.")
 
 
 def _told(value: Any) -> str:

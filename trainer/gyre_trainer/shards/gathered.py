@@ -129,17 +129,6 @@ class Gathered:
         """Hold the whole parameter no longer."""
         self._whole = None
 
-    def gathered_now(self) -> Tensor:
-        """The whole parameter, which is not held. Collective."""
-        sharded = self._sharded
-        sharded.require_here(self.parameter, self.name)
-        with torch.inference_mode(False), torch.no_grad():
-            return self._gather()
-
-    def shard_of_gradient(self, grad: Tensor) -> Tensor:
-        """The own shard's part of a gradient, averaged over the ranks. Collective."""
-        return self._reduce(grad)
-
     def take_gradient(self, stand_in: Tensor) -> None:
         """Give the parameter its share of a stand-in's gradient, averaged over the ranks."""
         grad, stand_in.grad = stand_in.grad, None

@@ -8,9 +8,6 @@ them cannot see, so the ranks tell each other in the first forward (`call_order`
 their outputs is added to the module's output, so that they take part in backward as well, in the
 same order on every rank. So is one of what is called before the experts, such as a router: on a
 rank without tokens, nothing else may lead from the loss to it.
-
-In a graph of the compiler nothing of this is needed: it has the same calls on every rank, and the
-same backward. Where a module leaves out experts without tokens, it can be no graph.
 """
 
 from collections.abc import Iterator, Sequence
@@ -191,9 +188,6 @@ def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) ->
 @uncompiled
 def _after_other(calls: _Calls, _module: nn.Module, _args: Any, output: Any) -> None:
     calls.after_other(output)
-
-
-EXPERT_HOOKS = (_before, _before_other, _after_other)
 
 
 def _numbers(output: Any) -> list[Tensor]:

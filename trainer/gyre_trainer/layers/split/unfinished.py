@@ -34,9 +34,7 @@ class Unfinished:
             _refuse("gives it to the last layer of another block")
         if torch.is_grad_enabled() is not self._records:
             _refuse("calls one of both under no_grad, and the other one with gradients")
-        # a compiler allows neither; a graph has no hidden writes
-        has_version = not (torch.compiler.is_compiling() or self._content.is_inference())
-        version = self._content._version if has_version else -1
+        version = -1 if self._content.is_inference() else self._content._version
         if self._version is None:
             self._version = version
             return self._content
