@@ -285,11 +285,6 @@ def test_a_file_in_the_way_of_outputs(refused: Refused, tmp_path: Path) -> None:
     assert f"{here} is a file" in refused("--set", f"run.out={here}")
     assert f"{here} is a file" in refused("--set", f"run.out={here}/run/a")
     assert f"{here} is a file" in refused("--out", here, command="trace")
-    assert f"{here} is a file" in refused("--out", f"{here}/x.png", command="memory")
-
-
-def test_an_image_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
-    assert "Is a directory" in refused("--out", str(tmp_path), "--ranks=1", command="memory")
 
 
 def started(*arguments: str, stdout: int | None = None) -> "subprocess.Popen[str]":

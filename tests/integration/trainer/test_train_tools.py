@@ -1,4 +1,4 @@
-"""`gyre-train plan`, `memory` and `trace`, as a user calls them."""
+"""`gyre-train plan` and `trace`, as a user calls them."""
 
 import json
 import subprocess
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from gyre_trainer.cli import main
-from matplotlib import image
 
 CONFIG = """
 [run]
@@ -153,22 +152,6 @@ def test_a_plan_says_what_is_missing_or_wrong(
 ) -> None:
     assert main(["plan", *flags]) == 2
     assert reason in capsys.readouterr().err
-
-
-def test_memory_draws_a_step_and_prints_the_peaks(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["memory", config, "--ranks", "2", "--out", str(tmp_path / "step.png")]) == 0
-    assert set(rows(capsys.readouterr().out)) >= {
-        "parameters",
-        "optimizer",
-        "activations",
-        "logits",
-        "peak",
-        "sent",
-    }
-    height, width, _ = image.imread(tmp_path / "step.png").shape
-    assert width > 2 * height > 1000
 
 
 @pytest.mark.parametrize(

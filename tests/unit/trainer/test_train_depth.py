@@ -1,14 +1,13 @@
 """What a deep model's step costs follows from a few of its layers."""
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.depth import FigureJobs, figures, layer_kinds, step_figures
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.growth.depth import FigureJobs, figures, layer_kinds, step_figures
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.modules_table import module_counts, modules_table
 from gyre_trainer.accounting.plan_tables import shape_of
@@ -99,31 +98,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-COUNTED = [
-    ("olmoe", True, Strategy.GYRE),
-    ("qwen3_moe", False, Strategy.FSDP2_LAYER),
-    *(
-        pytest.param(*each, marks=pytest.mark.models)
-        for each in product(EXPERTS, (False, True), Strategy)
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "recompute", "strategy"), COUNTED)
-def test_few_experts_tell_what_eight_cost(family: str, recompute: bool, strategy: Strategy) -> None:
-    """Of layers with eight, the first one without experts in the second family."""
-    keys = LLAMA | {"model_type": family, "num_hidden_layers": 5} | EXPERTS[family]
-    settings = config({"config": keys}, recompute=recompute)
-    jobs = FigureJobs.of(settings)
-    assert (jobs.num_layers, jobs.num_experts) == (5, 8)
-    counted = figures(dry_run(settings, strategy, 2))
-    told = step_figures(settings, strategy, 2)
-    assert told.operations == counted.operations
-    # A rank's rows of a router are rounded up, with two, three and eight of them.
-    assert told.sent_bytes == pytest.approx(counted.sent_bytes, rel=0.01)
-    assert told.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.01)
-
-
 def test_layers_that_differ_are_not_alike() -> None:
     mixed = LLAMA | {
         "model_type": "qwen3_moe",
@@ -161,11 +135,6 @@ def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
     alone = dry_run(settings, Strategy.DDP, 2).timeline
     jobs = [partial(dry_run, settings, Strategy.DDP, 2)] * 2
     assert [each.timeline.events for each in side_by_side(jobs)] == [alone.events] * 2
-
-
-def test_results_are_in_the_order_of_the_jobs_whichever_begins_first() -> None:
-    jobs = [partial(divmod, number, 2) for number in range(5)]
-    assert side_by_side(jobs, [3, 1, 4, 0, 2]) == [divmod(number, 2) for number in range(5)]
 
 
 def test_the_first_dry_run_that_fails_says_why() -> None:
@@ -226,25 +195,3 @@ def test_a_model_that_fails_by_itself_is_no_error_of_the_plan() -> None:
 def test_an_unknown_family_is_named_without_all_others() -> None:
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no `model_type` 'llama5'$"):
         kinds_of(config({"config": {"model_type": "llama5"}}))
-
-
-@pytest.mark.parametrize(
-    "keys", [{"num_experts": 4}, {"n_group": 2}], ids=["few", "chosen in groups"]
-)
-def test_all_experts_are_measured_where_few_would_not_tell(keys: dict[str, int]) -> None:
-    family = LLAMA | {"model_type": "olmoe"} | EXPERTS["olmoe"] | keys
-    assert FigureJobs.of(config({"config": family})).num_experts == 0
-
-
-def test_all_experts_are_measured_where_few_fail() -> None:
-    """DeepSeek-V2 looks for the chosen experts in a table of those in the list."""
-    attention = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-    heads = {"qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4}
-    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16}
-    kind = {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "num_experts_per_tok": 2}
-    model = LLAMA | {"num_attention_heads": 4} | kind | attention | heads | experts
-    settings = config({"config": model | {"num_hidden_layers": 2}})
-    assert FigureJobs.of(settings).num_experts == 8
-    found = step_figures(settings, Strategy.DDP, 2)
-    whole = figures(dry_run(settings, Strategy.DDP, 2))
-    assert (found.at_peak, found.operations) == (whole.at_peak, whole.operations)

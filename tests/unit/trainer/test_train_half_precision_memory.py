@@ -1,7 +1,7 @@
 """Half precision keeps rotation's advantage in memory: an 8 B shape on 8 ranks, on fake tensors."""
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.growth.depth import step_figures
+from gyre_trainer.accounting.depth import step_figures
 from gyre_trainer.training.config import TrainConfig, build
 
 

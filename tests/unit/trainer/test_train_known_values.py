@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gyre_trainer.accounting.known_values import FewExperts, KnownValues
+from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.errors import ConfigError
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -72,12 +72,3 @@ def test_a_number_that_is_not_known_is_one(values: KnownValues) -> None:
 def test_more_experts_than_choices_are_refused(values: KnownValues) -> None:
     with pytest.raises(ConfigError, match="choose 2 experts in a step, but there are 4"):
         torch.empty(1, NUM_EXPERTS).topk(NUM_CHOICES)
-
-
-def test_the_choices_of_experts_that_are_missing_lead_nowhere() -> None:
-    """Of four experts that two are chosen from, the model has one."""
-    with FakeTensorMode(), KnownValues(FewExperts(1, NUM_EXPERTS)):
-        chosen_from = torch.empty(NUM_TOKENS, 1).topk(NUM_CHOICES, dim=-1)
-        assert chosen_from.values.shape == (NUM_TOKENS, NUM_CHOICES)
-        mask = torch.nn.functional.one_hot(chosen_from.indices, num_classes=1)
-        assert torch.where(mask[..., 0])[0].shape == (3,)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import transformers
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.depth import StepFigures
 from gyre_trainer.accounting.estimate import Rates, recommendation
-from gyre_trainer.accounting.growth.depth import StepFigures
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.training.models.library import num_positions
 

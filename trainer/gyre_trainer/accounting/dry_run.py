@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
-from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
-from gyre_trainer.accounting.known_values import FewExperts, KnownValues
+from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.head.alike_chunks import few_for_all
@@ -36,16 +36,13 @@ from gyre_trainer.training.step import Stepper
 _FEW_TOKENS = 16
 
 
-def dry_run(
-    config: TrainConfig, strategy: Strategy, num_ranks: int, experts: FewExperts | None = None
-) -> StepCost:
+def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
     """What one step costs rank 0, which has the largest slices.
 
     Args:
         config: of the run.
         strategy: how the model is distributed.
         num_ranks: of the ring.
-        experts: where the model has fewer than its tokens choose from; None where it has all.
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model, or
@@ -53,7 +50,7 @@ def dry_run(
         RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
-    values = KnownValues(experts)
+    values = KnownValues()
     with few_for_all(), on_fake_ranks(num_ranks, values) as mesh:
         device = torch.device("cpu")
         examples = stand_in(config, config.data.batch_size // num_ranks)
@@ -118,7 +115,7 @@ def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator
     try:
         mesh = make_mesh("cpu")
         # `torch.tensor` on `meta` gives one that is not fake, as for scaled rotary frequencies.
-        with QuickFakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
+        with FakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
             yield mesh
     finally:
         dist.destroy_process_group()

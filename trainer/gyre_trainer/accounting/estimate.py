@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.growth.depth import StepFigures
+from gyre_trainer.accounting.depth import StepFigures
 from gyre_trainer.accounting.live_bytes import Category
 from gyre_trainer.training.config import TrainConfig
 

@@ -6,7 +6,6 @@ beside the fake tensor, and a router is assumed to choose all experts equally of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,19 +33,6 @@ _MAX_BYTES = 2**30
 _MAX_ZEROS_BYTES = 2**25
 
 
-@dataclass(frozen=True, slots=True)
-class FewExperts:
-    """Experts of a model that has fewer of them than its tokens choose from.
-
-    Attributes:
-        num: how many the model has in each list.
-        num_chosen_from: how many there are; the choices of those that are missing lead nowhere.
-    """
-
-    num: int
-    num_chosen_from: int
-
-
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Beneath it is a `FakeTensorMode`; numbers that are read and not known are 1.
 
@@ -57,10 +43,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             choose.
     """
 
-    def __init__(self, experts: FewExperts | None = None) -> None:
-        """``experts`` says which choices are of experts that are missing; None for no such."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._experts = experts
         self.assumes_even_routing = False
         self._routes = False
 
@@ -92,8 +76,6 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _INDEXING:
             args = [args[0], [each for index in args[1] for each in self._places(index)], *args[2:]]
         values = None
-        if func is _aten.topk.default:
-            args = [self._logits(args), *args[1:]]
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -111,16 +93,6 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._routes = True
         self._keep(func, args, kwargs, result, values)
         return result
-
-    def _logits(self, args: Sequence[Any]) -> Tensor:
-        """What topk chooses from: of a router of few experts, a column for each that there is."""
-        logits: Tensor = args[0]
-        dim = args[2] if len(args) > 2 else -1
-        if self._experts is None or logits.shape[dim] != self._experts.num:
-            return logits
-        sizes = list(logits.shape)
-        sizes[dim] = self._experts.num_chosen_from
-        return logits.new_empty(sizes)
 
     def _number(self, tensor: Tensor) -> Any:
         values = _known(tensor)

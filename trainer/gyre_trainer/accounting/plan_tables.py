@@ -9,7 +9,7 @@ import torch
 from gyre_common.counts import counted
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.depth import FigureJobs, StepFigures
 from gyre_trainer.accounting.estimate import (
     TENSOR_PARALLEL,
     Rates,
@@ -19,18 +19,14 @@ from gyre_trainer.accounting.estimate import (
     step_seconds,
     tensor_parallel,
 )
-from gyre_trainer.accounting.growth.depth import FigureJobs, StepFigures, figures, with_jobs
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
 from gyre_trainer.accounting.side_by_side import Job, side_by_side
-from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.table import table
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config, num_positions
 from gyre_trainer.training.models.library import shape_of as library_shape
-
-StepCosts = Mapping[Strategy, StepCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +61,6 @@ _EVEN_ROUTING = (
 )
 
 
-def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
-    """What one step costs rank 0 under each strategy.
-
-    Raises:
-        ConfigError: the batch cannot be divided among ``num_ranks``.
-        RotationError: the model cannot be cut for ``num_ranks``.
-    """
-    jobs = [partial(dry_run, config, strategy, num_ranks) for strategy in Strategy]
-    return dict(zip(Strategy, side_by_side(jobs), strict=True))
-
-
 def text(
     config: TrainConfig,
     num_ranks: int,
@@ -97,8 +82,12 @@ def text(
     num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
-    jobs, found = with_jobs(config, partial(_measured, num_ranks=num_ranks))
-    results = iter(found)
+    jobs = FigureJobs.of(config)
+    to_do: list[Job[Any]] = [
+        *jobs.run(list(Strategy), num_ranks),
+        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
+    ]
+    results = iter(side_by_side(to_do))
     by_strategy = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
     rates = given.measured(getattr(torch, config.precision.compute_dtype))
     num_layers, dim = shape_of(config)
@@ -141,25 +130,6 @@ def _too_long(config: TrainConfig) -> list[str]:
     ]
 
 
-def _measured(jobs: FigureJobs, num_ranks: int) -> tuple[FigureJobs, list[Any]]:
-    to_do: list[Job[Any]] = [
-        *jobs.run(list(Strategy), num_ranks),
-        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
-    ]
-    return jobs, side_by_side(to_do, _begin(len(to_do)))
-
-
-def _begin(num_jobs: int) -> list[int]:
-    """The order in which a plan's jobs begin.
-
-    On two cores the second dry run of rotation follows the first one, which takes longest, in one
-    process. There torch knows most operators already, and other processes meanwhile learn those of
-    FSDP2. That spares a tenth of all processor time.
-    """
-    order = list(range(num_jobs))
-    return [*order[:1], *order[2:6], *order[1:2], *order[6:]]
-
-
 def _assumption(columns: Mapping[Strategy, StepFigures]) -> list[str]:
     """What was assumed of the tokens, if anything was."""
     if not any(each.assumes_even_routing for each in columns.values()):
@@ -181,13 +151,6 @@ def shape_of(config: TrainConfig) -> tuple[int, int]:
     if isinstance(config.model, GPTConfig):
         return config.model.num_layers, config.model.dim
     return library_shape(library_config(config.model))
-
-
-def peaks(costs: StepCosts) -> str:
-    """A table of each strategy's live bytes at its peak, by category, and its bytes sent."""
-    columns = {strategy: figures(cost) for strategy, cost in costs.items()}
-    peaks_table = _peaks({str(strategy): each for strategy, each in columns.items()}, [])
-    return "\n\n".join([peaks_table, *_assumption(columns)])
 
 
 def _peaks(columns: Mapping[str, StepFigures], more: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """Dry runs side by side, each in a process that is forked where everything is imported already."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -15,16 +15,14 @@ Job = Callable[[], Result]
 _MAX_PROCESSES = 8
 
 
-def side_by_side(jobs: Sequence[Job[Any]], begin: Iterable[int] | None = None) -> list[Any]:
+def side_by_side(jobs: Sequence[Job[Any]]) -> list[Any]:
     """The result of each job, computed on the cores that this process may use.
 
     Jobs must not communicate or use a device: their processes share neither threads nor contexts
     with this one.
 
     Args:
-        jobs: what is to be computed.
-        begin: the places of the jobs in the order in which they begin; None for their own order.
-            The first ones should be those that take longest.
+        jobs: what is to be computed; the first ones should be those that take longest.
 
     Raises:
         Exception: the error of the first job, in their order, that failed.
@@ -35,10 +33,9 @@ def side_by_side(jobs: Sequence[Job[Any]], begin: Iterable[int] | None = None) -
     with ProcessPoolExecutor(
         num_processes, get_context("fork"), _begin, (os.getpid(),)
     ) as processes:
-        order = range(len(jobs)) if begin is None else begin
-        started = {place: processes.submit(jobs[place]) for place in order}
+        started = [processes.submit(job) for job in jobs]
         try:
-            return [started[place].result() for place in range(len(jobs))]
+            return [each.result() for each in started]
         finally:
             processes.shutdown(cancel_futures=True)
 

@@ -20,16 +20,6 @@ from gyre_trainer.training.step import Stepper
 
 STEP = "step"
 BLOCK = "block"
-EXPERT_FORWARD, EXPERT_BACKWARD = "expert", "expert backward"
-
-
-def expert_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """The lists of experts inside a module."""
-    return [
-        each
-        for name, each in module.named_modules()
-        if isinstance(each, nn.ModuleList) and name.rpartition(".")[2] == "experts"
-    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +28,7 @@ class StepCost:
 
     Attributes:
         timeline: its marks are "step", the phases of `gyre_trainer.training.step.Phase`, and BLOCK
-            where a block's forward or backward begins. Those of the experts of lists are marked,
-            too, also where they are recomputed.
+            where a block's forward or backward begins.
         sent_bytes: bytes that this rank sent in the step.
         operations: floating-point operations of this rank in the step.
         assumes_even_routing: whether shapes depend on which experts tokens choose, and each expert
@@ -123,9 +112,6 @@ class _Observer:
             for block in blocks_of(self._model):
                 hooks.callback(block.register_forward_pre_hook(self._begin_block).remove)
                 hooks.callback(block.register_forward_hook(self._end_block).remove)
-                for expert in [each for listed in expert_lists(block) for each in listed]:
-                    hooks.callback(expert.register_forward_pre_hook(self._begin_expert).remove)
-                    hooks.callback(expert.register_forward_hook(self._end_expert).remove)
             hook = features_of(self._model).register_forward_hook(self._begin_logits)
             hooks.callback(hook.remove)
             yield
@@ -138,13 +124,6 @@ class _Observer:
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             first.register_hook(lambda _: self._live.mark(BLOCK))
-
-    def _begin_expert(self, expert: nn.Module, args: Any) -> None:
-        self._live.mark(EXPERT_FORWARD)
-
-    def _end_expert(self, expert: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: self._live.mark(EXPERT_BACKWARD))  # type: ignore[no-untyped-call]
 
     def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
         features = output if isinstance(output, Tensor) else output[0]

@@ -103,23 +103,6 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     )
 
 
-def memory(config: TrainConfig, options: argparse.Namespace) -> str:
-    """Draw the live bytes of a step; return the peaks as a table."""
-    # FSDP2 and fake tensors take a second to import.
-    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
-
-    # Only this command draws.
-    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415
-
-    require_writable(options.out.parent, "--out")
-    costs = plan_tables.step_costs(config, options.ranks)
-    try:
-        draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
-    except OSError as error:
-        raise ConfigError(f"--out is {options.out}: {error.strerror}") from error
-    return plan_tables.peaks(costs)
-
-
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
     """The checkpoint directory to resume from; None to begin."""
     if options.resume is None and not options.resume_if_any:

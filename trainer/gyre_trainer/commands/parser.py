@@ -30,12 +30,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_trace(add("trace", "profile a few steps on random tokens; every rotation step is named"))
     _add_export(add("export", "write a checkpoint's model in the layout of transformers"))
     _add_plan(add("plan", "show what each module becomes, and what a step costs a rank"))
-    shows = add("memory", "draw the live bytes of one step, beside FSDP2 and DDP")
-    _add_shows(shows)
-    shows.add_argument(
-        "--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png"
-    )
-    shows.set_defaults(show=actions.memory)
     return parser.parse_args(arguments)
 
 
@@ -131,13 +125,6 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--memory", type=rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
     )
     plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
-
-
-def _add_shows(shows: argparse.ArgumentParser) -> None:
-    """Options of the commands without ranks, which compute on fake tensors."""
-    _add_config(shows)
-    _add_ranks(shows)
-    shows.set_defaults(be_rank=None)
 
 
 def _add_ranks(shows: argparse.ArgumentParser) -> None:

@@ -32,12 +32,6 @@ _KINDS: Mapping[Objective, tuple[str, str, str]] = {
         ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
     ),
 }
-# How a configuration names its layers, of which a model that has both has a decoder's first. The
-# decoder of such a family alone (`BartForCausalLM`) is described as both are.
-_NUM_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
-
-# How a configuration names the experts that tokens choose from.
-_NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +60,6 @@ class LibraryConfig:
         """The number of token ids."""
         size: int = text_config(library_config(self)).vocab_size
         return size
-
-    @property
-    def num_experts(self) -> int:
-        """How many experts a token chooses from, as the configuration says; 0 for none."""
-        text = text_config(library_config(self))
-        key = _experts_key(text)
-        return getattr(text, key) or 0 if key else 0
-
-    @property
-    def has_expert_groups(self) -> bool:
-        """Whether tokens choose groups of experts first."""
-        return (getattr(text_config(library_config(self)), "n_group", None) or 1) > 1
-
-    def with_experts(self, num: int) -> "LibraryConfig":
-        """The same model with fewer experts; as many are chosen for each token."""
-        described = library_config(self)
-        text = text_config(described)
-        setattr(text, str(_experts_key(text)), num)
-        return dataclasses.replace(self, pretrained="", config=described.to_dict())
 
     def with_layers(self, num_layers: int) -> "LibraryConfig":
         """The same model with its first layers alone."""
@@ -276,11 +251,6 @@ def _depth_key(text: Any) -> str:
     """The key with the number of layers: the decoder's, also where the decoder stands alone."""
     names = ("num_decoder_layers", "decoder_layers")
     return next((name for name in names if hasattr(text, name)), "num_hidden_layers")
-
-
-def _experts_key(text: Any) -> str | None:
-    """The key with the number of experts, of which families have one."""
-    return next((name for name in _NUM_EXPERTS if isinstance(getattr(text, name, None), int)), None)
 
 
 def _list_of(model: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -7,38 +7,24 @@ depth.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.growth.few_experts import (
-    FEW,
-    MARKS,
-    MORE,
-    Live,
-    grown,
-    growth_of,
-    has_lists,
-    num_experts,
-    with_all_experts,
-    with_few_experts,
-)
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.side_by_side import Job
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
-from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
-
-Result = TypeVar("Result")
 
 # Layers of the deeper of the two models that are measured; the other one has one less. FSDP2
 # gathers the layer after next while one computes, so only its fourth layer is like those that
@@ -48,6 +34,8 @@ _MORE_OF = {Strategy.FSDP2_LAYER: 4}
 # Leading layers of another kind, such as the dense ones before those with experts, are measured
 # with the others. With more of them that would save little.
 _MAX_LEADING = 4
+_MARKS = (STEP, "forward", "backward", "clip", "update", BLOCK)
+_Live = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,13 +77,11 @@ class FigureJobs:
         config: of the run.
         num_layers: of the model; 0 where its last layers are not alike.
         num_leading: layers of another kind before those that are alike.
-        num_experts: in each list of experts; 0 where all are measured.
     """
 
     config: TrainConfig
     num_layers: int
     num_leading: int = 0
-    num_experts: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -104,18 +90,12 @@ class FigureJobs:
         Raises:
             ConfigError: there is no such model.
         """
-        is_long = num_experts(config) > 0
-        # Thousands of modules take seconds to make, also on `meta`.
-        built = with_few_experts(config, FEW)[0] if is_long else config
         with torch.device("meta"):
-            model = plain(built.model)
-        num_leading, num_alike = layer_kinds(model)
-        num_layers = num_leading + num_alike if num_alike else 0
-        is_told = is_long and has_lists(blocks_of(model), FEW)
-        return cls(config, num_layers, num_leading, num_experts(config) if is_told else 0)
+            num_leading, num_alike = layer_kinds(plain(config.model))
+        return cls(config, num_leading + num_alike if num_alike else 0, num_leading)
 
     def configs(self, strategy: Strategy = Strategy.GYRE) -> list[TrainConfig]:
-        """The models that tell about one strategy, the deepest first, each with all its experts."""
+        """The models that tell about one strategy, the deepest first."""
         more = self._deepest(strategy)
         if self.num_layers <= more:
             return [self.config]
@@ -129,23 +109,19 @@ class FigureJobs:
         """The dry runs of each strategy; those that take longest are first."""
         for strategy in strategies:
             for config in self.configs(strategy):
-                if not self.num_experts:
-                    yield partial(dry_run, config, strategy, num_ranks)
-                    continue
-                for num in (MORE, FEW):
-                    fewer, experts = with_few_experts(config, num)
-                    yield partial(dry_run, fewer, strategy, num_ranks, experts)
+                yield partial(dry_run, config, strategy, num_ranks)
 
     def figures(self, strategy: Strategy, costs: Iterator[StepCost]) -> StepFigures:
         """What the next results of `run` say about one strategy."""
-        first, *others = (self._cost(costs) for _ in self.configs(strategy))
+        more, *others = (next(costs) for _ in self.configs(strategy))
         if not others:
-            return figures(first)
-        more, (few,) = first, others
+            return figures(more)
+        (few,) = others
         times = self.num_more_layers(strategy)
-        at_peak = _extrapolated(few.timeline, more.timeline, times, self.num_leading)
+        live = np.concatenate(list(_deeper(few.timeline, more.timeline, times, self.num_leading)))
+        at_peak = live[live.sum(axis=1).argmax()].tolist()
         return StepFigures(
-            dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
+            dict(zip(CATEGORIES, at_peak, strict=True)),
             more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
             more.operations + times * (more.operations - few.operations),
             more.assumes_even_routing,
@@ -154,11 +130,6 @@ class FigureJobs:
     def _deepest(self, strategy: Strategy) -> int:
         return self.num_leading + _MORE_OF.get(strategy, _MORE)
 
-    def _cost(self, costs: Iterator[StepCost]) -> StepCost:
-        """What the next results say about one of `configs`."""
-        more = next(costs)
-        return with_all_experts(next(costs), more, self.num_experts) if self.num_experts else more
-
 
 def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
     """What one step costs rank 0.
@@ -166,28 +137,8 @@ def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Ste
     Raises:
         ConfigError, RotationError: as of `dry_run`.
     """
-
-    def measured(jobs: FigureJobs) -> StepFigures:
-        return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
-
-    return with_jobs(config, measured)
-
-
-def with_jobs(config: TrainConfig, measure: Callable[[FigureJobs], Result]) -> Result:
-    """What ``measure`` makes of the dry runs for a model, with all experts where few fail.
-
-    DeepSeek-V2 counts the tokens of each expert in a table that has only the experts of the list.
-
-    Raises:
-        ConfigError, RotationError: as of ``measure``.
-    """
     jobs = FigureJobs.of(config)
-    try:
-        return measure(jobs)
-    except ConfigError:
-        if not jobs.num_experts:
-            raise
-    return measure(dataclasses.replace(jobs, num_experts=0))
+    return jobs.figures(strategy, (job() for job in jobs.run([strategy], num_ranks)))
 
 
 def layer_kinds(model: nn.Module) -> tuple[int, int]:
@@ -218,42 +169,36 @@ def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
     return dataclasses.replace(config, model=fewer)
 
 
-def _extrapolated(few: Timeline, more: Timeline, times: int, num_leading: int) -> Live:
-    """Bytes by category at the peak of a step with ``times`` layers more than in ``more``."""
-    live = np.concatenate(
-        [
-            moments
-            for (name, fewer), (_, stretches) in zip(_phases(few), _phases(more), strict=True)
-            for moments in _grown(name, fewer, stretches, times, num_leading)
-        ]
-    )
-    at_peak: Live = live[live.sum(axis=1).argmax()]
-    return at_peak
-
-
-def _grown(
-    phase: str, few: Sequence[Live], more: Sequence[Live], times: int, num_leading: int
-) -> Iterator[Live]:
-    """The stretches of one phase with ``times`` layers more.
+def _deeper(few: Timeline, more: Timeline, times: int, num_leading: int) -> Iterator[_Live]:
+    """Bytes [moments, categories] of each stretch with ``times`` layers more than in ``more``.
 
     Of the layers between the first and the last one, the one next to the last one has the most
     bytes alive. It stands for all of them, and grows as the last one does, which is the first one
     in backward.
     """
-    has_layers = len(more) > len(few)
-    place = 2 if phase == "backward" else 2 + num_leading
-    alike = [*more[:place], *more[place + 1 :]] if has_layers else more
-    growths = [growth_of(*pair) for pair in zip(few, alike, strict=True)]
-    if has_layers:
-        growths.insert(place, growths[1] if phase == "backward" else growths[-1])
-    for stretch, growth in zip(more, growths, strict=True):
-        yield grown(stretch, growth, times)
+    for (phase, fewer), (_, stretches) in zip(_phases(few), _phases(more), strict=True):
+        has_layers = len(stretches) > len(fewer)
+        place = 2 if phase == "backward" else 2 + num_leading
+        alike = [*stretches[:place], *stretches[place + 1 :]] if has_layers else stretches
+        growths = [_growth(*pair) for pair in zip(fewer, alike, strict=True)]
+        if has_layers:
+            growths.insert(place, growths[1] if phase == "backward" else growths[-1])
+        for stretch, growth in zip(stretches, growths, strict=True):
+            fits = len(growth) == len(stretch)
+            yield stretch + times * (growth if fits else growth[[growth.sum(axis=1).argmax()]])
 
 
-def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[Live]]]:
+def _growth(few: _Live, more: _Live) -> _Live:
+    """What one more layer adds, moment by moment; in all to the peak where moments differ."""
+    if len(few) == len(more):
+        return more - few
+    return more[[more.sum(axis=1).argmax()]] - few[[few.sum(axis=1).argmax()]]
+
+
+def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[_Live]]]:
     """Each phase of the step by its name, with bytes [moments, categories] of each stretch."""
-    bounds = [i for i, event in enumerate(timeline.events) if event in MARKS]
-    name, stretches = STEP, list[Live]()
+    bounds = [i for i, event in enumerate(timeline.events) if event in _MARKS]
+    name, stretches = STEP, list[_Live]()
     for start, stop in zip(bounds, [*bounds[1:], len(timeline.events)], strict=True):
         event = timeline.events[start]
         if event not in (BLOCK, STEP):
