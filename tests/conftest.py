@@ -54,7 +54,6 @@ LONGEST_FIRST = (
     "test_packing",
     "test_node_cache",
     "test_memory_is_shared_out",
-    "test_rotation_bundles",
     "test_client_bench",
     "test_http2_limits",
     "test_train_bad_inputs",

@@ -35,6 +35,8 @@ dim = 32
 num_heads = 2
 num_kv_heads = 2
 hidden_dim = 64
+[memory]
+min_numel = 0
 [optimizer]
 warmup_steps = 3
 [checkpoint]

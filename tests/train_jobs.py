@@ -58,7 +58,11 @@ def tiny_run(folder: Path, **tables: Mapping[str, Any]) -> str:
         "batch_size": 4,
         "sequence_length": 8,
     }
-    changed = {"run": {**run, **tables.get("run", {})}, "data": {**data, **tables.get("data", {})}}
+    memory = {"min_numel": 0}
+    changed = {
+        name: {**own, **tables.get(name, {})}
+        for name, own in (("run", run), ("data", data), ("memory", memory))
+    }
     return to_toml({"model": TINY_GPT, **tables, **changed})
 
 

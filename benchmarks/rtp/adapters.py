@@ -5,8 +5,7 @@
 A Llama of four layers, 256 wide, with LoRA of rank 16 on all linear layers, 512 tokens on each
 rank. All take turns in the same processes, round by round: the ranks' mean CPU time of a step, and
 the live bytes and the sent bytes of rank 0 in another step. Adapters are whole by default; rotated
-they have a `LinearRule`. "In bundles" is the default, in which adapters and the layers below them
-are small enough to share hops. Rows are beside the first of the same number of ranks.
+they have a `LinearRule`. Rows are beside the first of the same number of ranks.
 """
 
 import argparse
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rule import Rule
 from torch import nn
 
@@ -37,24 +36,18 @@ _SIZES = {
 _ROWS, _TOKENS, _RANK = 4, 128, 16
 _NUM_WARM_UP_STEPS = 2
 _RULES: dict[type[nn.Module] | str, Rule | None] = {"*.lora_?.default": LinearRule()}
-# label, bound of a bundle, whether adapters rotate
-_CONTENDERS = {
-    "in bundles, adapters whole": (None, False),
-    "in bundles, adapters rotated": (None, True),
-    "slice by slice, adapters whole": (0, False),
-    "slice by slice, adapters rotated": (0, True),
-}
+# label, whether adapters rotate
+_CONTENDERS = {"adapters replicated": False, "adapters rotated": True}
 Figures = tuple[list[float], int, int]  # CPU seconds of each round, peak bytes, bytes sent
 
 
-def _built(bundle_numel: int | None, *, rotated: bool) -> Any:
+def _built(*, rotated: bool) -> Any:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
 
     settings: Any = LoraConfig(r=_RANK, target_modules="all-linear")
     model = get_peft_model(made("Llama", **_SIZES).float(), settings)
     rules = _RULES if rotated else None
-    policy = RotationPolicy(bundle_numel=bundle_numel)
-    rotate_all(model, mesh=make_mesh("cpu"), rules=rules, policy=policy, find_blocks=False)
+    rotate_all(model, mesh=make_mesh("cpu"), rules=rules, find_blocks=False, min_numel=0)
     return model
 
 
@@ -63,8 +56,7 @@ def measured(num_rounds: int) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randint(1, _SIZES["vocab_size"], (_ROWS, _TOKENS), generator=generator)
     builds: dict[str, Callable[[], Any]] = {
-        label: partial(_built, bound, rotated=rotated)
-        for label, (bound, rotated) in _CONTENDERS.items()
+        label: partial(_built, rotated=rotated) for label, rotated in _CONTENDERS.items()
     }
     trainings = {label: models._Training(build(), rows) for label, build in builds.items()}
     seconds: dict[str, list[float]] = {label: [] for label in builds}

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from gyre_trainer.accounting.baselines import data_parallel
-from gyre_trainer.rotate import RotationPolicy, rotate
+from gyre_trainer.rotate import SMALL_NUMEL, RotationPolicy, rotate
 from gyre_trainer.shards.initial.sharded_init import materialize
 from gyre_trainer.training.models.gpt import GPT, Block
 from torch import nn
@@ -88,17 +88,22 @@ def build(
 
 
 def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake: bool) -> Model:
-    bundle_numel = 0 if contender.how is How.BY_SLICE else None
-    policy = RotationPolicy(recompute=contender.recompute, bundle_numel=bundle_numel)
+    policy = RotationPolicy(recompute=contender.recompute)
+    min_numel = 0 if contender.how is How.BY_SLICE else SMALL_NUMEL
+
+    def turn(module: nn.Module) -> None:
+        if max(parameter.numel() for parameter in module.parameters()) >= min_numel:
+            rotate(module, mesh=mesh, policy=policy)
+
     with torch.device("meta"):
         model = Model(workload, eager_loss=contender.eager_loss)
     if workload.vocabulary:
-        rotate(model.embedding, mesh=mesh, policy=policy)
-        rotate(model.head.linear, mesh=mesh, policy=policy)
+        turn(model.embedding)
+        turn(model.head.linear)
     for block in model.blocks:
         assert isinstance(block, Block)
-        rotate(block.attention, mesh=mesh, policy=policy)
-        rotate(block.mlp, mesh=mesh, policy=policy)
+        turn(block.attention)
+        turn(block.mlp)
     rotate(model, mesh=mesh, policy=policy)
     if contender.per_block:
         for block in model.blocks:

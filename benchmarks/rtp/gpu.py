@@ -22,7 +22,7 @@ from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotate import rotate, rotate_all
 from gyre_trainer.training.models.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -158,8 +158,7 @@ def block_cost(
     if num_ranks == 1:
         return cost(step, device)
     with simulated_ring(num_ranks, device, hops=hops):
-        policy = RotationPolicy(bundle_numel=0)  # slices, however small
-        rotate_all(block, mesh=make_mesh(device.type), policy=policy)
+        rotate_all(block, mesh=make_mesh(device.type), min_numel=0)
         return cost(step, device)
 
 

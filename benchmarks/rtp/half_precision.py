@@ -39,9 +39,8 @@ def _rotate(model: Any, residual_dtype: torch.dtype) -> None:
     policy = RotationPolicy(
         compute_dtype=torch.bfloat16,
         residual_dtype=residual_dtype,
-        bundle_numel=0,  # slices, as of large models
     )
-    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy, min_numel=0)
 
 
 def _shard(model: Any) -> None:

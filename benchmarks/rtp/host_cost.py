@@ -4,7 +4,7 @@
 
 The model has eight modules with next to nothing to compute, so a step is Python, operators and
 messages. All take turns in the same processes, round by round: the model by itself, FSDP2, Gyre
-slice by slice, the same with its hops left out, and Gyre as it is, with the modules in a bundle.
+slice by slice, the same with its hops left out, and Gyre as it is, with small modules replicated.
 Figures are the ranks' mean CPU time of the process, and of the thread that computes, beside the
 plain model's in the same round.
 
@@ -54,7 +54,7 @@ def steps(num_rounds: int) -> list[Found]:
 
 def _num_visits(model: nn.Module) -> int:
     rotated = [each for each in model.modules() if isinstance(each, RotatedModule)]
-    return sum(2 * (each.rotation.sharded.ring.size if not each.bundle else 1) for each in rotated)
+    return sum(2 * each.rotation.sharded.ring.size for each in rotated)
 
 
 def rows(num_ranks: int, num_rounds: int) -> list[str]:

@@ -1,15 +1,16 @@
 """Families of `transformers` at toy width: rotation beside FSDP2 and DDP, on gloo ranks.
 
     python -m benchmarks.rtp.models [--ranks 2] [--rounds 5] [--families Llama T5]
-        [--bundle-numel 0] [--recompute [blocks | layers]] [--device cuda] [--widths real]
+        [--min-numel 0] [--recompute [blocks | layers]] [--device cuda] [--widths real]
 
 All take turns in the same processes, round by round: the ranks' mean CPU time of a step, the time
 until the last rank has ended it, and the live bytes of rank 0 at the peak of another step. FSDP2
 wraps each layer, or each sub-block: attention, MLP or other part of a layer that has matrices.
 Embedding and head are wrapped, too, where they are not tied. Times and peaks are beside each of
 these two wraps, and bytes beside the one with the smaller peak. Rotation finds blocks. The last
-row is Llama with LoRA on all linear layers. With `--bundle-numel`, modules of up to so many
-parameters travel in bundles, 0 for none. With `--recompute` rotation recomputes blocks, or whole
+row is Llama with LoRA on all linear layers. With `--min-numel`,
+modules whose largest parameter has fewer elements are replicated, 0 for none.
+With `--recompute` rotation recomputes blocks, or whole
 layers, and torch's checkpoint is around what FSDP2 wraps, and around as much of DDP. With
 `--device cuda` each rank has a GPU of its own, with NCCL: a step ends when its kernels have, and
 the peak is that of CUDA's allocator. `--rounds 0` counts bytes alone. For `--widths real`, see
@@ -85,16 +86,21 @@ def _built(family: str, device: str = "cpu") -> Any:
 
 
 def _rotated(
-    family: str, bundle_numel: int | None, *, recomputes: str | None = None, device: str = "cpu"
+    family: str, min_numel: int | None = None, *, recomputes: str | None = None, device: str = "cpu"
 ) -> Any:
     model = _built(family, device)
     policy = RotationPolicy(
-        bundle_numel=bundle_numel,
         recompute=recomputes is not None,
         recompute_layers=recomputes == "layers",
     )
     # adapters stay outside of the layers that rotate, so those rotate one by one
-    rotate_all(model, mesh=make_mesh(device), policy=policy, find_blocks=family != LORA)
+    rotate_all(
+        model,
+        mesh=make_mesh(device),
+        policy=policy,
+        find_blocks=family != LORA,
+        min_numel=min_numel,
+    )
     return model
 
 
@@ -172,7 +178,7 @@ def _with_counted_ddp(family: str, *, recomputes: str | None, device: str) -> An
 class _Way:
     """What all contenders of a run have in common; as the options say."""
 
-    bundle_numel: int | None
+    min_numel: int | None
     recomputes: str | None
     device: str
 
@@ -180,7 +186,7 @@ class _Way:
 def _contenders(way: _Way, ddp: Callable[..., Any]) -> dict[str, Build]:
     alike: dict[str, Any] = {"recomputes": way.recomputes, "device": way.device}
     return {
-        "rotation": partial(_rotated, bundle_numel=way.bundle_numel, **alike),
+        "rotation": partial(_rotated, min_numel=way.min_numel, **alike),
         _PER_SUB_BLOCK: partial(_fully_sharded, per_layer=False, **alike),
         _PER_LAYER: partial(_fully_sharded, per_layer=True, **alike),
         "DDP": partial(ddp, **alike),
@@ -297,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     every = [*FAMILIES, LORA]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bundle-numel", type=int)
+    parser.add_argument("--min-numel", type=int)
     parser.add_argument("--recompute", nargs="?", const="blocks", choices=("blocks", "layers"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=every, default=every)
@@ -313,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = " | ".join(f"{what} | {others}" for what in ("CPU, ms", "step, ms", "peak, MiB"))
     print(f"| | {figures} | sent to FSDP2's |")
     print("|---" + "|---:" * 13 + "|", flush=True)
-    way = _Way(options.bundle_numel, options.recompute, options.device)
+    way = _Way(options.min_numel, options.recompute, options.device)
     run_on_ranks(
         options.ranks, print_rows, options.families, options.rounds, way, device=options.device
     )

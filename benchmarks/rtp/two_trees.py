@@ -1,11 +1,11 @@
 """The CPU time of a step in two trees of the source, side by side.
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.rtp.two_trees /tmp/before [--ranks 2] [--what gyre bundles Llama]
+    python -m benchmarks.rtp.two_trees /tmp/before [--ranks 2] [--what gyre default Llama]
 
 Each tree has ranks of its own, which live through the whole run. In each round the trees take
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice
-by slice ("gyre"), the same with its hops left out ("no hops") or in bundles ("bundles"), or of a
+by slice ("gyre"), the same with its hops left out ("no hops") or as by default ("default"), or of a
 family of `models` slice by slice ("Llama", and "FSDP2 Llama" for what it is compared with).
 Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of
 the rounds, of the process and of the thread that computes. The last column is what the computing
@@ -14,6 +14,7 @@ have one.
 """
 
 import argparse
+import inspect
 import os
 import statistics
 import subprocess
@@ -48,12 +49,12 @@ def _step_of(what: str) -> Callable[[], object]:
         _PLAIN: How.ALONE,
         "gyre": by_slice,
         "no hops": by_slice,
-        "bundles": getattr(How, "BUNDLED", How.GYRE),  # now the default
+        "default": How.GYRE,
         "FSDP2": How.FSDP2_SUB_BLOCK,
     }
     if what not in hows:
         sharded = what.startswith("FSDP2 ")
-        built = models._fully_sharded if sharded else partial(models._rotated, bundle_numel=0)
+        built = models._fully_sharded if sharded else partial(models._rotated)
         generator = torch.Generator().manual_seed(dist.get_rank())
         rows = torch.randint(1, models._VOCABULARY, (2, 64), generator=generator)
         return models._Training(built(what.removeprefix("FSDP2 ")), rows).step
@@ -69,6 +70,12 @@ def _step_of(what: str) -> Callable[[], object]:
             optimizer.zero_grad()
 
     return step
+
+
+def _every_size(build: Callable[..., object]) -> dict[str, int]:
+    """The argument that lets small modules rotate, by its name in the tree."""
+    names = inspect.signature(build).parameters
+    return {name: 0 for name in ("min_numel", "bundle_numel") if name in names}
 
 
 def serve(rank: int, num_ranks: int, store: str, what: list[str]) -> None:
@@ -175,7 +182,7 @@ def _row(num_ranks: int, what: str, found: dict[tuple[int, str], list[Took]]) ->
         )
         for i in (0, 1)
     ]
-    is_tiny = what in ("gyre", "no hops", "bundles", "FSDP2")
+    is_tiny = what in ("gyre", "no hops", "default", "FSDP2")
     cells = [
         str(num_ranks),
         what,
@@ -200,7 +207,7 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="the root of the other tree")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--what", nargs="+", default=["gyre", "no hops", "bundles"])
+    parser.add_argument("--what", nargs="+", default=["gyre", "no hops", "default"])
     options = parser.parse_args()
     roots = [options.old.resolve(), Path(__file__).resolve().parents[2]]
     print(f"load average {os.getloadavg()[0]:.1f}\n")

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.distributed.gloo_ranks import BundledRanks, Ranks
+from tests.distributed.gloo_ranks import Ranks
 
 StartRanks = Callable[[int], Ranks]
-StartEither = Callable[[int], Ranks | BundledRanks]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,9 +35,3 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks]:
     yield start
     for each in started.values():
         each.end()
-
-
-@pytest.fixture(params=["by slices", pytest.param("in bundles", marks=pytest.mark.models)])
-def ranks_both_ways(ranks: StartRanks, request: pytest.FixtureRequest) -> StartEither:
-    """`ranks`, whose small modules rotate slice by slice, or travel in bundles as by default."""
-    return ranks if request.param == "by slices" else lambda num: BundledRanks(ranks(num))

@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.rotation.bundles import forming
+from gyre_trainer import rotate
 
 HOP_TIMEOUT_S = 120.0
 RUN_DEADLINE_S = 300.0
@@ -39,17 +38,6 @@ PRELOADED = [
 ]
 
 Program = Callable[..., Any]
-
-_SMALL_NUMEL = forming.SMALL_NUMEL
-
-
-def bundled_by_default(program: Program, *args: Any) -> Any:
-    """The result of ``program(*args)`` on a rank whose small modules travel in bundles.
-
-    So they do by default, but on the ranks of tests; see `_serve`.
-    """
-    with patch.object(forming, "SMALL_NUMEL", _SMALL_NUMEL):
-        return program(*args)
 
 
 class RankFailed(AssertionError):
@@ -130,17 +118,6 @@ class Ranks:
         time.sleep(0.5)
 
 
-class BundledRanks:
-    """`Ranks` whose programs run as `bundled_by_default` runs them."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def run(self, program: Program, *args: Any) -> list[Any]:
-        """The result of ``program(*args)`` on each rank."""
-        return self._ranks.run(bundled_by_default, program, *args)
-
-
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     """The main function of a rank: join the group, then run programs until it is killed."""
     gc.freeze()  # a collection would copy the pages that all ranks share
@@ -150,8 +127,8 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    # Modules of tests are small. They are computed slice by slice unless a policy says otherwise.
-    forming.SMALL_NUMEL = 0
+    # Modules of tests are small, and rotate all the same.
+    rotate.SMALL_NUMEL = 0
     timeout = timedelta(seconds=HOP_TIMEOUT_S)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout

@@ -53,7 +53,7 @@ from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
-from gyre_trainer.rotation.rotated_module import RotatedModule, bundle_small, num_hooks_inside
+from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_inside
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.sharded_module import refuse_own_saving
@@ -81,6 +81,7 @@ __all__ = [
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
+SMALL_NUMEL = 2**18  # below, a module is replicated by default
 
 Rules = Mapping[type[nn.Module] | str, Rule | None]
 """Rules by the class or the path of the modules that they apply to; None keeps a module whole."""
@@ -163,10 +164,12 @@ def rotate_all(
     sync_from: int | None = None,
     verify: bool | None = None,
     find_blocks: bool = True,
-    min_numel: int = 0,
+    min_numel: int | None = None,
     independent: bool = False,
 ) -> RotationPlan:
-    """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
+    """Rotate every large module in ``model`` whose kind is known, and each with a rule.
+
+    All others are replicated: whole on every rank.
 
     Afterwards all that `rotate` promises is true of the whole model. Modules that were rotated
     before are left as they are. Parameters of 2^18 elements or more that other modules have
@@ -192,9 +195,9 @@ def rotate_all(
             recomputes. All others rotate layer by layer, and the returned plan says why. False lets
             all layers rotate one by one, which adapters that come later need, and
             `quantize_frozen`.
-        min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
-            rule, and so do smaller parameters that a module reads: their hops would take longer
-            than their memory is worth.
+        min_numel: a module whose largest parameter has fewer elements is replicated, unless it has
+            a rule, and so are smaller parameters that a module reads: their hops would take longer
+            than their memory is worth. None for 2^18, 1 MiB in float32; 0 rotates all.
         independent: whether a mesh of a part of the ranks trains apart from others that train a
             model of the same names and shapes; else that is an error in the optimizer's step.
 
@@ -228,7 +231,9 @@ def rotate_all(
         drops_out=policy.dropout != "equal",
         experts_alone=not find_blocks,
     )
-    walk = _Walk(rules or {}, target, verify, blocks, min_numel)
+    walk = _Walk(
+        rules or {}, target, verify, blocks, SMALL_NUMEL if min_numel is None else min_numel
+    )
     walk.visit("", model)
     walk.require_all_used()
     share_cut(model, target)
@@ -421,7 +426,6 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
     defer_logits(module)
-    bundle_small(module)
     fix_vocabulary(module)
     if target.policy.recompute:
         recompute_norms(module)

@@ -174,7 +174,7 @@ def _text(subject: Subject) -> Outcome:
     """Whether the likeliest tokens, with a cache, are the plain model's."""
     given = {k: v for k, v in in_dtype(subject, torch.float64).items() if k != "labels"}
     prompt = {k: v[: 2 * len(v) // NUM_ROWS] for k, v in given.items()}
-    model, plan = _rotated(subject, RotationPolicy(bundle_numel=0))
+    model, plan = _rotated(subject, RotationPolicy())
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = subject.made(torch.float64).eval().generate(**prompt, **how)
     found = model.eval().generate(**prompt, **how)
@@ -183,7 +183,7 @@ def _text(subject: Subject) -> Outcome:
 
 def _saved(subject: Subject) -> Outcome:
     """What the library, and a model on meta, read of what the rotated model writes."""
-    model, plan = _rotated(subject, RotationPolicy(bundle_numel=0), torch.float32)
+    model, plan = _rotated(subject, RotationPolicy(), torch.float32)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     pretrained.save_pretrained(model, str(folder[0]))
@@ -224,7 +224,7 @@ def _on_meta(subject: Subject) -> Outcome:
 
 
 WAYS: dict[str, Callable[[Any], Outcome]] = {
-    "slices": partial(_exact, policy=RotationPolicy(bundle_numel=0)),
+    "slices": partial(_exact, policy=RotationPolicy()),
     "default": partial(_exact, policy=RotationPolicy()),
     "recompute": partial(_exact, policy=RotationPolicy(recompute=True)),
     "bfloat16": _half,

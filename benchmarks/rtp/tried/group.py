@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.gloo_ranks import Ranks, bundled_by_default
+from tests.distributed.gloo_ranks import Ranks
 
 
 class Group:
@@ -28,7 +28,7 @@ class Group:
             folder = self._folder / str(self._num_started)
             folder.mkdir()
             self._ranks = Ranks(self._num_ranks, folder)
-        return self._ranks.run(bundled_by_default, program, *args)
+        return self._ranks.run(program, *args)
 
     def end(self) -> None:
         """End all processes."""

@@ -17,7 +17,7 @@ from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.local_shards import local_of
 from torch import Tensor, nn
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import bytes_of_rows, whole
 
 Rules = dict[type[nn.Module] | str, Rule | None]
@@ -100,26 +100,24 @@ def trained_on_the_ring(
     ],
 )
 def test_adapters_train_as_in_one_process(
-    ranks_both_ways: StartEither, num_ranks: int, kind: str, order: str
+    ranks: StartRanks, num_ranks: int, kind: str, order: str
 ) -> None:
-    require_as_in_one_process(
-        kind, ranks_both_ways(num_ranks).run(trained_on_the_ring, kind, order)
-    )
+    require_as_in_one_process(kind, ranks(num_ranks).run(trained_on_the_ring, kind, order))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
 def test_adapters_train_exactly_where_backward_computes_again(
-    ranks_both_ways: StartEither, num_ranks: int, order: str
+    ranks: StartRanks, num_ranks: int, order: str
 ) -> None:
     policy = RotationPolicy(recompute=True)
-    found = ranks_both_ways(num_ranks).run(trained_on_the_ring, "lora", order, policy)
+    found = ranks(num_ranks).run(trained_on_the_ring, "lora", order, policy)
     require_as_in_one_process("lora", found)
 
 
 @pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
-def test_adapters_train_on_several_rings(ranks_both_ways: StartEither, order: str) -> None:
-    found = ranks_both_ways(4).run(trained_on_the_ring, "lora", order, PLAIN, 2)
+def test_adapters_train_on_several_rings(ranks: StartRanks, order: str) -> None:
+    found = ranks(4).run(trained_on_the_ring, "lora", order, PLAIN, 2)
     require_as_in_one_process("lora", found)
 
 
@@ -156,7 +154,6 @@ def rotated_too(policy: RotationPolicy, path: Path) -> tuple[list[float], dict[s
     "policy",
     [
         pytest.param(PLAIN, id="by slices"),
-        pytest.param(RotationPolicy(bundle_numel=1000), id="in bundles"),
         pytest.param(RotationPolicy(recompute=True), id="recomputed"),
     ],
 )
@@ -223,12 +220,10 @@ def saved(path: Path) -> Tensor:
     return logits
 
 
-def test_peft_saves_and_loads_what_was_trained(
-    ranks_both_ways: StartEither, tmp_path: Path
-) -> None:
+def test_peft_saves_and_loads_what_was_trained(ranks: StartRanks, tmp_path: Path) -> None:
     import peft
 
-    found = ranks_both_ways(2).run(saved, tmp_path)
+    found = ranks(2).run(saved, tmp_path)
     model = peft.PeftModel.from_pretrained(llama(), str(tmp_path), autocast_adapter_dtype=False)
     with torch.no_grad():
         expected = model(input_ids=tokens(0)).logits

@@ -18,7 +18,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import Case, apart, distances
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import outcome, whole, whole_parameters
 
 VOCABULARY = 31
@@ -274,8 +274,8 @@ COMPILED = RotationPolicy(recompute=True, compiler="aot_eager")
         ),
     ],
 )
-def test_families_train_exactly(ranks_both_ways: StartEither, num_ranks: int, way: Way) -> None:
-    for found in ranks_both_ways(num_ranks).run(off, way):
+def test_families_train_exactly(ranks: StartRanks, num_ranks: int, way: Way) -> None:
+    for found in ranks(num_ranks).run(off, way):
         assert max(found.values()) <= 1e-5, found  # norms compute in float32
 
 

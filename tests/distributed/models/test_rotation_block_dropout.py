@@ -14,7 +14,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.dropping import (
     TIME,
     WIDTH,
@@ -160,7 +160,7 @@ def zeros() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     module = Attention(6).double()
     module.drop.p = 0.25
-    policy = RotationPolicy(bundle_numel=0)
+    policy = RotationPolicy()
     rules: Any = {Attention: rules_of(6)[Attention]}
     rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def zeros_in_evaluation() -> tuple[float, float, bool]:
     """How many entries are zero in evaluation, with a dropout in training and without one."""
     torch.manual_seed(0)
     module = Attention(6).double()
-    policy = RotationPolicy(bundle_numel=0)
+    policy = RotationPolicy()
     rules: Any = {Attention: rules_of(6)[Attention]}
     rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
     module.eval().drop.train()
@@ -295,10 +295,8 @@ def derivatives(family: str, **keys: Any) -> tuple[float, float, float]:
     ],
 )
 def test_families_with_dropout_train_as_blocks(
-    ranks_both_ways: StartEither, family: str, keys: dict[str, Any]
+    ranks: StartRanks, family: str, keys: dict[str, Any]
 ) -> None:
-    for norm, by_differences, apart_by_layers in ranks_both_ways(2).run(
-        partial(derivatives, family, **keys)
-    ):
+    for norm, by_differences, apart_by_layers in ranks(2).run(partial(derivatives, family, **keys)):
         assert norm == pytest.approx(by_differences, rel=1e-3)
         assert apart_by_layers <= 1e-7  # T5's norms compute in float32

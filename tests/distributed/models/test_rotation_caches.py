@@ -13,7 +13,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 COMMON = {
@@ -139,9 +139,9 @@ def off_step_by_step(names: list[str]) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_step_and_what_is_kept_are_those_of_the_plain_model(
-    ranks_both_ways: StartEither, num_ranks: int
+    ranks: StartRanks, num_ranks: int
 ) -> None:
-    for found in ranks_both_ways(num_ranks).run(off_step_by_step, list(CAUSAL)):
+    for found in ranks(num_ranks).run(off_step_by_step, list(CAUSAL)):
         assert {name: off for name, off in found.items() if not off < 1e-12} == {}
 
 
@@ -184,16 +184,16 @@ def other_texts(names: list[str], ways: list[str]) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_gives_the_texts_of_the_plain_model(
-    ranks_both_ways: StartEither, way: str, num_ranks: int
+    ranks: StartRanks, way: str, num_ranks: int
 ) -> None:
     names = list(CAUSAL) if way == "the likeliest" else ["Llama", list(CAUSAL)[3]]
-    assert ranks_both_ways(num_ranks).run(other_texts, names, [way]) == [[]] * num_ranks
+    assert ranks(num_ranks).run(other_texts, names, [way]) == [[]] * num_ranks
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_generate_as_without_rotation(ranks_both_ways: StartEither, name: str) -> None:
+def test_other_models_generate_as_without_rotation(ranks: StartRanks, name: str) -> None:
     ways = ["the likeliest"] if "LFM2" in name else ["the likeliest", "beams"]
-    assert ranks_both_ways(2).run(other_texts, [name], ways) == [[], []]
+    assert ranks(2).run(other_texts, [name], ways) == [[], []]
 
 
 def outcome(model: Any, *rows: Tensor) -> dict[str, Tensor]:
@@ -231,10 +231,10 @@ def off_in_training(name: str, recompute: bool, in_two: bool) -> float:
 @pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_with_the_default_cache_is_exact(
-    ranks_both_ways: StartEither, recompute: bool, in_two: bool
+    ranks: StartRanks, recompute: bool, in_two: bool
 ) -> None:
     """The library makes a cache in each call; keys of before may be given without gradients."""
-    for off in ranks_both_ways(2).run(off_in_training, "Llama", recompute, in_two):
+    for off in ranks(2).run(off_in_training, "Llama", recompute, in_two):
         assert off < 1e-6  # the library computes losses in float32
 
 

@@ -14,7 +14,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import nn
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, mine, reference
 from tests.distributed.training import (
@@ -80,9 +80,9 @@ def compiled(variant: Variant, **options: Any) -> Variant:
     return replace(variant, policy=RotationPolicy(compiler=BACKEND, **options))
 
 
-def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks_both_ways: StartEither) -> None:
+def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks: StartRanks) -> None:
     deeper = replace(VARIANT, config=replace(VARIANT.config, num_layers=3))
-    for apart, num_graphs in ranks_both_ways(3).run(train, compiled(deeper)):
+    for apart, num_graphs in ranks(3).run(train, compiled(deeper)):
         assert apart <= 1e-12
         assert num_graphs == [2] * NUM_STEPS  # attention and MLP
 
@@ -95,10 +95,10 @@ def test_uneven_slices_and_recomputation_compile_once_more(ranks: StartRanks) ->
 
 
 def test_a_compiled_model_or_block_breaks_at_what_rotates_and_compiles_once(
-    ranks_both_ways: StartEither,
+    ranks: StartRanks,
 ) -> None:
     for what in ("blocks", "model"):
-        for apart, num_graphs in ranks_both_ways(2).run(train, VARIANT, what):
+        for apart, num_graphs in ranks(2).run(train, VARIANT, what):
             assert apart <= 1e-12
             assert num_graphs[0] > 0
             assert num_graphs == [num_graphs[0]] * NUM_STEPS
@@ -146,9 +146,9 @@ def train_family(compiled: str, family: str = "Llama", num_layers: int = 2) -> T
 
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
 def test_a_llama_of_the_library_compiles_once_as_a_whole_and_by_blocks(
-    ranks_both_ways: StartEither, compiled: str
+    ranks: StartRanks, compiled: str
 ) -> None:
-    for apart, num_graphs in ranks_both_ways(2).run(train_family, compiled):
+    for apart, num_graphs in ranks(2).run(train_family, compiled):
         assert apart <= 1e-6  # its norms compute in float32
         assert num_graphs[1] > 0
         assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]

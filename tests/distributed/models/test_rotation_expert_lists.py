@@ -15,7 +15,7 @@ from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer, Reco
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY
 from tests.distributed.training import whole
 
@@ -182,10 +182,10 @@ def require_exact(
 @pytest.mark.parametrize("policy", [BLOCKS, LAYERS], ids=["blocks", "layers"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_experts_without_tokens_on_some_ranks(
-    ranks_both_ways: StartEither, num_ranks: int, policy: RotationPolicy
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy
 ) -> None:
     for family in ("Mixtral", "Qwen3Moe", "Glm4Moe"):
-        require_exact(ranks_both_ways(num_ranks), family, policy, avoid)
+        require_exact(ranks(num_ranks), family, policy, avoid)
 
 
 def test_experts_alone_are_trained(ranks: StartRanks) -> None:
@@ -198,20 +198,18 @@ def test_experts_alone_are_trained(ranks: StartRanks) -> None:
 @pytest.mark.parametrize("policy", ALL_WAYS.values(), ids=ALL_WAYS)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_families_in_all_ways(
-    ranks_both_ways: StartEither, num_ranks: int, policy: RotationPolicy, prepare: Prepare
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy, prepare: Prepare
 ) -> None:
     for family in SIZES:
         if family != "DeepseekV2" or prepare is as_it_is:  # it counts each expert once
-            require_exact(ranks_both_ways(num_ranks), family, policy, prepare)
+            require_exact(ranks(num_ranks), family, policy, prepare)
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("policy", [BLOCKS, LAYERS], ids=["blocks", "layers"])
-def test_experts_whose_layers_rotate_one_by_one(
-    ranks_both_ways: StartEither, policy: RotationPolicy
-) -> None:
+def test_experts_whose_layers_rotate_one_by_one(ranks: StartRanks, policy: RotationPolicy) -> None:
     for family in ("Mixtral", "Qwen2Moe", "Glm4Moe"):
-        require_exact(ranks_both_ways(2), family, policy, avoid, find_blocks=False)
+        require_exact(ranks(2), family, policy, avoid, find_blocks=False)
 
 
 def test_shared_experts_follow_all_routed_ones(ranks: StartRanks) -> None:

@@ -14,7 +14,7 @@ from gyre_trainer.training.models.sampling import SampleConfig, Sampler
 from gyre_trainer.training.rank_context import RankContext
 from torch import Tensor
 
-from tests.distributed.conftest import StartEither
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import FAMILIES, RULES, VOCABULARY, made
 from tests.distributed.training import whole_parameters
 
@@ -43,12 +43,10 @@ def texts(family: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", GENERATING)
-def test_a_family_generates_what_its_plain_model_does(
-    ranks_both_ways: StartEither, family: str
-) -> None:
+def test_a_family_generates_what_its_plain_model_does(ranks: StartRanks, family: str) -> None:
     expected = text(made(family, use_cache=True))
     assert expected.shape[1] > 1, "something was generated"
-    for found in ranks_both_ways(2).run(texts, family):
+    for found in ranks(2).run(texts, family):
         for way, tokens in found.items():
             assert torch.equal(tokens, expected), way
 
@@ -72,6 +70,6 @@ def sampled() -> tuple[list[str], list[str]]:
     return sampler.texts(model), sampler.texts(alone.eval())
 
 
-def test_a_run_samples_of_a_model_without_keys_and_values(ranks_both_ways: StartEither) -> None:
-    for found, expected in ranks_both_ways(2).run(sampled):
+def test_a_run_samples_of_a_model_without_keys_and_values(ranks: StartRanks) -> None:
+    for found, expected in ranks(2).run(sampled):
         assert found == expected

@@ -15,7 +15,7 @@ from gyre_trainer.rotate import quantize_frozen, rotate_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.test_rotation_adapters import llama, tokens
 from tests.distributed.training import whole
 
@@ -174,13 +174,13 @@ ORDERS = [
 
 @pytest.mark.parametrize(("kind", "order", "num_ranks"), ORDERS)
 def test_adapters_are_trained_and_merged_as_in_one_process(
-    ranks_both_ways: StartEither, tmp_path: Path, kind: str, order: str, num_ranks: int
+    ranks: StartRanks, tmp_path: Path, kind: str, order: str, num_ranks: int
 ) -> None:
     import peft
 
     alone = trained(adapted(base(kind), kind), 0, 1)
     tolerance = 1e-4 if kind in SINGLE else 1e-9
-    for found in ranks_both_ways(num_ranks).run(on_the_ring, kind, order, tmp_path):
+    for found in ranks(num_ranks).run(on_the_ring, kind, order, tmp_path):
         for one, other in zip(found[:2], alone[:2], strict=True):
             assert one.keys() == other.keys()
             for name, expected in other.items():

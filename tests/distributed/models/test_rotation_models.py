@@ -18,52 +18,48 @@ from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import FAMILIES, VOCABULARY, compared, made
 from tests.distributed.training import whole
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_families_train_exactly(ranks_both_ways: StartEither, num_ranks: int) -> None:
+def test_families_train_exactly(ranks: StartRanks, num_ranks: int) -> None:
     """As they rotate by default, in blocks where these are found."""
-    found = ranks_both_ways(num_ranks).run(compared, list(FAMILIES))
+    found = ranks(num_ranks).run(compared, list(FAMILIES))
     require_exact(found)
     assert all(each["GptOss"][0] > 0.96 for each in found)  # its experts are found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_mixers_train_exactly_where_backward_computes_them_again(
-    ranks_both_ways: StartEither, num_ranks: int
+    ranks: StartRanks, num_ranks: int
 ) -> None:
     run = partial(compared, recompute=True, num_hidden_layers=2)
-    require_exact(ranks_both_ways(num_ranks).run(run, ["Mamba"]))
+    require_exact(ranks(num_ranks).run(run, ["Mamba"]))
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_families_train_exactly_layer_by_layer(
-    ranks_both_ways: StartEither, num_ranks: int
-) -> None:
-    require_exact(
-        ranks_both_ways(num_ranks).run(partial(compared, find_blocks=False), list(FAMILIES))
-    )
+def test_families_train_exactly_layer_by_layer(ranks: StartRanks, num_ranks: int) -> None:
+    require_exact(ranks(num_ranks).run(partial(compared, find_blocks=False), list(FAMILIES)))
 
 
 @pytest.mark.models
 @pytest.mark.parametrize(("num_ranks", "recompute"), [(2, True), (3, True), (4, False), (4, True)])
 def test_families_train_exactly_recomputed_and_on_more_ranks(
-    ranks_both_ways: StartEither, num_ranks: int, recompute: bool
+    ranks: StartRanks, num_ranks: int, recompute: bool
 ) -> None:
     run = partial(compared, recompute=recompute)
-    require_exact(ranks_both_ways(num_ranks).run(run, list(FAMILIES)))
+    require_exact(ranks(num_ranks).run(run, list(FAMILIES)))
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("family", FAMILIES)
-def test_deeper_models_train_exactly(ranks_both_ways: StartEither, family: str) -> None:
+def test_deeper_models_train_exactly(ranks: StartRanks, family: str) -> None:
     depth = {"GPT2": "n_layer", "T5": "num_layers"}.get(family, "num_hidden_layers")
     sizes: dict[str, Any] = {depth: 4}
-    require_exact(ranks_both_ways(3).run(partial(compared, **sizes), [family]))
+    require_exact(ranks(3).run(partial(compared, **sizes), [family]))
 
 
 def require_exact(found: list[dict[str, tuple[float, float, float]]]) -> None:

@@ -15,7 +15,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import BATCH, Case, distances
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 DIM = 6
@@ -140,8 +140,8 @@ CASES = {"in place": in_place, "normed": normed, "returns": returns, "biased": b
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_own_code_trains_exactly(ranks_both_ways: StartEither, num_ranks: int) -> None:
-    for found in ranks_both_ways(num_ranks).run(distances, CASES, RotationPolicy()):
+def test_own_code_trains_exactly(ranks: StartRanks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(distances, CASES, RotationPolicy()):
         assert max(found.values()) <= 1e-12, found
 
 
@@ -169,9 +169,9 @@ def of_rotated_batch_norm() -> dict[str, Tensor]:
     return of_batch_norm(make_mesh("cpu"))
 
 
-def test_batch_norm_computes_in_half_precision(ranks_both_ways: StartEither) -> None:
+def test_batch_norm_computes_in_half_precision(ranks: StartRanks) -> None:
     expected = of_batch_norm()
-    for found in ranks_both_ways(2).run(of_rotated_batch_norm):
+    for found in ranks(2).run(of_rotated_batch_norm):
         assert found["output"].dtype == torch.bfloat16
         assert found["gradient of 1.weight"].dtype == torch.float32
         assert found["1.running_var"].dtype == torch.float32

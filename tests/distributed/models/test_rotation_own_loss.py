@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.training import whole
 
@@ -103,8 +103,8 @@ def distances(families: list[str]) -> dict[str, tuple[type, torch.dtype, float, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_own_loss_is_that_of_one_process(ranks_both_ways: StartEither, num_ranks: int) -> None:
-    for found in ranks_both_ways(num_ranks).run(distances, FAMILIES):
+def test_own_loss_is_that_of_one_process(ranks: StartRanks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(distances, FAMILIES):
         for family, (logits, dtype, loss, gradients) in found.items():
             assert logits is DeferredLogits, family
             assert dtype == (torch.float64 if family in UNROUNDED else torch.float32), family
@@ -126,8 +126,8 @@ def large_tensors(family: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", ["Llama", "T5", "Gemma2"])
-def test_no_tensor_has_all_logits(ranks_both_ways: StartEither, family: str) -> None:
-    for during, afterwards in ranks_both_ways(2).run(large_tensors, family):
+def test_no_tensor_has_all_logits(ranks: StartRanks, family: str) -> None:
+    for during, afterwards in ranks(2).run(large_tensors, family):
         assert during == 0
         assert afterwards > 0
 
@@ -158,7 +158,7 @@ def logits_of_uses() -> dict[str, Any]:
     return {k: each.detach() if isinstance(each, Tensor) else each for k, each in found.items()}
 
 
-def test_logits_may_be_read(ranks_both_ways: StartEither) -> None:
+def test_logits_may_be_read(ranks: StartRanks) -> None:
     rows, labels = (each.chunk(2)[0] for each in data())
     logits = made("GPT2")(input_ids=rows).logits.detach()
     flat, targets = logits.view(-1, VOCABULARY), labels.flatten()
@@ -173,7 +173,7 @@ def test_logits_may_be_read(ranks_both_ways: StartEither) -> None:
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
         ).float(),
     }
-    found = ranks_both_ways(2).run(logits_of_uses)[0]
+    found = ranks(2).run(logits_of_uses)[0]
     assert found.pop("text") == "DeferredLogits(shape=(3, 5, 31), dtype=torch.float64)"
     assert {type(each) for each in found.values()} == {Tensor}
     assert found.keys() == expected.keys()

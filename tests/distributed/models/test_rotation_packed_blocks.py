@@ -79,7 +79,6 @@ def distances(
         (3, EXACT, 1, "c_attn"),
         (2, RotationPolicy(compute_dtype=torch.float32), 1, ""),
         (3, RotationPolicy(compute_dtype=torch.float32, grad_dtype=torch.float32), 1, ""),
-        (3, RotationPolicy(bundle_numel=2**16), 1, ""),
         pytest.param(4, EXACT, 1, "", marks=DEEP),
         pytest.param(4, RECOMPUTED, 1, "", marks=DEEP),
         pytest.param(3, EXACT, 1, "down_proj", marks=DEEP),

@@ -20,8 +20,7 @@ from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationError
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotate import materialize, rotate_all
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole_parameters
 
 MAX_FILE_BYTES = 9000
@@ -96,14 +95,14 @@ def passed_through(source: Path, target: Path) -> tuple[dict[str, Tensor], int, 
 
 
 def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
-    ranks_both_ways: StartEither, saved: Path, tmp_path: Path
+    ranks: StartRanks, saved: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
     by_two, by_three = tmp_path / "two", tmp_path / "three"
-    found = ranks_both_ways(2).run(passed_through, saved, by_two)
-    found += ranks_both_ways(3).run(passed_through, by_two, by_three)
+    found = ranks(2).run(passed_through, saved, by_two)
+    found += ranks(3).run(passed_through, by_two, by_three)
     num_bytes = sum(parameter.nbytes for parameter in expected.values())
     for of_job in (found[:2], found[2:]):
         assert sum(num_written for _, _, num_written, _ in of_job) == num_bytes
@@ -147,13 +146,11 @@ def generated(source: Path) -> list[list[int]]:
     return texts(model)
 
 
-def test_a_rotated_model_generates_what_the_plain_one_does(
-    ranks_both_ways: StartEither, saved: Path
-) -> None:
+def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, saved: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = texts(AutoModelForCausalLM.from_pretrained(saved))
-    assert ranks_both_ways(2).run(generated, saved) == [expected, expected]
+    assert ranks(2).run(generated, saved) == [expected, expected]
 
 
 SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
@@ -191,7 +188,7 @@ def beams(model: Any) -> list[str]:
 
 
 def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
-    ranks_both_ways: StartEither, saved: Path
+    ranks: StartRanks, saved: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -201,10 +198,10 @@ def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
         for temperature in (0.0, 2.0)
     ]
     expected.append(beams(plain))
-    by_two, again = ranks_both_ways(2).run(continued, saved)
+    by_two, again = ranks(2).run(continued, saved)
     assert by_two[:3] == expected
     assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
-    assert [again, *ranks_both_ways(3).run(continued, saved)] == [by_two] * 4
+    assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
 
 
 def refused(source: Path) -> tuple[str, str]:
@@ -233,7 +230,6 @@ def test_every_rank_says_why_weights_are_refused(
 
 
 WIDTH, HIDDEN, VOCABULARY, NUM_LAYERS = 96, 400, 1000, 3
-IN_BUNDLES = RotationPolicy(bundle_numel=4 * WIDTH**2)  # the attentions, not the MLPs
 
 
 def wide() -> Any:
@@ -261,10 +257,7 @@ def peaks(source: Path, target: Path) -> tuple[int, int, list[int]]:
     """
     with torch.device("meta"):
         model = wide()
-    rotate_all(model, mesh=make_mesh("cpu"), policy=IN_BUNDLES)
-    modules = [module for module in model.modules() if isinstance(module, RotatedModule)]
-    assert len([each for each in modules if each.bundle]) == NUM_LAYERS
-    assert len([each for each in modules if not each.bundle]) > NUM_LAYERS, "MLPs, and the head"
+    rotate_all(model, mesh=make_mesh("cpu"))
     with LiveBytes() as live:
         pretrained.load(model, source)
         loaded = live.peak

@@ -22,8 +22,8 @@ from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.settled_bytes import SettledBytes
 from tests.distributed.training import whole
 
-BLOCKS = RotationPolicy(recompute=True, bundle_numel=0)
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True, bundle_numel=0)
+BLOCKS = RotationPolicy(recompute=True)
+LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
 NUM_LAYERS = 3
 # Pre-norm; a packed attention; layers that rotate one by one, with a norm at each end; an argument
 # with a gradient that all layers share; norms around the blocks.

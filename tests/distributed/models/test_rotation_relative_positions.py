@@ -11,7 +11,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
@@ -142,10 +142,10 @@ def test_families_train_exactly(
     [(3, KEPT, 6), (2, RECOMPUTED, 3), (4, RECOMPUTED, 6), (3, LAYERS, 6)],
 )
 def test_families_train_exactly_in_more_ways(
-    ranks_both_ways: StartEither,
+    ranks: StartRanks,
     family: str,
     num_ranks: int,
     policy: RotationPolicy,
     num_heads: int,
 ) -> None:
-    require_exact(ranks_both_ways(num_ranks), family, policy, num_heads)
+    require_exact(ranks(num_ranks), family, policy, num_heads)

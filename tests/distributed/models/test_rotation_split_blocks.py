@@ -16,7 +16,7 @@ from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tests.distributed.comparing import apart
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.models.split_models import (
     BLOCKS,
     MODELS,
@@ -57,18 +57,16 @@ def test_models_train_exactly(ranks: StartRanks, family: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_trains_exactly_on_three(ranks_both_ways: StartEither, policy: str) -> None:
-    require_exact(ranks_both_ways(3), "Bert", POLICIES[policy])
+def test_a_model_trains_exactly_on_three(ranks: StartRanks, policy: str) -> None:
+    require_exact(ranks(3), "Bert", POLICIES[policy])
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("family", MODELS | MORE)
-def test_more_models_train_exactly(
-    ranks_both_ways: StartEither, family: str, num_ranks: int
-) -> None:
+def test_more_models_train_exactly(ranks: StartRanks, family: str, num_ranks: int) -> None:
     for policy in POLICIES.values():
-        require_exact(ranks_both_ways(num_ranks), family, policy)
+        require_exact(ranks(num_ranks), family, policy)
 
 
 # What changes how a block is called: chunks of tokens, returned scores, masks of heads.

@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
-from gyre_trainer.rotation.bundles.whole_parameters import MAX_BUNDLE_NUMEL
+from gyre_trainer.rotate import rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.split_models import POLICIES, as_is, inputs_of, made, mine, outcome
+from tests.distributed.models.split_models import POLICIES, as_is, made, mine, outcome
 from tests.distributed.training import whole
 
 
@@ -209,21 +207,3 @@ def test_rules_by_hand_name_a_core(ranks: StartRanks) -> None:
         assert "Layer has no module third" in told[0]
         assert "Layer.second.norm is LayerNorm, but the rule needs a Linear there" in told[1]
         assert "Layer.first.up is inside of the core first" in told[2]
-
-
-def sent_in_bundles(find_blocks: Any) -> int:
-    """Bytes that a rank sends in a step of BERT whose bundles have room for one block each."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    model, mesh = made("Bert", **sizes), make_mesh("cpu")
-    policy = RotationPolicy(bundle_numel=MAX_BUNDLE_NUMEL)
-    rotate_all(model, mesh=mesh, find_blocks=find_blocks, policy=policy)
-    model(**inputs_of(model)).loss.backward()
-    before = ring_of(mesh).bytes_sent
-    model(**inputs_of(model)).loss.backward()
-    return ring_of(mesh).bytes_sent - before
-
-
-def test_split_blocks_come_into_bundles_in_the_order_of_their_calls(ranks: StartRanks) -> None:
-    """An MLP is listed before the attention inside of it, and called after it."""
-    with_blocks = ranks(2).run(sent_in_bundles, True)
-    assert with_blocks == ranks(2).run(sent_in_bundles, False)

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.rtp.families import takes, tried
 from tests.distributed.conftest import StartRanks
-from tests.distributed.gloo_ranks import bundled_by_default
 
 NAMES = [
     *("DeepSeek-V3", "Qwen3-Next", "Llama 4", "GLM-4-MoE", "Gemma 3n", "Cohere 2", "LFM2"),
@@ -27,6 +26,6 @@ def test_models_train_exactly_and_write_the_same(
     """The library computes in float32 in places; CLIP, all of it."""
     for way in ("slices", "default", "recompute", "generate"):
         if takes(name, way):
-            for found in ranks(num_ranks).run(bundled_by_default, tried, name, way):
+            for found in ranks(num_ranks).run(tried, name, way):
                 assert found.distance <= 2e-5, (way, found.where)
                 assert found.share > 0.9, (way, found.rules)

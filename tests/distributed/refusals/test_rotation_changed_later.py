@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-from tests.distributed.conftest import StartEither, StartRanks
-from tests.distributed.gloo_ranks import bundled_by_default
+from tests.distributed.conftest import StartRanks
 from tests.distributed.refusals.refused_modules import told
 
 X = torch.ones(2, 6)
@@ -68,9 +67,9 @@ def told_of(what: str, replicate: int) -> str:
 @pytest.mark.parametrize("what", ["assigned", "called with others", "1.weight", "2.weight"])
 @pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), (4, 2)])
 def test_parameters_that_are_replaced_are_refused(
-    ranks_both_ways: StartEither, what: str, num_ranks: int, replicate: int
+    ranks: StartRanks, what: str, num_ranks: int, replicate: int
 ) -> None:
-    for text in ranks_both_ways(num_ranks).run(told_of, what, replicate):
+    for text in ranks(num_ranks).run(told_of, what, replicate):
         if what in ("assigned", "called with others"):
             assert "parameter weight no longer lies in its rotated slice" in text
         else:
@@ -96,14 +95,8 @@ def told_where_ranks_freeze_others(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["norm", "layer"])
-@pytest.mark.parametrize("bundled", [False, True])
-def test_ranks_that_train_other_parameters_are_told(
-    ranks: StartRanks, kind: str, bundled: bool
-) -> None:
-    program: tuple[Any, ...] = (told_where_ranks_freeze_others, kind)
-    if bundled:
-        program = (bundled_by_default, *program)
-    for text in ranks(3).run_to_the_end(*program):
+def test_ranks_that_train_other_parameters_are_told(ranks: StartRanks, kind: str) -> None:
+    for text in ranks(3).run_to_the_end(told_where_ranks_freeze_others, kind):
         assert "freeze and unfreeze the same" in text
         if kind == "norm":
             assert "a parameter of shape (8,)" in text

@@ -13,7 +13,7 @@ from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
-from tests.distributed.conftest import StartEither, StartRanks
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 WIDTH, NUM_ROWS = 8, 30
@@ -93,9 +93,9 @@ def told(change: Callable[[Any], None]) -> str:
     return str(refused.value)
 
 
-def test_parameters_that_were_replaced_are_refused(ranks_both_ways: StartEither) -> None:
-    """Their gradients would stay each rank's own, and a bundle would compute with the old ones."""
-    ours = ranks_both_ways(2)
+def test_parameters_that_were_replaced_are_refused(ranks: StartRanks) -> None:
+    """Their gradients would stay each rank's own."""
+    ours = ranks(2)
     for change, expected in (
         (assigned, "embedding.weight is another parameter than the model was rotated with"),
         (norm_assigned, "norm.weight is another parameter than the model was rotated with"),
@@ -128,8 +128,8 @@ def told_of_hooks() -> list[str]:
     return messages
 
 
-def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks_both_ways: StartEither) -> None:
-    for messages in ranks_both_ways(2).run(told_of_hooks):
+def test_hooks_inside_of_a_block_that_rotates_are_refused(ranks: StartRanks) -> None:
+    for messages in ranks(2).run(told_of_hooks):
         assert len(messages) == 3
         for message in messages:
             assert message.startswith("a hook was registered inside of Perceptron")
@@ -155,8 +155,8 @@ def doubled_by_hooks() -> float:
     return max(float((whole(one.grad) - 2 * other.grad).abs().max()) for one, other in pairs)
 
 
-def test_hooks_on_gradients_are_no_part_of_what_is_verified(ranks_both_ways: StartEither) -> None:
-    assert max(ranks_both_ways(2).run(doubled_by_hooks)) < 1e-12
+def test_hooks_on_gradients_are_no_part_of_what_is_verified(ranks: StartRanks) -> None:
+    assert max(ranks(2).run(doubled_by_hooks)) < 1e-12
 
 
 def autocast_apart(recompute: bool) -> float:
@@ -192,9 +192,9 @@ def trained_after_inference() -> float:
     return max(float((whole(one.grad) - other.grad).abs().max()) for one, other in pairs)
 
 
-def test_the_first_call_may_be_in_inference_mode(ranks_both_ways: StartEither) -> None:
+def test_the_first_call_may_be_in_inference_mode(ranks: StartRanks) -> None:
     """In training, too, where dropout is looked for."""
-    assert max(ranks_both_ways(2).run(trained_after_inference)) < 1e-12
+    assert max(ranks(2).run(trained_after_inference)) < 1e-12
 
 
 def told_of_tokens() -> list[str]:

@@ -1,6 +1,5 @@
 """What would be wrong without an error: each is exact, refused, or warned of."""
 
-import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.initial.sharded_init import materialize
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import made
 from tests.distributed.training import whole
-
-BUNDLED = RotationPolicy(bundle_numel=2**18)
 
 
 class Choosing(nn.Module):
@@ -149,10 +146,9 @@ class Writing(MLP):
         return super().forward(x)
 
 
-def told_of_containers(bundle_numel: int) -> list[str]:
+def told_of_containers() -> list[str]:
     model = nn.ModuleDict({"mlp": Writing(4, 8)})
-    policy = RotationPolicy(bundle_numel=bundle_numel)
-    rotate_all(model, mesh=make_mesh("cpu"), rules={"mlp": MLPRule()}, policy=policy)
+    rotate_all(model, mesh=make_mesh("cpu"), rules={"mlp": MLPRule()})
     found: list[str] = []
     given: list[Any] = [[], (torch.ones(1), 2), {}, [torch.ones(1)]]
     for before in given:
@@ -166,13 +162,11 @@ def told_of_containers(bundle_numel: int) -> list[str]:
 
 
 def test_containers_that_slices_write_to_are_refused(ranks: StartRanks) -> None:
-    for empty, fixed, mapping, several in ranks(2).run(told_of_containers, 0):
+    for empty, fixed, mapping, several in ranks(2).run(told_of_containers):
         assert (empty, fixed) == ("0", "2")
         assert "Writing writes to a dict that it is called with" in mapping
         assert "Writing writes to a list that it is called with" in several
         assert "what each slice writes would be lost" in several
-    for found in ranks(2).run(told_of_containers, 2**18):
-        assert found == ["0", "2", "1", "2"]  # computed once, with the caller's own
 
 
 class Scaled(nn.Module):
@@ -207,7 +201,7 @@ def test_buffers_that_differ_are_warned_of_once(ranks: StartRanks, differ: bool)
 
 
 def outputs_after_writes(folder: Path) -> list[float]:
-    """Of a model in bundles, how far it is from the plain one after each write to its shards."""
+    """How far a model is from the plain one after each write to its shards."""
     mesh, tokens = make_mesh("cpu"), torch.tensor([[1, 2, 3]])
     model, other = made("Llama").eval(), made("Llama").eval()
     with torch.no_grad():
@@ -216,7 +210,7 @@ def outputs_after_writes(folder: Path) -> list[float]:
     if dist.get_rank() == 0:
         other.save_pretrained(folder)
     dist.barrier()
-    rotate_all(model, mesh=mesh, policy=BUNDLED)
+    rotate_all(model, mesh=mesh)
     apart = []
 
     def compare(plain: Any) -> None:
@@ -239,64 +233,6 @@ def outputs_after_writes(folder: Path) -> list[float]:
     return apart
 
 
-def test_bundles_compute_with_what_was_written_to_their_shards(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
+def test_slices_are_of_what_was_written_to_the_shards(ranks: StartRanks, tmp_path: Path) -> None:
     for apart in ranks(2).run(outputs_after_writes, tmp_path):
         assert max(apart) < 1e-5, apart
-
-
-def outputs_where_one_rank_collects() -> list[Tensor]:
-    """Bundles of a model that is gone count on no rank, or on all."""
-    mesh, policy, x = make_mesh("cpu"), RotationPolicy(bundle_numel=2**18), torch.ones(1, 500)
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(500, 500)).requires_grad_(False) for _ in range(3)]
-    for model in models:
-        rotate_all(model, mesh=mesh, policy=policy)
-    first, teacher, last = models
-    models.clear()
-    gc.disable()
-    try:
-        outputs = [first(x), teacher(x)]
-        del teacher
-        if dist.get_rank() == 0:
-            gc.collect()
-        return [*outputs, last(x), first(x)]
-    finally:
-        gc.enable()
-
-
-def test_ranks_hold_the_same_bundles_whenever_they_collect(ranks: StartRanks) -> None:
-    one, other = ranks(2).run(outputs_where_one_rank_collects)
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
-
-
-class TiedBias(nn.Module):
-    """As RoBERTa's head: its own bias is that of a layer inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.Linear(4, 2**18)
-        self.bias = nn.Parameter(torch.zeros(2**18))
-        self.decoder.bias = self.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.decoder(x)
-        return output
-
-
-def output_of_a_tied_bias() -> Tensor:
-    torch.manual_seed(0)
-    model = nn.Sequential(TiedBias(), nn.LayerNorm(2**18))
-    rotate_all(model, mesh=make_mesh("cpu"))
-    output: Tensor = model(torch.ones(1, 4))
-    output.sum().backward()  # type: ignore[no-untyped-call]
-    return output.detach()
-
-
-def test_a_large_bias_that_is_tied_to_a_layer_inside_rotates(ranks: StartRanks) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(TiedBias(), nn.LayerNorm(2**18))
-    for found in ranks(2).run(output_of_a_tied_bias):
-        torch.testing.assert_close(found, plain(torch.ones(1, 4)).detach())

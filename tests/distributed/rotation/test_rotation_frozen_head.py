@@ -60,7 +60,7 @@ def off(options: dict[str, Any], bias: bool, max_logits: int) -> tuple[float, in
     """How far loss and gradient are off, the hops' bytes, and those of one pass."""
     head, x, targets = parts(bias)
     alone, mesh = deepcopy(head), make_mesh("cpu")
-    rotate_all(head, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+    rotate_all(head, mesh=mesh, policy=RotationPolicy())
     ring = ring_of(mesh)
     with patch.object(slice_statistics, "_MAX_LOGITS", max_logits):
         before = ring.bytes_sent

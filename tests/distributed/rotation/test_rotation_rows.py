@@ -108,9 +108,9 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 WAYS: dict[str, tuple[RotationPolicy, dict[str, bool]]] = {
-    "untied": (RotationPolicy(bundle_numel=0), {}),
-    "tied, recomputed": (RotationPolicy(bundle_numel=0, recompute=True), {"tied": True}),
-    "in a checkpoint": (RotationPolicy(bundle_numel=0), {"tied": True, "checkpointed": True}),
+    "untied": (RotationPolicy(), {}),
+    "tied, recomputed": (RotationPolicy(recompute=True), {"tied": True}),
+    "in a checkpoint": (RotationPolicy(), {"tied": True, "checkpointed": True}),
 }
 
 
@@ -149,7 +149,7 @@ def _head_bytes(rank: int, num_ranks: int) -> int:
 
 
 def test_rows_travel_in_bfloat16_and_add_up_in_float32(ranks: StartRanks) -> None:
-    policy = RotationPolicy(torch.bfloat16, bundle_numel=0)
+    policy = RotationPolicy(torch.bfloat16)
     _, grads = alone(2, {})
     tokens = [tokens_of(rank, 2) for rank in range(2)]
     for rank, (seen, again) in enumerate(ranks(2).run(looked_up, policy, {}, torch.float32)):
@@ -175,7 +175,7 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
         tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
         tables["layer"] = nn.Linear(4, 30)
-        rotate_all(tables, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+        rotate_all(tables, mesh=mesh, policy=RotationPolicy())
         told = _told(tables, when)
         dist.barrier()  # a rank that ends at once could be missed before the difference is seen
     return told
@@ -214,7 +214,7 @@ def test_ranks_that_look_up_in_different_tables_are_told_which(
 
 def refused_token(token: int) -> str:
     model = made({})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy())
     with pytest.raises(IndexError) as refused:
         model.embedding(torch.tensor([3, token]))
     return str(refused.value)

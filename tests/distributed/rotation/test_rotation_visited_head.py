@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
-ALONE = RotationPolicy(bundle_numel=0)
+ALONE = RotationPolicy()
 
 
 class Head(nn.Module):
@@ -50,19 +50,19 @@ class Kind:
     tolerance: float
 
 
-HALF = RotationPolicy(torch.bfloat16, bundle_numel=0)
+HALF = RotationPolicy(torch.bfloat16)
 KINDS = {
     "bfloat16 travels": Kind(torch.float32, HALF, torch.bfloat16, {}, 0.02),
     "gradients in float32": Kind(
         torch.bfloat16,
-        RotationPolicy(grad_dtype=torch.float32, bundle_numel=0),
+        RotationPolicy(grad_dtype=torch.float32),
         torch.bfloat16,
         {},
         0.02,
     ),
     "float32 travels": Kind(
         torch.float64,
-        RotationPolicy(torch.float32, bundle_numel=0),
+        RotationPolicy(torch.float32),
         torch.float32,
         {"label_smoothing": 0.1},
         1e-5,
@@ -189,7 +189,7 @@ class Body(nn.Module):
 def num_buffers(by_tokens: bool) -> list[int]:
     """How many buffers of each dtype the pool has after two steps."""
     model, mesh = Body(), make_mesh("cpu")
-    rotate_all(model, mesh=mesh, policy=RotationPolicy(torch.bfloat16, bundle_numel=0))
+    rotate_all(model, mesh=mesh, policy=RotationPolicy(torch.bfloat16))
     pool = ring_of(mesh).pool
     pool._free.clear()
     pool._numel.clear()

@@ -133,7 +133,7 @@ def visited(
     """The same step twice, with at most so many logits at once, and numbers in a buffer."""
     max_logits, largest = limits
     model, mesh = made(kind).to(dtype), make_mesh("cpu")
-    rotate_all(model, mesh=mesh, policy=policy or RotationPolicy(bundle_numel=0))
+    rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
     rank, ring, found = dist.get_rank(), ring_of(mesh), []
     tokens, targets = batch_of(rank, sizes, options)
     with (
@@ -221,7 +221,7 @@ def test_a_rank_may_have_no_tokens(ranks: StartRanks) -> None:
 
 
 def test_tokens_travel_in_bfloat16_and_gradients_add_up_in_float32(ranks: StartRanks) -> None:
-    sizes, policy = SIZES[3], RotationPolicy(torch.bfloat16, bundle_numel=0)
+    sizes, policy = SIZES[3], RotationPolicy(torch.bfloat16)
     _, grads = alone({}, OPTIONS["sum"], sizes)
     arguments: Any = {}, OPTIONS["sum"], sizes, (2**23, 0), policy, torch.float32
     for rank, (seen, again) in enumerate(ranks(3).run(visited, *arguments)):
@@ -237,7 +237,7 @@ def bytes_of(sizes: Sequence[int], frozen: bool) -> int:
     """The head's, of one step."""
     model, mesh = made({}), make_mesh("cpu")
     model.head.requires_grad_(not frozen)
-    rotate_all(model, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+    rotate_all(model, mesh=mesh, policy=RotationPolicy())
     tokens, targets = batch_of(dist.get_rank(), sizes, {})
     x = model.features(tokens).detach().requires_grad_()
     before = ring_of(mesh).bytes_sent
@@ -259,7 +259,7 @@ def test_slices_travel_where_that_is_less(
 def grads_in_two_rings(sizes: Sequence[int]) -> dict[str, Tensor]:
     """Of two calls, the second in a checkpoint, each with its own backward."""
     model, mesh = made({"bias": True}), make_mesh("cpu", replicate=2)
-    rotate_all(model, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+    rotate_all(model, mesh=mesh, policy=RotationPolicy())
     tokens, targets = batch_of(dist.get_rank(), sizes, {"reduction": "sum"})
 
     def loss(x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
         group = dist.new_group(timeout=timedelta(seconds=60))
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
         heads = nn.ModuleDict({"one": nn.Linear(4, 90), "other": nn.Linear(4, 90)})
-        rotate_all(heads, mesh=mesh, policy=RotationPolicy(bundle_numel=0))
+        rotate_all(heads, mesh=mesh, policy=RotationPolicy())
         told = _told(heads, when)
         dist.barrier()  # a rank that ends at once could be missed before the difference is seen
     return told
@@ -336,7 +336,7 @@ def test_ranks_that_call_different_heads_are_told_which(
 
 def refused_target(target: int) -> str:
     model = made({})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(bundle_numel=0))
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy())
     with pytest.raises(RuntimeError) as refused:
         linear_cross_entropy(model.head, torch.ones(2, WIDTH).double(), torch.tensor([1, target]))
     return str(refused.value)

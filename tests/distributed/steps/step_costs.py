@@ -21,7 +21,7 @@ LLAMA = {
 
 def config(sections: dict[str, Any]) -> TrainConfig:
     """Slice by slice, unless the sections say otherwise, as these models are small."""
-    memory = {"bundle_numel": 0} | sections.get("memory", {})
+    memory = {"min_numel": 0} | sections.get("memory", {})
     required = {
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 12, "sequence_length": 32},

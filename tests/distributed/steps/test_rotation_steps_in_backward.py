@@ -9,7 +9,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import no_sync, rotate_all
 from torch import Tensor, nn
 
-from tests.distributed.conftest import StartEither
+from tests.distributed.conftest import StartRanks
 from tests.distributed.training import distance, whole_parameters
 
 
@@ -87,9 +87,9 @@ def outcome(replicate: int) -> tuple[float, dict[str, int], list[int]]:
 
 @pytest.mark.parametrize(("num_ranks", "replicate"), [(1, 1), (3, 1), (4, 2)])
 def test_steps_in_backward_are_those_of_one_process(
-    ranks_both_ways: StartEither, num_ranks: int, replicate: int
+    ranks: StartRanks, num_ranks: int, replicate: int
 ) -> None:
-    for apart, counts, seen in ranks_both_ways(num_ranks).run(outcome, replicate):
+    for apart, counts, seen in ranks(num_ranks).run(outcome, replicate):
         assert apart <= 1e-12
         assert set(counts.values()) == {3}
         assert seen == ([1, 2] if num_ranks == 1 else [0, 1])

@@ -1,6 +1,6 @@
 """Plans of the families that `benchmarks.rtp.models` measures, beside a step of two real ranks.
 
-Modules travel in bundles as they do by default, and FSDP2 wraps what the plan says it wraps.
+Small modules are replicated as by default, and FSDP2 wraps what the plan says it wraps.
 """
 
 import gc
@@ -45,7 +45,7 @@ def config(family: str) -> TrainConfig:
             "sequence_length": LENGTH,
         },
         "model": {"config": keys, "lora": lora},
-        "memory": {"bundle_numel": 294_912},  # the default, which ranks of tests do not have
+        "memory": {"min_numel": 2**18},  # the default, which ranks of tests do not have
         "objective": {"mask_id": 4, "sentinel_id": 2047} if hidden else {},
     }
     return build(TrainConfig, sections)

@@ -47,9 +47,9 @@ CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
         "model": {"config": LLAMA},
         "memory": {"recompute": True},
     },
-    (2, "of transformers, in bundles"): {
+    (2, "of transformers, small modules replicated"): {
         "model": {"config": LLAMA},
-        "memory": {"bundle_numel": 294_912},
+        "memory": {"min_numel": 2**18},
     },
     (3, "tied, uneven, bfloat16, in two parts"): {
         "model": UNEVEN | {"tie_embeddings": True, "gated_mlp": False, "norm": "layer"},

@@ -104,7 +104,7 @@ def test_ratios_compare_the_slowest_rank_and_the_cpu_time_of_all() -> None:
     ]
 
 
-def test_the_default_puts_small_modules_into_a_bundle() -> None:
+def test_small_modules_are_replicated_by_default() -> None:
     found = [cells(row) for row in rows(2, 1)]
     assert [row[:2] for row in found] == [
         ["2", "FSDP2 per sub-block"],
@@ -113,7 +113,7 @@ def test_the_default_puts_small_modules_into_a_bundle() -> None:
         ["2", "Gyre"],
     ]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
-    assert [row[4] for row in found] == ["", "32", "32", "16"]
+    assert [row[4] for row in found] == ["", "32", "32", "0"]
 
 
 def printed_rows(text: str) -> list[list[str]]:

@@ -29,7 +29,7 @@ num_kv_heads = 4
 hidden_dim = 64
 tie_embeddings = true
 """
-BY_SLICE = ("--set", "memory.bundle_numel=0")  # the model is so small that it would be one bundle
+BY_SLICE = ("--set", "memory.min_numel=0")  # the model is small
 KIB = 1024
 
 

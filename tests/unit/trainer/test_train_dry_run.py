@@ -34,7 +34,7 @@ def config(*, memory: dict[str, int] | None = None, **optimizer: Any) -> TrainCo
         "data": {"dataset": "none", "batch_size": 32, "sequence_length": 16},
         "model": MODEL,
         "optimizer": optimizer,
-        "memory": {"bundle_numel": 0} if memory is None else memory,
+        "memory": {"min_numel": 0} if memory is None else memory,
     }
     return build(TrainConfig, sections, "")
 
@@ -71,14 +71,13 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     assert cost.sent_bytes == share * (of_slices + of_rows) + of_tokens + flags_and_meeting
 
 
-def test_small_modules_share_hops_unless_the_configuration_says_otherwise() -> None:
-    sent = [
-        dry_run(config(memory=memory), Strategy.GYRE, 2).sent_bytes
-        for memory in ({"bundle_numel": 0}, {"bundle_numel": 9 * 2**15}, {})
-    ]
-    by_slice, in_bundles, default = sent
-    assert default != by_slice
-    assert default == in_bundles
+def test_small_modules_are_replicated_unless_the_configuration_says_otherwise() -> None:
+    by_slice, replicated, default = (
+        dry_run(config(memory=memory), Strategy.GYRE, 2).timeline.at(-1)[Category.PARAMETERS]
+        for memory in ({"min_numel": 0}, {"min_numel": 2**18}, {})
+    )
+    assert default == replicated == sum(num_bytes(config()))
+    assert by_slice < default
 
 
 def test_ddp_keeps_everything_on_every_rank() -> None:
@@ -111,7 +110,7 @@ def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories
 
 def test_recomputation_leaves_less_alive_and_sends_the_same() -> None:
     keeps, recomputes = (
-        dry_run(config(memory={"recompute": flag, "bundle_numel": 0}), Strategy.GYRE, 4)
+        dry_run(config(memory={"recompute": flag, "min_numel": 0}), Strategy.GYRE, 4)
         for flag in (False, True)
     )
     assert (

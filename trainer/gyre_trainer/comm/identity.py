@@ -4,7 +4,7 @@ Two ranks that call different modules of one shape would exchange weights withou
 compute with the wrong ones.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import ref
 from zlib import crc32
@@ -16,7 +16,6 @@ from gyre_trainer.comm.spans import path_of
 # Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than
 # any model has, and two passes of one module differ by their direction and stream.
 _STEP_BITS, _ROUND_BITS, _NUMBER_BITS, _TRAINED_BITS = 14, 6, 20, 16
-_MAX_NAMED = 4
 
 
 class HopIdentity(NamedTuple):
@@ -83,7 +82,6 @@ class Modules:
     def __init__(self) -> None:
         self.count = 0
         self._modules: dict[int, ref[nn.Module]] = {}
-        self._bundles: dict[int, list[ref[nn.Module]]] = {}
 
     def add(self, module: nn.Module) -> int:
         """The number of a new module."""
@@ -91,48 +89,20 @@ class Modules:
         self._modules[number] = ref(module)
         return number
 
-    def set_bundle(self, number: int, members: Sequence[nn.Module]) -> None:
-        """Let a number stand for modules that travel together."""
-        self._bundles[number] = [ref(module) for module in members]
-
-    def note_caller(self, number: int, module: nn.Module) -> None:
-        """Note for which module of a bundle this rank lets the bundle travel now."""
-        self._modules[number] = ref(module)
-
     def skip_to(self, number: int) -> None:
         """Give the next module this number."""
         self.count = number
 
-    def describe(self, packed: int, *, here: bool) -> str:
-        """Names the module and the part of its pass, such as "blocks.0.mlp (forward, step 1)".
-
-        Another rank's number does not say which module of a bundle that rank calls: then all are
-        named.
-
-        Args:
-            packed: the identity of a hop.
-            here: whether it is this rank's own.
-        """
+    def describe(self, packed: int) -> str:
+        """Names the module and the part of its pass, such as "blocks.0.mlp (forward, step 1)"."""
         if not packed:
             return "something that is no module"
         hop = HopIdentity.unpack(packed)
         what = "forward" if hop.forward else "backward, gradients" if hop.gradients else "backward"
         part = f"{what}, step {hop.step} of round {hop.round_}"
-        name, members = self._name(hop.number), self._names_in_bundle(hop.number)
-        if not members:
-            return f"{name} ({part})"
-        if here and not hop.gradients:
-            return f"{name} ({part}), in a bundle of {members}"
-        return f"a module in a bundle of {members} ({part})"
+        return f"{self._name(hop.number)} ({part})"
 
     def _name(self, number: int) -> str:
         known = self._modules.get(number)
         module = None if known is None else known()
         return f"module {number}" if module is None else path_of(module)
-
-    def _names_in_bundle(self, number: int) -> str:
-        """Names of the first modules of a bundle; "" where the number is that of one module."""
-        there = [module() for module in self._bundles.get(number, ())]
-        names = [path_of(module) for module in there if module is not None]
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        return ", ".join(names[:_MAX_NAMED]) + more

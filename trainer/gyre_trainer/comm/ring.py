@@ -10,7 +10,7 @@ hops.
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -84,12 +84,12 @@ class Hop:
         if differ_in_trained(self._identity, error.theirs):
             return (
                 f"rank {self._ring.global_rank} trains other parameters of "
-                f"{modules.describe(self._identity, here=True)} than rank {self._neighbours[what]};"
+                f"{modules.describe(self._identity)} than rank {self._neighbours[what]};"
                 " freeze and unfreeze the same ones on all ranks (requires_grad_)"
             )
-        theirs = modules.describe(error.theirs, here=False)
+        theirs = modules.describe(error.theirs)
         return (
-            f"rank {self._ring.global_rank} calls {modules.describe(self._identity, here=True)}, "
+            f"rank {self._ring.global_rank} calls {modules.describe(self._identity)}, "
             f"but rank {self._neighbours[what]} calls {theirs}; "
             "all ranks must call the same modules in the same order"
         )
@@ -128,8 +128,6 @@ class Ring:
         bytes_sent: bytes of weights and gradients that this rank has sent since the ring was made.
         modules: those that rotate, or did, on these ranks.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
-        gathered: what modules hold whole, the oldest first. It follows from their calls alone, so
-            it is alike on all ranks, whenever the collector runs.
     """
 
     def __init__(
@@ -154,7 +152,6 @@ class Ring:
         self._transports = transports
         self._sides: dict[tuple[Direction, Stream], _Sides] = {}
         self.group = group
-        self.gathered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Ring":
         """The ring itself: a copy of a model rotates on the same one."""

@@ -115,12 +115,10 @@ def _repeats(path: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def _changes(module: nn.Module) -> bool:
-    """Whether a call changes a module, or what travels in a bundle with it."""
+    """Whether a call changes a module."""
     return (
-        (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats)
-        or (isinstance(module, RotatedModule) and module.bundle is not None)
-        or is_parametrized(module)
-    )
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    ) or is_parametrized(module)
 
 
 def _around(path: str) -> Iterator[str]:

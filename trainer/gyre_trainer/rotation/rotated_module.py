@@ -1,6 +1,6 @@
 """A module whose forward runs slice by slice."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -12,8 +12,6 @@ from torch._compile import _disable_dynamo
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
-from gyre_trainer.rotation.bundles.bundle import Bundle
-from gyre_trainer.rotation.bundles.forming import bundled
 from gyre_trainer.rotation.guard import MIXED, Guard, own_class
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
@@ -32,8 +30,6 @@ class RotatedModule(ShardedModule):
 
     Attributes:
         rotation: how the module is cut, and where its parameters are.
-        bundle: the small modules that it travels with; None if it rotates by itself.
-        needs_slices: whether other code asks for its slices, so that it must rotate by itself.
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
@@ -42,8 +38,6 @@ class RotatedModule(ShardedModule):
     """
 
     rotation: Rotation
-    bundle: Bundle | None = None
-    needs_slices: bool = False
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False
     num_hooks: int = 0
@@ -58,19 +52,11 @@ class RotatedModule(ShardedModule):
 
     @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass round the ring, or a call beside the others of the bundle."""
+        """One pass round the ring."""
         self.guard.require_same()
         self._require_no_more_hooks()
         self.add_dropout_masks(kwargs)
-        if self.bundle is not None:
-            return self.bundle.run(self.rotation, args, kwargs)
         return run(self.rotation, args, kwargs)
-
-    def leave_bundle(self) -> None:
-        """Rotate by itself from now on."""
-        bundle, self.bundle = self.bundle, None
-        if bundle is not None:
-            bundle.leave(self.rotation)
 
     def add_dropout_masks(self, kwargs: dict[str, Any]) -> None:
         """Add the masks of a new call to its arguments, where slices drop out.
@@ -112,7 +98,7 @@ class RotatedModule(ShardedModule):
         """A module with a copy of this rank's slice, which rotates by itself on the same ring."""
         rotation = self.rotation
         copy_shards(list(rotation.module.parameters()), memo)
-        copied: Any = self._copy(memo, "rotation", "_by_rule", "bundle", "guard")
+        copied: Any = self._copy(memo, "rotation", "_by_rule", "guard")
         core = deepcopy(self.guard.module, memo)
         copied.guard = Guard.of(core, self.guard.name, drops_out=self.guard.drops_out)
         copied.rotation = replace(
@@ -174,25 +160,6 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
         mixed = type(f"{prefix}{cls.__name__}", (behaviour, cls), {MIXED: True})
         _MIXED_CLASSES[behaviour, cls] = mixed
     module.__class__ = mixed
-
-
-def bundle_small(model: nn.Module) -> None:
-    """Let the small modules in ``model`` travel together where their policy says so."""
-    modules = {
-        module.rotation: module
-        for module in _from_inside(model)
-        if isinstance(module, RotatedModule) and not (module.bundle or module.needs_slices)
-    }
-    for bundle, rotations in bundled(list(modules)):
-        for rotation in rotations:
-            modules[rotation].bundle = bundle
-
-
-def _from_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all in it, as they are mostly called: a split block after what is inside."""
-    for child in module.children():
-        yield from _from_inside(child)
-    yield module
 
 
 def behaviours_of(module: nn.Module) -> list[type]:

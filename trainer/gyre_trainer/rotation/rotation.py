@@ -55,11 +55,6 @@ class RotationPolicy:
             size share one compiled graph. Weight gradients are then formed beside the buffer that
             travels, so they take memory of their own. Blocks that drop out run as they are in
             training.
-        bundle_numel: modules with at most this many parameters travel together, up to 294,912 of
-            them in one bundle, and are computed whole, once, instead of slice by slice. A rank
-            holds few bundles whole at a time, and gathers others again for backward. 0 for none;
-            None for 294,912, which is 1.1 MiB in float32. Modules that are recomputed or compiled,
-            and heads whose loss the library computes by slices, rotate by themselves all the same.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -70,7 +65,6 @@ class RotationPolicy:
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
-    bundle_numel: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -81,10 +75,6 @@ class RotationPolicy:
                 )
         if self.recompute_layers and not self.recompute:
             raise RotationError("RotationPolicy(recompute_layers=True) needs recompute=True")
-        if self.bundle_numel is not None and self.bundle_numel < 0:
-            raise RotationError(
-                f"RotationPolicy(bundle_numel={self.bundle_numel}): it must not be negative"
-            )
         if self.dropout not in get_args(_Dropout):
             raise RotationError(
                 f"RotationPolicy(dropout={self.dropout!r}): "

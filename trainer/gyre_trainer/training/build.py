@@ -57,9 +57,14 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
         recompute_layers=config.memory.recompute_layers,
-        bundle_numel=config.memory.bundle_numel,
     )
-    rotate_all(model, mesh=mesh, policy=policy, find_blocks=not has_adapters(config.model))
+    rotate_all(
+        model,
+        mesh=mesh,
+        policy=policy,
+        find_blocks=not has_adapters(config.model),
+        min_numel=config.memory.min_numel,
+    )
     return model
 
 

@@ -132,13 +132,13 @@ class MemoryConfig:
             one by one, forward keeps what they return, too.
         recompute_layers: whether, with ``recompute``, whole layers are computed again from their
             inputs; slices of what comes before a layer's last module travel once more.
-        bundle_numel: modules with at most so many parameters travel together and are computed
-            whole; None for 294,912 (1.1 MiB in float32), 0 for none.
+        min_numel: a module whose largest parameter has fewer elements is replicated on every rank;
+            None for 262,144 (1 MiB in float32), 0 for none.
     """
 
     recompute: bool = False
     recompute_layers: bool = False
-    bundle_numel: AtLeast0 | None = None
+    min_numel: AtLeast0 | None = None
 
     def __post_init__(self) -> None:
         if self.recompute_layers and not self.recompute:

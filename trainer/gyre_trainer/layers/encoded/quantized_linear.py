@@ -72,8 +72,6 @@ def take_codes(module: RotatedModule, codes: Tensor, scales: Tensor, encoding: E
     """
     layer: Any = module
     bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
-    module.leave_bundle()
-    module.needs_slices = True  # no bundle takes it later
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
     for cut, parameter in zip(sharded.layout.cuts, sharded.parameters, strict=True):

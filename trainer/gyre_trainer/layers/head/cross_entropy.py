@@ -132,7 +132,6 @@ def _statistics(
     asked: "Asked",
 ) -> Tensor:
     if isinstance(linear, RotatedModule):
-        linear.leave_bundle()  # its weights would be gathered for nothing
         whole_bias = _whole_bias(linear)
         by_tokens = statistics_by_tokens(linear, inputs, asked, whole_bias)
         if by_tokens is not None:

@@ -44,12 +44,10 @@ class DefersLogits:
     Attributes:
         defers: whether the model computes a loss now.
         asked: whether its caller does, as `asked_to_defer` says.
-        needs_slices: the loss is computed by slices, so the head is in no bundle.
     """
 
     defers: bool = False
     asked: bool = False
-    needs_slices: bool = True
     rotation: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +109,6 @@ def _is_rotated_linear(head: Any) -> bool:
         isinstance(head, RotatedModule)
         and isinstance(head, nn.Linear)
         and type(head.rotation.rule) in (LinearRule, WeightOnlyRule)
-        and head.bundle is None
     )
 
 

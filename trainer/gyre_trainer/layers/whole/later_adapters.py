@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.whole.adapters import (
     BASE_LAYER,
@@ -27,7 +26,6 @@ from gyre_trainer.layers.whole.adapters import (
     is_adapted_layer,
     use_norms_of_shards,
 )
-from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import mix_in, uncompiled
 from gyre_trainer.shards.local_shards import local_of, place_of
@@ -191,12 +189,11 @@ def _whole_parameter(owner: nn.Module, name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _write(parameter: DTensor, values: torch.Tensor) -> None:
-    """Write this rank's part of whole values; no bundle keeps those of before."""
+    """Write this rank's part of whole values."""
     place = place_of(parameter)
     if place is not None:
         values = values.narrow(place.dim, place.start, place.stop - place.start)
     local_of(parameter).copy_(values)
-    forget_whole(ring_of(parameter.device_mesh))
 
 
 @uncompiled

@@ -27,7 +27,6 @@ from gyre_trainer.layers.whole.read_parameters import (
     keeps_dtype,
     own_parameters,
 )
-from gyre_trainer.rotation.bundles.whole_parameters import forget_whole
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
 from gyre_trainer.rotation.rule import swapped
@@ -195,7 +194,6 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
 @uncompiled
 def _watch(module: nn.Module, _args: Any) -> None:
     """Before a forward: see to parameters that changed since the last one."""
-    forget_whole(module.grad_averaging.ring)  # type: ignore[union-attr,arg-type]
     if not torch.is_grad_enabled():
         return
     averaging: Any = module.grad_averaging

@@ -47,23 +47,18 @@ class ReplicaGradients:
         self.writes = OutsideWrites(parameters)
         self.name = ""
         self._is_compared = False
-        self._starts_last = False
         self._watched = WeakIdKeyDictionary()
         self._touched = 0
         self.is_due = False
         self._backwards = _backwards_of(ring)
         self._number = self._backwards.add(self)
 
-    def before_training(self, name: str, *, in_bundle: bool = False) -> None:
+    def before_training(self, name: str) -> None:
         """Prepare for a backward; the first time, compare the shards with the other replicas'.
-
-        Of a bundle, torch takes the gradients of all modules at once, in an order that also depends
-        on what else a rank calls. So their all-reduces start at the end of backward.
 
         Raises:
             RotationError: the replicas have other values; the message has ``name``.
         """
-        self._starts_last = in_bundle
         for parameter in self._parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = True
@@ -82,8 +77,6 @@ class ReplicaGradients:
         if self.postponed:
             return
         self._backwards.begin()
-        if self._starts_last:
-            return
         self._touched += 1
         if self._touched >= sum(parameter.requires_grad for parameter in self._parameters):
             self.start()
