@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from gyre_client import Loader
-from gyre_client.huggingface import LoaderState
+from gyre_client.integrations.huggingface import LoaderState
 from transformers import Trainer, TrainingArguments
 
 BATCH_SIZE, LENGTH, VOCABULARY = 16, 9, 100

@@ -4,12 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from gyre_client import Loader
 
 from tests.preloaded.interpreter import Interpreter
 
 FOLDER = Path(__file__).parents[1] / "examples"
 # One attempt; a hung test ends after eight minutes.
 DEADLINE_S = 300.0
+# The examples that stop and resume: three epochs of 100 samples, in whole batches.
+BATCH_SIZE, NUM_STEPS = 16, 18
 
 # What torchrun starts, with the same variables: most of its time would be the imports of each rank.
 _FORKED = """
@@ -64,3 +69,21 @@ def run_example(
         )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
+
+
+def planned(folder: Path, rank: int, num_ranks: int) -> list[list[int]]:
+    """What a rank's steps in such an example have to consume, read by a Loader of this process."""
+    options = {"sequence_length": 9, "dtype": "uint16"}
+    place: dict[str, Any] = {"rank": rank, "world_size": num_ranks}
+    with Loader(
+        folder / "tokens.bin",
+        batch_size=BATCH_SIZE,
+        tail="drop",
+        format="tokens",
+        options=options,
+        **place,
+    ) as loader:
+        return [
+            batch["sample_id"].tolist()
+            for batch, _ in zip(loader.stream(), range(NUM_STEPS), strict=False)
+        ]

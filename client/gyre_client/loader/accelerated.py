@@ -71,7 +71,7 @@ class PreparedLoader:
         raise InvalidRequest(
             "a Loader is resumed by its state, not by `skip_first_batches`: call `load_state_dict` "
             "or `Accelerator.load_state`, or give a Trainer the callback "
-            "gyre_client.huggingface.LoaderState"
+            "gyre_client.integrations.huggingface.LoaderState"
         )
 
     def __iter__(self) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.huggingface import LoaderState
+from gyre_client.integrations.huggingface import LoaderState
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 

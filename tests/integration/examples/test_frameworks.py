@@ -7,12 +7,10 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from gyre_client import Loader
 
-from tests.examples import run_example
+from tests.examples import planned, run_example
 from tests.preloaded.interpreter import Interpreter
 
 # What the examples import, some seconds of each of their ranks.
@@ -20,7 +18,7 @@ IMPORTS = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
-    "gyre_client.huggingface",
+    "gyre_client.integrations.huggingface",
     "gyre_trainer.frameworks.huggingface",
     "gyre_trainer.rotate",
     "transformers.models.llama.modeling_llama",
@@ -28,7 +26,6 @@ IMPORTS = (
     "lightning",
     "torchdata.stateful_dataloader",
 )
-BATCH_SIZE, NUM_STEPS = 16, 18  # three epochs of 100 samples, in whole batches
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +36,6 @@ def imported() -> Iterator[Interpreter]:
     )
     yield interpreter
     interpreter.close()
-
-
-def planned(folder: Path, rank: int, num_ranks: int) -> list[list[int]]:
-    """What a rank's steps have to consume, read by a Loader of this process."""
-    options = {"sequence_length": 9, "dtype": "uint16"}
-    place: dict[str, Any] = {"rank": rank, "world_size": num_ranks}
-    with Loader(
-        folder / "tokens.bin",
-        batch_size=BATCH_SIZE,
-        tail="drop",
-        format="tokens",
-        options=options,
-        **place,
-    ) as loader:
-        return [
-            batch["sample_id"].tolist()
-            for batch, _ in zip(loader.stream(), range(NUM_STEPS), strict=False)
-        ]
 
 
 @pytest.mark.parametrize(
