@@ -14,11 +14,13 @@ PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints
 SHOW_INSTALL := set -o pipefail; $(subst --quiet,,$(PIP_INSTALL))
 PIP_LINES := | sed -unE 's/^ *((Downloading|Processing|Installing|Successfully) .{0,80}).*/  \1/p'
 
-.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers clean
+.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers frameworks clean
 DEMO_STAMP := $(VENV)/.gyre-demo-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
 TORCHAO := $(VENV)/torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
+FRAMEWORKS := $(VENV)/frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
 
@@ -62,8 +64,18 @@ test: setup
 	sed '/^#/d; /^$$/d' tests/selected.txt > build/selected
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) @build/selected
 
-test-all: setup
+test-all: setup frameworks
 	$(IN_VENV) python -m pytest $(IN_PARALLEL)
+
+# The trainers that Gyre is tested with, and what they import and the environment lacks. In a folder behind the environment's packages:
+# their requirements name other versions of those. Without it tests/integration/frameworks skips them.
+frameworks: $(FRAMEWORKS_STAMP)
+
+$(FRAMEWORKS_STAMP): $(STAMP)
+	rm -rf $(FRAMEWORKS)
+	$(PIP_INSTALL) --no-deps --target $(FRAMEWORKS) \
+	  torchtitan torch_checkpointing spmd_types tyro docstring-parser typeguard einops
+	touch $@
 
 # What the last change touches of the rest; see .ci/touched.py.
 TOUCHED_S ?= 300

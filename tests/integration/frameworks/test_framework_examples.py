@@ -1,0 +1,25 @@
+"""Examples of trainers that `make frameworks` installs, stopped inside an epoch and resumed."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples import planned, run_example
+from tests.frameworks import framework
+
+
+@pytest.mark.parametrize(("example", "needs", "num_ranks"), [("torchtitan_loop", "torchtitan", 2)])
+def test_a_stopped_and_resumed_run_consumes_what_is_planned(
+    example: str, needs: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framework(needs)
+    monkeypatch.delenv("GYRE_ADDRESS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(sys.prefix) / "frameworks"))
+    run_example(example, tmp_path, num_ranks=num_ranks)
+    for rank in range(num_ranks):
+        consumed = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert consumed == planned(tmp_path, rank, num_ranks), f"rank {rank}"
