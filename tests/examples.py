@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gyre_client import Loader
 
 from tests.preloaded.interpreter import Interpreter
@@ -72,11 +73,15 @@ def run_example(
 
 
 def planned(folder: Path, rank: int, num_ranks: int) -> list[list[int]]:
-    """What a rank's steps in such an example have to consume, read by a Loader of this process."""
+    """What a rank's steps in such an example have to consume, read by a Loader of this process.
+
+    The order follows from the number of samples, whatever they are.
+    """
+    np.zeros(100 * 9, np.uint16).tofile(folder / "planned.bin")
     options = {"sequence_length": 9, "dtype": "uint16"}
     place: dict[str, Any] = {"rank": rank, "world_size": num_ranks}
     with Loader(
-        folder / "tokens.bin",
+        folder / "planned.bin",
         batch_size=BATCH_SIZE,
         tail="drop",
         format="tokens",

@@ -25,6 +25,7 @@ IMPORTS = (
     "accelerate",
     "lightning",
     "torchdata.stateful_dataloader",
+    "webdataset",
 )
 
 
@@ -42,6 +43,7 @@ def imported() -> Iterator[Interpreter]:
     ("example", "needs", "num_ranks"),
     [
         ("stateful_dataloader", "torchdata", 1),
+        ("webdataset_pipeline", "webdataset", 1),
         ("accelerate_loop", "accelerate", 2),
         ("huggingface_trainer", "transformers", 1),
         ("huggingface_trainer", "transformers", 2),
