@@ -1,7 +1,6 @@
 """Train with Lightning on one rank or several, stop inside an epoch, and resume.
 
-Lightning saves and loads the state of a Loader by itself, through `state_dict` and
-`load_state_dict`.
+Lightning saves and loads the state of the training data by itself, with each checkpoint.
 
     python examples/lightning_loop.py
     torchrun --nproc-per-node 2 examples/lightning_loop.py
@@ -15,44 +14,23 @@ from pathlib import Path
 import lightning
 import numpy as np
 import torch
-from gyre_client import Loader
+from gyre_client.integrations.lightning import GyreDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 BATCH_SIZE, LENGTH, VOCABULARY = 16, 9, 100
 # the two steps after the checkpoint are lost, and taken again
 NUM_EPOCHS, SAVE_AT, STOP_AT = (3, 8, 10)
 
-OPTIONS = {"sequence_length": LENGTH, "dtype": "uint16"}
-
 
 class Model(lightning.LightningModule):
     """Guesses the next token from the present one; records the samples that it is trained on."""
 
-    def __init__(self, tokens: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = tokens
         self.layers = torch.nn.Sequential(
             torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY)
         )
         self.seen: list[list[int]] = []
-
-    def train_dataloader(self) -> Loader:
-        """Makes the Loader here, where the ranks already know of each other."""
-        return Loader(
-            self.tokens, batch_size=BATCH_SIZE, tail="drop", format="tokens", options=OPTIONS
-        )
-
-    def val_dataloader(self) -> Loader:
-        """Returns a Loader that starts again with each validation."""
-        return Loader(
-            self.tokens,
-            batch_size=BATCH_SIZE,
-            order="sequential",
-            tail="drop",
-            restart=True,
-            format="tokens",
-            options=OPTIONS,
-        )
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Returns the loss."""
@@ -98,7 +76,15 @@ def main() -> None:
 
 def train(workdir: Path, max_steps: int = -1, *, resumed: bool = False) -> list[list[int]]:
     """Returns the sample ids of each step that this rank took."""
-    model = Model(workdir / "tokens.bin")
+    model = Model()
+    tokens = {"dataset": workdir / "tokens.bin"}
+    data = GyreDataModule(
+        train=tokens,
+        val={**tokens, "tail": "drop"},  # Model.validation_step takes whole batches
+        batch_size=BATCH_SIZE,
+        format="tokens",
+        options={"sequence_length": LENGTH, "dtype": "uint16"},
+    )
     checkpoints = ModelCheckpoint(workdir, "{step}", every_n_train_steps=SAVE_AT, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -110,7 +96,8 @@ def train(workdir: Path, max_steps: int = -1, *, resumed: bool = False) -> list[
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, ckpt_path=str(workdir / f"step={SAVE_AT}.ckpt") if resumed else None)
+    checkpoint = str(workdir / f"step={SAVE_AT}.ckpt") if resumed else None
+    trainer.fit(model, data, ckpt_path=checkpoint)
     return model.seen
 
 
