@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from threading import get_ident
 from typing import Any, NoReturn, Self
@@ -28,6 +28,7 @@ from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
 from gyre_client.loader import accelerated, notebook
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
+from gyre_client.loader.functions import declare_functions, has_functions
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place, Stream
@@ -120,7 +121,7 @@ class Loader(LoaderSteps):
         pack: Mapping[str, object] | None = None,
         balance: Mapping[str, object] | None = None,
         bucket: Mapping[str, object] | None = None,
-        transform: Sequence[Mapping[str, object]] | None = None,
+        transform: Sequence[Mapping[str, object] | Callable[..., Any]] | None = None,
         skip_steps: Sequence[tuple[int, int]] | None = None,
         **unknown: object,
     ) -> None:
@@ -188,6 +189,8 @@ class Loader(LoaderSteps):
             transform: What the daemon does to samples, in this order: dicts with a `name` and
                 options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
                 docs/transforms.md. If None, what the dataset's definition says; `[]` for nothing.
+                With a private daemon also functions, which take a sample's dict of arrays (and a
+                numpy generator `rng`, if they have that parameter) and return another one.
             skip_steps: Steps that are left out on all ranks: `[(A, B)]` for A to before B. Every
                 other step keeps its number and its samples; see docs/loader.md. The state keeps
                 them, so None goes on with those of a state.
@@ -209,7 +212,8 @@ class Loader(LoaderSteps):
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
         self._restart = flag("restart", restart)
         widened([], token_dtype)
-        self._declared = None if transform is None else transform_list(transform)
+        functions = transform if has_functions(transform) else None
+        self._declared = None if transform is None or functions else transform_list(transform)
         to_device = parse_device(device)
         blocks = io_block_bytes, window_blocks
         self._request = pb.OpenSessionRequest(
@@ -234,6 +238,9 @@ class Loader(LoaderSteps):
         self._finalizer = weakref.finalize(self, self._resources.release)
         target = self._resources.target
         try:
+            if functions:
+                self._declared = declare_functions(functions, target, self._request.dataset)
+                self._request.transforms.CopyFrom(self._declared)
             self._description = describe(
                 target, self._request.dataset, self._declared, reattach_timeout_s
             )

@@ -52,7 +52,7 @@ class Chain:
         read: set[str] = set()
         for place, (name, transform) in enumerate(steps):
             where = f"transforms[{place}] ({name})"
-            for needed in transform.inputs:
+            for needed in transform.inputs_of(fields):
                 if needed not in fields:
                     there = ", ".join(fields) or "none"
                     raise ValueError(f"{where} needs the field {needed!r:.100}; there are {there}")

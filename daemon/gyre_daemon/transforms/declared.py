@@ -43,6 +43,7 @@ _MAX_KEPT = 64
 # Of one field of a sample. A process may allocate twice as much; with more, each sample would end
 # the process that makes it, and another one would have to start.
 _MAX_MADE_BYTES = 1 << 30
+_NOT_COUNTED = ("python", "payload")  # where a function's file is; its digest counts
 _DTYPES = frozenset(
     np.dtype(f"{kind}{size}").str
     for kind, sizes in (("b", [1]), ("i", [1, 2, 4, 8]), ("u", [1, 2, 4, 8]), ("f", [2, 4, 8]))
@@ -334,7 +335,11 @@ class Transforms:
 
 def _fingerprint(declared: Sequence[Mapping[str, Any]], described: Described) -> str:
     """Tells one list of transforms from another, by options as they were written and versions."""
-    text = json.dumps([list(map(dict, declared)), described.versions], sort_keys=True, default=str)
+    tables = [
+        {key: value for key, value in table.items() if (table["name"], key) != _NOT_COUNTED}
+        for table in declared
+    ]
+    text = json.dumps([tables, described.versions], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

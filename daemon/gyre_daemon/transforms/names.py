@@ -47,7 +47,9 @@ BUILT_IN: Mapping[str, str] = {
     "to_chw": f"{_HERE}.images.colors:ToChw",
     "tokenize": f"{_HERE}.text.tokens:Tokenize",
     "chat": f"{_HERE}.text.chat:Chat",
+    "python": f"{_HERE}.function:PythonFunction",
 }
+_FUNCTION = "python"
 # Options that are paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
 # Most chains have a dozen transforms, and ten views of an image some eighty. More would let one
@@ -94,6 +96,11 @@ def to_steps(
 
 
 def _target(place: int, name: str, installed: Collection[str], allow_modules: bool) -> str:
+    if name == _FUNCTION and not allow_modules:
+        raise NotAllowed(
+            f"transforms[{place}]: this daemon runs no functions of scripts. Ask its operator to "
+            f"install a package with an entry point of the group {GROUP}, or use a private daemon"
+        )
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" in name:

@@ -74,6 +74,10 @@ class Transform(ABC):
     def inputs(self) -> Sequence[str]:
         """The fields that it reads."""
 
+    def inputs_of(self, fields: Mapping[str, Field]) -> Sequence[str]:
+        """The fields that it reads of those that a sample has before; asked before `outputs`."""
+        return self.inputs
+
     @property
     def drops(self) -> Sequence[str]:
         """The fields that a sample no longer has afterwards."""

@@ -1,6 +1,7 @@
 """Formats of other packages, which declare them as entry points of the group `gyre.formats`.
 
-Loading one runs code of its package. So a format is loaded only when a dataset's configuration
+A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script. Loading
+one runs code of its package. So a format is loaded only when a dataset's configuration
 names it, and never to find out which format some files have.
 """
 
@@ -18,12 +19,15 @@ def installed_names() -> list[str]:
 
 
 def installed_format(name: str) -> FormatEntry | None:
-    """The format of this name; None if no package declares it.
+    """The format of this name, or `MODULE:NAME`; None if no package declares it.
 
     Raises:
         ConfigError: several packages declare it, or it cannot be loaded.
     """
-    found = list(entry_points(group=GROUP, name=name))
+    if ":" in name:
+        found = [EntryPoint(name, name, GROUP)]
+    else:
+        found = list(entry_points(group=GROUP, name=name))
     if not found:
         return None
     packages = sorted({_package(entry) for entry in found})

@@ -1,0 +1,317 @@
+"""Functions of a script as transforms in a private daemon.
+
+A function is pickled into a file in the private daemon's folder, and its digest into the chain. The
+daemon runs it in worker processes. It learns the fields that it makes from some samples; the daemon
+has [Note: Functions of a script].
+"""
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.display.samples import first_samples
+from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.messages.arguments import shown
+from gyre_client.messages.requests import transform_list
+from gyre_client.targets.target import Target
+from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection
+
+_NUM_LEARNT = 4  # samples that the fields of a result are learnt from
+_VARIES = -1
+_LEARNT = "learnt"
+_OPTIONS = frozenset({"name", "max_length"})
+
+Step = Mapping[str, object] | Callable[..., Any]
+
+
+def has_functions(transform: object) -> bool:
+    """Returns whether a chain has a function of Python in it."""
+    return isinstance(transform, Sequence) and any(_function_of(each) for each in transform)
+
+
+def declare_functions(
+    transform: Sequence[Step], target: Target, dataset: pb.DatasetRef
+) -> pb.TransformList:
+    """Returns a chain in which declared steps stand for the functions.
+
+    Args:
+        transform: See `Loader`.
+        target: The private daemon.
+        dataset: To read; only its samples matter, not how they are packed.
+
+    Raises:
+        InvalidRequest: The daemon is not a private one, a function cannot be pickled, or an option
+            does not fit.
+        GyreError: The daemon refuses the dataset, or the function fails with its first samples.
+    """
+    unpacked = pb.DatasetRef()
+    unpacked.CopyFrom(dataset)
+    unpacked.ClearField("pack")
+    declared: list[Mapping[str, object]] = []
+    for place, step in enumerate(transform):
+        function = _function_of(step)
+        if function is None:
+            declared.append(step)  # type: ignore[arg-type]
+            continue
+        where = f"transform[{place}] ({_title(function)})"
+        if target.private is None:
+            raise InvalidRequest(
+                f"{where}: a shared daemon runs no functions of scripts. Pass the dataset's path, "
+                "so that a private daemon reads it, or ask the operator to install a package with "
+                "an entry point of the group gyre.transforms"
+            )
+        lengths = _max_lengths(step, where)
+        options = _stored(function, target, where)
+        fields = _learnt(target, unpacked, [*declared, {**options, "fields": {}}], lengths, where)
+        declared.append({**options, "fields": fields})
+        declared += [
+            {"name": "crop_or_pad", "field": name, "length": length}
+            for name, length in lengths.items()
+            if length is not None
+        ]
+    return transform_list(declared)
+
+
+def _function_of(step: object) -> Callable[..., Any] | None:
+    found = step.get("name") if isinstance(step, Mapping) else step
+    return found if callable(found) else None
+
+
+def _title(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        return _title(function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _max_lengths(step: object, where: str) -> dict[str, int | None]:
+    """Returns the option `max_length`."""
+    if not isinstance(step, Mapping):
+        return {}
+    if unknown := sorted(map(str, step.keys() - _OPTIONS)):
+        raise InvalidRequest(f"{where}: no option {unknown[0]!r}. A function has only max_length")
+    found = step.get("max_length", {})
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and (length is None or (type(length) is int and length > 0))
+        for name, length in found.items()
+    ):
+        raise InvalidRequest(
+            f"{where}: max_length is {shown(found)}. Pass a dict, such as {{'tokens': 512}}, or "
+            "None in place of a number to have the lengths measured"
+        )
+    return dict(found)
+
+
+def _learnt(
+    target: Target,
+    dataset: pb.DatasetRef,
+    chain: Sequence[Mapping[str, object]],
+    lengths: Mapping[str, int | None],
+    where: str,
+) -> dict[str, dict[str, object]]:
+    """Returns the dtype and shape of each field that the last step of a chain makes.
+
+    Raises:
+        InvalidRequest: The first samples have other fields, or differ in more than first lengths.
+        GyreError: See `declare_functions`.
+    """
+    transforms = transform_list(chain)
+    with Connection(target.address) as connection:
+        described = connection.describe(dataset, OPEN_TIMEOUT_S, transforms=transforms)
+        samples = first_samples(connection, dataset, described, _NUM_LEARNT, 0, transforms)
+    found: list[dict[str, tuple[str, list[int]]]] = [
+        json.loads(bytes(sample.values[_LEARNT].data)) for sample in samples
+    ]
+    if not found:
+        raise InvalidRequest(f"{where}: the dataset has no sample to learn its fields from")
+    for name in lengths:
+        if name not in found[0] or not found[0][name][1]:
+            raise InvalidRequest(
+                f"{where}: max_length names {name!r}, and the function returns no sequence of that "
+                f"name (got {', '.join(sorted(found[0]))})"
+            )
+    fields = {}
+    for name, (dtype, shape) in found[0].items():
+        seen = [each.get(name) for each in found]
+        if any(set(each) != set(found[0]) for each in found) or any(
+            each is None
+            or each[0] != dtype
+            or len(each[1]) != len(shape)
+            or each[1][1:] != shape[1:]
+            for each in seen
+        ):
+            raise InvalidRequest(
+                f"{where}: the results for the first samples differ: {shown(found)}. Return the "
+                "same fields, dtypes and shapes for each sample; only first lengths may differ"
+            )
+        varies = name in lengths or any(each and each[1] != shape for each in seen)
+        fields[name] = {"dtype": dtype, "shape": [_VARIES, *shape[1:]] if varies else shape}
+    return fields
+
+
+def _stored(function: Callable[..., Any], target: Target, where: str) -> dict[str, object]:
+    """Writes a function's file, if it is not there, and returns the options of its step."""
+    assert target.private
+    digest = _Digest()
+    digest.add(function)
+    folder = target.private.log_path.parent / "functions"
+    path = folder / f"{digest.text()}.pickle"
+    if not path.exists():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(_payload(function, digest.lines, where))
+        unfinished.rename(path)
+    return {
+        "name": "python",
+        "title": _title(function),
+        "function": digest.text(),
+        "payload": str(path),
+        "is_drawing": _takes_rng(function, where),
+    }
+
+
+def _takes_rng(function: Callable[..., Any], where: str) -> bool:
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{where}: its parameters are not known: {error}") from error
+
+
+def _payload(
+    function: Callable[..., Any], lines: Mapping[str, tuple[int, list[str]]], where: str
+) -> bytes:
+    try:
+        pickled = _dumps(function)
+    except Exception as error:
+        named = _unpicklable(function)
+        what = f"captures {named}" if named else "is of a kind"
+        raise InvalidRequest(
+            f"{where}: it {what} that cannot be pickled: {error!s:.200}. Create it inside the "
+            "function, or pass a class with __getstate__"
+        ) from error
+    path = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
+    return pickle.dumps({"function": pickled, "path": path, "lines": dict(lines)})
+
+
+def _dumps(value: object) -> bytes:
+    """Pickles a value; functions of the script by value.
+
+    Raises:
+        NotInstalled: It is a function of the script, and cloudpickle is missing.
+        Exception: Whatever pickling it raises.
+    """
+    try:
+        import cloudpickle  # noqa: PLC0415  # it is optional
+    except ImportError as error:
+        try:
+            pickled = pickle.dumps(value)
+        except (AttributeError, pickle.PicklingError):
+            pickled = b"__main__"
+        if b"__main__" in pickled:
+            raise NotInstalled.needs("a function of a script", "cloudpickle", "client") from error
+        return pickled
+    return bytes(cloudpickle.dumps(value))
+
+
+def _unpicklable(function: Callable[..., Any]) -> str:
+    """Returns the captured value that cannot be pickled; empty if it is not known."""
+    for name, value in _captured(function):
+        try:
+            _dumps(value)
+        except Exception:
+            return f"{name!r}, {shown(value)},"
+    return ""
+
+
+def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
+    """Returns what a function refers to outside of itself, by name."""
+    if isinstance(function, functools.partial):
+        parts: list[tuple[str, object]] = [("func", function.func)]
+        parts += [(f"args[{place}]", value) for place, value in enumerate(function.args)]
+        return parts + sorted(function.keywords.items())
+    if isinstance(function, types.MethodType):
+        return [("self", function.__self__), ("func", function.__func__)]
+    if not isinstance(function, types.FunctionType):
+        return sorted(vars(function).items()) if hasattr(function, "__dict__") else []
+    captured = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            captured.append((name, cell.cell_contents))
+        except ValueError:  # not assigned yet
+            continue
+    captured += [("defaults", function.__defaults__), ("defaults", function.__kwdefaults__)]
+    names = sorted(_names_in(function.__code__) & function.__globals__.keys())
+    return captured + [(name, function.__globals__[name]) for name in names]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    nested = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, nested))
+
+
+class _Digest:
+    """A digest of the sources of functions and of the values that they capture.
+
+    Attributes:
+        lines: The number of the first line and the lines of each function, by file.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, tuple[int, list[str]]] = {}
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._seen: set[int] = set()
+
+    def text(self) -> str:
+        """Returns the digest in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def add(self, value: object) -> None:
+        """Adds a function with all that it captures, or any other value."""
+        if id(value) in self._seen and not isinstance(value, int | float | str | bytes | bool):
+            return self._put("again")
+        self._seen.add(id(value))
+        if isinstance(value, types.ModuleType):
+            return self._put(value.__name__)
+        if isinstance(value, type):
+            return self._put(f"{value.__module__}.{value.__qualname__}", self._source(value))
+        if isinstance(value, types.BuiltinFunctionType):
+            return self._put(f"{value.__module__}.{value.__qualname__}")
+        if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            if callable(value):
+                self._put(self._source(type(value)))
+            return self._put(hashlib.blake2b(_dumps(value)).hexdigest())
+        self._put(_title(value))
+        is_importable = getattr(value, "__module__", "__main__") != "__main__"
+        if isinstance(value, types.FunctionType):
+            module = sys.modules.get(value.__module__)
+            self._put(self._source(value))
+            if is_importable and not value.__closure__:
+                return self._put(self._source(module)) if module else None
+        for name, each in _captured(value):
+            self._put(name)
+            self.add(each)
+        return None
+
+    def _source(self, value: Any) -> str:
+        """Returns the source text; where there is none, the code."""
+        try:
+            lines, first = inspect.getsourcelines(value)
+        except (OSError, TypeError):
+            code = getattr(value, "__code__", None)
+            return f"{code.co_code.hex()} {code.co_names}" if code else ""
+        if isinstance(value, types.FunctionType):
+            self.lines[value.__code__.co_filename] = first, lines
+        return "".join(lines)
+
+    def _put(self, *texts: str) -> None:
+        for each in texts:
+            self._digest.update(f"{len(each)}:".encode() + each.encode("utf-8", "surrogateescape"))
