@@ -34,9 +34,17 @@ _OPTIONS = frozenset({"name", "max_length"})
 Step = Mapping[str, object] | Callable[..., Any]
 
 
-def has_functions(transform: object) -> bool:
-    """Returns whether a chain has a function of Python in it."""
-    return isinstance(transform, Sequence) and any(_function_of(each) for each in transform)
+def declared_or_functions(
+    transform: Sequence[Step] | None,
+) -> tuple[pb.TransformList | None, Sequence[Step]]:
+    """Returns the message that declares a chain, or a chain with functions in it.
+
+    Raises:
+        InvalidRequest: See `transform_list`.
+    """
+    if isinstance(transform, Sequence) and any(_function_of(each) for each in transform):
+        return None, transform
+    return None if transform is None else transform_list(transform), ()  # type: ignore[arg-type]
 
 
 def declare_functions(
@@ -161,6 +169,7 @@ def _learnt(
 def _stored(function: Callable[..., Any], target: Target, where: str) -> dict[str, object]:
     """Writes a function's file, if it is not there, and returns the options of its step."""
     assert target.private
+    pickled = _pickled(function, where)
     digest = _Digest()
     digest.add(function)
     folder = target.private.log_path.parent / "functions"
@@ -168,7 +177,9 @@ def _stored(function: Callable[..., Any], target: Target, where: str) -> dict[st
     if not path.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(_payload(function, digest.lines, where))
+        search = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
+        payload = {"function": pickled, "path": search, "lines": digest.lines}
+        unfinished.write_bytes(pickle.dumps(payload))
         unfinished.rename(path)
     return {
         "name": "python",
@@ -186,11 +197,11 @@ def _takes_rng(function: Callable[..., Any], where: str) -> bool:
         raise InvalidRequest(f"{where}: its parameters are not known: {error}") from error
 
 
-def _payload(
-    function: Callable[..., Any], lines: Mapping[str, tuple[int, list[str]]], where: str
-) -> bytes:
+def _pickled(function: Callable[..., Any], where: str) -> bytes:
     try:
-        pickled = _dumps(function)
+        return _dumps(function)
+    except NotInstalled:
+        raise
     except Exception as error:
         named = _unpicklable(function)
         what = f"captures {named}" if named else "is of a kind"
@@ -198,8 +209,6 @@ def _payload(
             f"{where}: it {what} that cannot be pickled: {error!s:.200}. Create it inside the "
             "function, or pass a class with __getstate__"
         ) from error
-    path = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
-    return pickle.dumps({"function": pickled, "path": path, "lines": dict(lines)})
 
 
 def _dumps(value: object) -> bytes:

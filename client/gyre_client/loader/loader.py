@@ -28,7 +28,7 @@ from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
 from gyre_client.loader import accelerated, notebook
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
-from gyre_client.loader.functions import declare_functions, has_functions
+from gyre_client.loader.functions import declare_functions, declared_or_functions
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place, Stream
@@ -36,7 +36,7 @@ from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.loader.steps import LoaderSteps
 from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
-from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps, transform_list
+from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
 from gyre_client.tracebacks import fold, folded
@@ -212,8 +212,7 @@ class Loader(LoaderSteps):
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
         self._restart = flag("restart", restart)
         widened([], token_dtype)
-        functions = transform if has_functions(transform) else None
-        self._declared = None if transform is None or functions else transform_list(transform)
+        self._declared, functions = declared_or_functions(transform)
         to_device = parse_device(device)
         blocks = io_block_bytes, window_blocks
         self._request = pb.OpenSessionRequest(
