@@ -147,7 +147,7 @@ def _learnt(
                 f"{where}: max_length names {name!r}, and the function returns no sequence of that "
                 f"name (got {', '.join(sorted(found[0]))})"
             )
-    fields = {}
+    fields: dict[str, dict[str, object]] = {}
     for name, (dtype, shape) in found[0].items():
         seen = [each.get(name) for each in found]
         if any(set(each) != set(found[0]) for each in found) or any(
