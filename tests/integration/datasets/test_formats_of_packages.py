@@ -127,3 +127,13 @@ def test_the_client_of_a_private_daemon_names_it(
     ):
         with pytest.raises(GyreError, match=reason):
             Loader(records, format=name or None, batch_size=4)
+
+
+def test_a_private_daemon_finds_it_next_to_the_script(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_formats.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    check(Loader(records, format="my_formats:RECORDS", batch_size=4, epochs=1), "record")
+    with pytest.raises(GyreError, match="my_formats:ABSENT .* cannot be loaded: Attribute"):
+        Loader(records, format="my_formats:ABSENT", batch_size=4)
