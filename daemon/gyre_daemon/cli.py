@@ -1,6 +1,7 @@
 """`gyred`: serve, check a configuration, ask for a daemon's health."""
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -51,7 +52,7 @@ from gyre_daemon.runtime.listen import (
     parse_metrics_address,
 )
 from gyre_daemon.runtime.private_files import read_file
-from gyre_daemon.server import Owner, serve
+from gyre_daemon.server import PrivateFolder, serve
 from gyre_daemon.storage.location import parse_location, redact
 
 # New objects before a pass of the garbage collector, then passes before one of an older
@@ -97,10 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(command)
     text = "a private daemon: serve ad-hoc datasets, on --socket-dir only"
     command.add_argument("--embedded", action="store_true", help=text)
-    text = "with --embedded: a private folder; removed at the end"
+    text = "with --embedded: a private folder that each client keeps locked (shared); the daemon "
+    text += "goes into the background, and ends with the last lock"
     command.add_argument("--socket-dir", type=Path, metavar="DIR", help=text)
-    text = "with --embedded: end when this process ends"
-    command.add_argument("--parent-pid", type=int, default=0, metavar="PID", help=text)
 
     text = (
         "print the effective configuration and where each value comes from; exit 2 if it is wrong"
@@ -179,12 +179,12 @@ def _nothing_served(path: Path | None) -> str:
 def _serve(parsed: argparse.Namespace) -> int:
     if parsed.embedded != (parsed.socket_dir is not None):
         raise ConfigError("--embedded and --socket-dir go together")
+    private = _in_background(parsed.socket_dir) if parsed.embedded else None
     effective = _load(parsed)
     config = effective.config
     if not parsed.embedded:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     check_folders(config)
-    owner = Owner(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     index_dir = _index_dir(config, parsed.socket_dir)
     start_log(config.log_level, config.log_format)
     _log_warnings(effective)
@@ -196,8 +196,39 @@ def _serve(parsed: argparse.Namespace) -> int:
     # More workers than cores or than threads that wait for them would be idle.
     num_workers = min(config.num_copy_workers, config.num_io_threads, len(os.sched_getaffinity(0)))
     with CopyWorkers(num_workers) as copy_workers:
-        uvloop.run(serve(config, index_dir, owner, reread, copy_workers))
+        uvloop.run(serve(config, index_dir, private, reread, copy_workers))
     return 0
+
+
+def _in_background(socket_dir: Path) -> PrivateFolder:
+    """Go on in a process that is no child of the client, so that it outlives the client.
+
+    The process that the client started ends with status 0 once the daemon serves, and otherwise
+    as the daemon does.
+
+    Raises:
+        ConfigError: the folder cannot be opened.
+    """
+    try:
+        folder = os.open(socket_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"--socket-dir {socket_dir}: {error.strerror}") from error
+    reader, writer = os.pipe()
+    daemon = os.fork()
+    if daemon:
+        os.close(writer)
+        if os.read(reader, 1):
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(daemon, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)
+    os.close(reader)
+
+    def tell() -> None:
+        with contextlib.suppress(BrokenPipeError):  # the client gave up meanwhile
+            os.write(writer, b"1")
+        os.close(writer)
+
+    return PrivateFolder(socket_dir, folder, tell)
 
 
 def _reread(parsed: argparse.Namespace) -> DaemonConfig:

@@ -1,6 +1,8 @@
 """One daemon process from start to end: it claims its addresses, serves, drains and cleans up."""
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -75,31 +77,55 @@ _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """The one process that a private daemon belongs to and ends with.
+class PrivateFolder:
+    """The folder of a private daemon, which ends when no client has a lock on it.
+
+    Each client holds a shared lock on the folder, and the kernel drops it however the client ends.
 
     Attributes:
-        pid: the process; 0 for none.
-        socket_dir: is removed when the daemon ends.
+        path: where the daemon's socket is.
+        descriptor: of the folder.
+        is_serving: called once the daemon serves.
     """
 
-    pid: int
-    socket_dir: Path
+    path: Path
+    descriptor: int
+    is_serving: Callable[[], None]
+
+    async def watch_clients(self, stopping: asyncio.Event) -> None:
+        """Set `stopping` when the last client has gone."""
+        while True:
+            if self._lock():
+                log_event("last client gone")
+                stopping.set()
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def remove(self) -> None:
+        """Remove the folder, unless clients need it for the next daemon."""
+        if self._lock():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _lock(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
 
 async def serve(
     config: DaemonConfig,
     fallback_index_dir: Path,
-    owner: Owner | None,
+    private: PrivateFolder | None,
     reread: Callable[[], DaemonConfig] | None,
     copy_workers: CopyWorkers,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or the end of the owner, then drain.
+    """Serve until SIGTERM, SIGINT or, if it is private, the end of its last client; then drain.
 
     Args:
         config: checked.
         fallback_index_dir: for indexes that can be stored nowhere else.
-        owner: of a private daemon, which serves any dataset that a client defines; None for the
+        private: of a private daemon, which serves any dataset that a client defines; None for the
             daemon of a node.
         reread: on SIGHUP, reads and checks the configuration again; None where there is no file.
         copy_workers: started.
@@ -112,11 +138,10 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     with ExitStack() as cleanup:
-        if owner:
-            cleanup.callback(shutil.rmtree, owner.socket_dir, ignore_errors=True)
-            _stop_with(owner.pid, stopping)
+        if private:
+            cleanup.callback(private.remove)
         # a private daemon has one user, who takes nothing from anybody
-        limits = Limits(None if owner else config.limits)
+        limits = Limits(None if private else config.limits)
         listeners = []
         addresses = [parse_address(text) for text in config.listen]
         if any(isinstance(address, TcpAddress) and address.is_tls for address in addresses):
@@ -137,7 +162,7 @@ async def serve(
             copy_workers,
             stopping,
             limits,
-            is_private=bool(owner),
+            private,
         )
         await daemon.run(addresses, reread)
 
@@ -154,8 +179,7 @@ class _Daemon:
         copy_workers: CopyWorkers,
         stopping: asyncio.Event,
         limits: Limits,
-        *,
-        is_private: bool,
+        private: PrivateFolder | None,
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
@@ -165,6 +189,7 @@ class _Daemon:
         beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         unpack_dir = config.unpack_dir or beside / "unpacked"
         self._config = config
+        self._private = private
         self._listeners = listeners
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
@@ -174,7 +199,7 @@ class _Daemon:
             StorageOpener(workers, terms, metrics, copy_workers),
             sidecars,
             self._cache,
-            allow_ad_hoc=is_private,
+            allow_ad_hoc=bool(private),
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
             reports=reports,
         )
@@ -183,7 +208,7 @@ class _Daemon:
             TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
             config.installed_transforms,
             partial(keep_records, self._cache, workers) if self._cache else None,
-            allow_modules=is_private,
+            allow_modules=bool(private),
         )
         self._measurer = Measurer(sidecars, workers, reports, self._cache)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
@@ -261,8 +286,12 @@ class _Daemon:
                 )
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
                 background.append(tasks.create_task(reloader.run()))
+            if self._private:
+                background.append(tasks.create_task(self._private.watch_clients(self._stopping)))
             log_event("ready", facts)
             notify("READY=1")
+            if self._private:
+                self._private.is_serving()
             await self._stopping.wait()
             notify("STOPPING=1")
             watch.cancel()
@@ -361,29 +390,3 @@ def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -
     has_disk = config.cache_dir and config.cache_disk
     disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if has_disk else None
     return NodeCache(config.cache_memory, disk, workers, metrics.cache)
-
-
-def _stop_with(owner_pid: int, stopping: asyncio.Event) -> None:
-    """Set `stopping` when the owner ends.
-
-    A process descriptor becomes readable even after SIGKILL, and cannot mean another process that
-    got the same pid later.
-    """
-    if not owner_pid:
-        return
-    try:
-        descriptor = os.pidfd_open(owner_pid)
-    except ProcessLookupError:
-        stopping.set()
-        return
-    if os.getppid() != owner_pid:  # it died before the call above, and another process has its pid
-        stopping.set()
-    loop = asyncio.get_running_loop()
-
-    def owner_ended() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        log_event("owner ended")
-        stopping.set()
-
-    loop.add_reader(descriptor, owner_ended)

@@ -35,7 +35,13 @@ from gyre_client.command.top import top
 from gyre_client.command.why import add_why_arguments, why
 from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
-from gyre_client.targets.target import Target, find_target, given_address, target_of_dataset
+from gyre_client.targets.target import (
+    Target,
+    dataset_or_path,
+    find_target,
+    given_address,
+    target_of_dataset,
+)
 from gyre_client.transport.connection import Connection
 
 Command = Callable[[Connection, argparse.Namespace], CommandOutput | None]
@@ -84,6 +90,7 @@ def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDatase
 
 def _target(args: argparse.Namespace) -> Target:
     if "dataset" in args:
+        args.dataset = dataset_or_path(args.dataset, args.format, args.address, args.daemon_user)
         return target_of_dataset(args.address, args.dataset, args.format, args.daemon_user)
     address = given_address(args.address)
     if address is None:

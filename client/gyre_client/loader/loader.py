@@ -26,19 +26,20 @@ from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
 from gyre_client.loader import accelerated, notebook
+from gyre_client.loader.agreement import Agreement
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.functions import declare_functions, declared_or_functions
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place, Stream
-from gyre_client.loader.ranks import rank_and_world_size
+from gyre_client.loader.ranks import join_run, rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.loader.steps import LoaderSteps
 from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
 from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps
 from gyre_client.messages.requests import order as order_spec
-from gyre_client.targets.target import target_of_dataset
+from gyre_client.targets.target import dataset_or_path, target_of_dataset
 from gyre_client.tracebacks import fold, folded
 
 _log = logging.getLogger("gyre_client")
@@ -128,16 +129,18 @@ class Loader(LoaderSteps):
         """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
 
         Args:
-            dataset: The name that the daemon's operator gave the dataset. With `format`, a path or
-                a URI.
+            dataset: The name that the daemon's operator gave the dataset; or a path or URI, which
+                `format` makes of any text. `photos/train` is a path if it exists, unless the daemon
+                at GYRE_ADDRESS has a dataset of that name; the log says which it is.
             batch_size: G, the samples per step over all ranks; a multiple of `world_size`.
             seed: The seed of the shuffle, in [0, 2^64).
             rank: This process's rank, in [0, world_size). If rank and world size are None, they are
                 torch.distributed's, or 0 and 1 where it is not used.
             world_size: The number of ranks that share each batch.
             address: `unix:/path.sock`, `tcp:host:port` or `tls:host:port`. If None, a dataset's
-                name is looked up at the environment's GYRE_ADDRESS; for a path or URI a private
-                daemon is started, which ends with this process. For `tls:`, the environment names
+                name is looked up at the environment's GYRE_ADDRESS; a path or URI is read by a
+                private daemon, one for all loaders of all ranks of a run on a machine, which ends
+                with the last of them. For `tls:`, the environment names
                 the files that prove who is who: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon whose
                 certificate has a root of its own), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
             daemon_user: The user, by name or id, whose daemon may answer at a Unix address, beside
@@ -161,7 +164,9 @@ class Loader(LoaderSteps):
             restart: Every iteration begins at the first batch, and nothing is read beyond its end.
                 Use it for validation, with order="sequential" and tail="pad".
             job: The name of the job. If two loaders have the same job and rank, the newer one ends
-                the session of the older one. If None, the name is random.
+                the session of the older one. If None, all loaders of a run are one job, which is
+                shown by torchelastic's id, by Slurm's job and step, or by a random name, and no
+                loader ends a session of another one.
             prefetch_batches: How many batches the daemon keeps in flight or ready, and how many
                 more may wait in this process. 0 is the daemon's default: by the size of a batch.
             reattach_timeout_s: How long the daemon may be away, in seconds.
@@ -215,6 +220,8 @@ class Loader(LoaderSteps):
         self._declared, functions = declared_or_functions(transform)
         to_device = parse_device(device)
         blocks = io_block_bytes, window_blocks
+        reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
+        dataset = dataset_or_path(dataset, format, address, daemon_user, reattach_timeout_s)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options, pack),
             order=order_spec(
@@ -228,7 +235,7 @@ class Loader(LoaderSteps):
             transforms=self._declared,
             skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
         )
-        reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
+        key = join_run(self._request, is_named=bool(job))
         stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread(self, "this Loader")
         self._loaded_batch = -1  # the one at which a state was loaded just now
@@ -263,6 +270,7 @@ class Loader(LoaderSteps):
             token_dtype=token_dtype,
             reattach_timeout_s=reattach_timeout_s,
             stall_timeout_s=stall_timeout_s,
+            agreement=Agreement(key, rank, is_private=target.private is not None),
         )
         self._place = Place(self._resources, self._request, self._description, tail, open_here)
 

@@ -10,6 +10,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.batches.device import CudaTransfer, DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import CursorRejected
+from gyre_client.loader.agreement import Agreement
 from gyre_client.loader.measuring_watch import MeasuringWatch
 from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
 from gyre_client.messages.arguments import mapping, shown
@@ -52,6 +53,7 @@ def open_stream(
     token_dtype: str,
     reattach_timeout_s: float,
     stall_timeout_s: float,
+    agreement: Agreement,
 ) -> BatchStream | DeviceStream:
     """Opens a session and returns its stream.
 
@@ -65,9 +67,11 @@ def open_stream(
         token_dtype: See `Loader`.
         reattach_timeout_s: See `Loader`.
         stall_timeout_s: See `Loader`.
+        agreement: Compares the ranks.
 
     Raises:
-        GyreError: The daemon refuses, or the dataset is another one than was described.
+        GyreError: The daemon refuses, or the dataset is another one than was described, or than
+            that of another rank.
     """
     # Made first: a device that fails opens no session.
     transfer = None if device is None else CudaTransfer(device)
@@ -77,6 +81,7 @@ def open_stream(
     unfinished.append(stream)
     stream.open()
     check_same_dataset(stream.opened, description)
+    agreement.check(stream.opened)
     return stream if transfer is None else DeviceStream(stream, transfer)
 
 

@@ -140,7 +140,7 @@ def _bucket(values: Mapping[str, object]) -> pb.Bucket:
 
 
 def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
-    """Returns the identity of one reader: a rank of a job; a job without a name gets a random one.
+    """Returns the identity of one reader: a rank of a job; without a name, it is a job by itself.
 
     Its generation is the time in milliseconds, so that a restarted process is newer than the one
     before, and fences it off.

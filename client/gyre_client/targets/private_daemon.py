@@ -1,36 +1,38 @@
-"""A private daemon: a child process on a socket that only this user can reach.
+"""A private daemon: a process on a socket that only this user can reach.
 
-All loaders of a process share one daemon: the first loader starts it, the last one stops it. The
-child watches its parent, so it ends, and removes its folder, even if the parent is killed. If both
-are killed, the next private daemon on this machine removes the folder.
+All loaders of all ranks of a run on this machine share one daemon. The first of them starts it; it
+is no child of theirs, so it goes on when one of them ends. The last one stops it. Where all were
+killed, it ends by itself within seconds: it sees that no client holds a lock on its folder.
 
 Its log, `gyred.log` in the folder, ends with the folder. If the daemon does not start and says
 why, the folder stays until the next private daemon.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from io import FileIO
 
-from gyre_client.errors import DaemonUnavailable, NotInstalled, StorageUnavailable
-from gyre_client.targets.private_folder import LOG, SOCKET, PrivateFolder
+from gyre_client.errors import DaemonUnavailable, NotInstalled
+from gyre_client.targets.private_folder import LOG, SOCKET, PrivateFolder, locked
+from gyre_client.targets.run import this_run
 from gyre_client.transport.address import Address, parse_address
-from gyre_client.transport.connection import Connection
 from gyre_client.transport.trust import check_listener
 
 # The daemon ends with this status if its configuration is wrong: to start it again is no use.
 BAD_CONFIGURATION = 2
 # A start takes about a second; a busy machine or a cold disk may need many. A stop waits for reads
-# in flight before the child is killed.
+# in flight before the daemon is killed.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-POLL_S = 0.02
 # An error quotes the end of the log. Beyond its limit, the log keeps its last quarter; that is
 # looked at when a session opens, as a line comes with a session, an outage or a fault.
 MAX_QUOTED_BYTES = 2000
@@ -41,15 +43,19 @@ _log = logging.getLogger("gyre_client")
 
 
 class PrivateDaemon:
-    """One child process and its folder. Safe to use from any thread.
+    """The daemon of a run on this machine, and its folder. Safe to use from any thread.
 
     Attributes:
-        address: Where the child listens, also after a restart.
-        log_path: What the child says, at most `MAX_LOG_BYTES` when a session opens.
+        address: Where the daemon listens, also after a restart.
+        log_path: What the daemon says, at most `MAX_LOG_BYTES` when a session opens.
+        pid: The process id of the daemon.
     """
 
-    def __init__(self) -> None:
-        """Starts the daemon and waits until it answers.
+    def __init__(self, name: str) -> None:
+        """Joins the daemon, or starts it and waits until it answers.
+
+        Args:
+            name: Of the run on this machine.
 
         Raises:
             NotInstalled: The extra `daemon` is missing.
@@ -59,109 +65,140 @@ class PrivateDaemon:
         if missing:
             raise NotInstalled.needs("a private daemon", missing, "daemon")
         self._lock = threading.RLock()
-        self._folder = PrivateFolder()
+        self._folder = PrivateFolder(name)
         self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}", os.geteuid())
         self.log_path = self._folder.path / LOG
-        self._log: FileIO = self.log_path.open("ab+", buffering=0)  # `stop` closes it
+        self._log: FileIO = self.log_path.open("ab+", buffering=0)  # `leave` closes it
+        self.pid = 0
+        self._process = -1  # a descriptor, which cannot mean another process with its pid
         try:
-            self._child = self._start()
+            self._join()
         except BaseException:
-            self._keep_log()
             has_log = self._log.seek(0, os.SEEK_END) > 0
             self._log.close()
-            self._folder.leave() if has_log else self._folder.remove()
+            if self._folder.is_last() and not has_log:
+                self._folder.remove()
+            else:
+                self._folder.leave()
             raise
-        _log.info("private daemon %d writes its log to %s", self.pid, self.log_path)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the child."""
-        return self._child.pid
 
     def ensure(self) -> None:
-        """Starts another child at the same address if the child has died.
+        """Starts another daemon at the same address if the daemon has died.
 
         Raises:
             DaemonUnavailable: The daemon does not start again.
         """
         with self._lock:
-            if self._child.poll() is not None:
-                self._child = self._start()
+            if not self._is_alive():
+                self._join()
             elif os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
                 kept = self._end_of_log(MAX_LOG_BYTES // 4)
-                self._log.truncate(0)  # both append, so the child goes on at the new end
+                self._log.truncate(0)  # both append, so the daemon goes on at the new end
                 self._log.write(kept)
 
-    def stop(self) -> None:
-        """Ends the child and removes its folder."""
-        with self._lock:
-            self._child.terminate()
-            try:
-                self._child.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-            self._log.close()
-            self._folder.remove()
+    def leave(self) -> None:
+        """Ends this process's use of the daemon; the last client stops it and removes the folder.
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        """Returns a child that answers; a start that fails by chance is tried once more."""
+        Raises:
+            DaemonUnavailable: Another user listens in its place.
+        """
+        with self._lock:
+            is_last = self._folder.is_last()
+            if is_last and (self._is_alive() or self._find()):
+                self._stop()
+            self._log.close()
+            self._folder.remove() if is_last else self._folder.leave()
+            if self._process >= 0:
+                os.close(self._process)
+
+    def forget(self) -> None:
+        """Closes what a forked process has of its parent's daemon."""
+        self._folder.forget()
+        if self._process >= 0:
+            os.close(self._process)
+
+    def _join(self) -> None:
+        """Finds the daemon; starts it where there is none. One process does so at a time."""
+        with self._alone():
+            if self._find():
+                _log.info("private daemon %d is shared; its log is %s", self.pid, self.log_path)
+                return
+            self._start()
+            _log.info("private daemon %d writes its log to %s", self.pid, self.log_path)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context in which no other process of the run starts the daemon."""
+        # Opened here: the daemon inherits `_log`, and would keep a lock on it.
+        with self.log_path.open("rb") as log:
+            locked(log.fileno(), self.log_path, fcntl.LOCK_EX)
+            yield
+
+    def _find(self) -> bool:
+        """Returns whether a daemon listens, and notes its process."""
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
         try:
-            return self._start_once()
+            listener = check_listener(self.address)
+            if listener is None or not listener.pid:
+                return listener is not None  # in a container whose processes are not seen here
+            self._process, self.pid = os.pidfd_open(listener.pid), listener.pid
+        except (DaemonUnavailable, ProcessLookupError):
+            return False
+        return True
+
+    def _is_alive(self) -> bool:
+        if self._process < 0:
+            return self._find()
+        return not self._has_ended(0.0)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def _stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process >= 0 and not self._has_ended(0.0):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._process, number)
+                self._has_ended(STOP_TIMEOUT_S)
+
+    def _start(self) -> None:
+        """Starts a daemon that answers; a start that fails by chance is tried once more."""
+        try:
+            self._start_once()
         except _StartFailed as failure:
             if failure.status == BAD_CONFIGURATION:
                 raise
             _log.warning("%s; starting it once more", failure)
-            return self._start_once()
+            self._start_once()
 
-    def _start_once(self) -> "subprocess.Popen[bytes]":
-        self._keep_log()
+    def _start_once(self) -> None:
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
-        command += ["--socket-dir", str(self._folder.path), "--parent-pid", str(os.getpid())]
-        child = subprocess.Popen(
-            command,
+        # It ends with status 0 when the daemon, a child of its own, answers.
+        starter = subprocess.Popen(
+            [*command, "--socket-dir", str(self._folder.path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,
-            start_new_session=True,  # Ctrl-C is for the parent to handle
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is for the script to handle
         )
         try:
-            self._wait_until_it_answers(child)
-        except BaseException:
-            child.kill()
-            child.wait()
+            status = starter.wait(START_TIMEOUT_S)
+        except BaseException as failure:
+            os.killpg(starter.pid, signal.SIGKILL)  # the daemon is in its session
+            starter.wait()
+            if isinstance(failure, subprocess.TimeoutExpired):
+                raise DaemonUnavailable(
+                    f"the private daemon did not answer within {START_TIMEOUT_S:.0f} s: "
+                    f"{self._said()}"
+                ) from None
             raise
-        return child
-
-    def _wait_until_it_answers(self, child: "subprocess.Popen[bytes]") -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if child.poll() is not None:
-                raise _StartFailed(child.returncode, self._said())
-            if (self._folder.path / SOCKET).exists() and self._answers(child.pid):
-                return
-            time.sleep(POLL_S)
-        raise DaemonUnavailable(
-            f"the private daemon did not answer within {START_TIMEOUT_S:.0f} s: {self._said()}"
-        )
-
-    def _answers(self, pid: int) -> bool:
-        """Whether the child answers; no other process of this user is taken for it."""
-        not_yet = (DaemonUnavailable, StorageUnavailable)  # the second if it answers too late
-        with contextlib.suppress(*not_yet), Connection(self.address) as connection:
-            connection.status(timeout_s=1.0)
-            listener = check_listener(self.address)
-            return listener is not None and listener.pid == pid
-        return False
-
-    def _keep_log(self) -> None:
-        """Puts the log where it was: a daemon that ends in good order removes the folder."""
-        self._folder.ensure()
-        if not self.log_path.exists():
-            kept = self._end_of_log(MAX_LOG_BYTES // 4)
-            self._log.close()
-            self._log = self.log_path.open("ab+", buffering=0)
-            self._log.write(kept)
+        if status or not self._find():
+            raise _StartFailed(status, self._said())
 
     def _end_of_log(self, max_bytes: int) -> bytes:
         num_bytes = self._log.seek(0, os.SEEK_END)
@@ -171,6 +208,15 @@ class PrivateDaemon:
     def _said(self) -> str:
         said = self._end_of_log(MAX_QUOTED_BYTES).decode(errors="replace").strip()
         return f"{said} (its log is {self.log_path})" if said else "it said nothing"
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of a daemon, which has memory for each rank on this machine."""
+    try:
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    except ValueError:
+        num_ranks = 1
+    return {"GYRE_MEMORY_BUDGET": f"{max(1, num_ranks)}GiB"} | os.environ
 
 
 class _StartFailed(DaemonUnavailable):
@@ -186,14 +232,14 @@ class _StartFailed(DaemonUnavailable):
 
 
 class _SharedDaemon:
-    """The private daemon of this process, with the number of its users.
+    """The private daemon that this process is a client of, with the number of its users here.
 
     A forked child starts with none: its parent's daemon is not its own.
     """
 
     def __init__(self) -> None:
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)
+        os.register_at_fork(after_in_child=self._forget)
 
     def _reset(self) -> None:
         # Reentrant: an interrupt on the way out must not lock out the thread that it interrupted.
@@ -201,10 +247,15 @@ class _SharedDaemon:
         self._daemon: PrivateDaemon | None = None
         self._num_users = 0
 
+    def _forget(self) -> None:
+        if self._daemon is not None:
+            self._daemon.forget()
+        self._reset()
+
     def acquire(self) -> PrivateDaemon:
         with self._lock:
             if self._daemon is None:
-                self._daemon = PrivateDaemon()
+                self._daemon = PrivateDaemon(this_run().on_node)
             self._num_users += 1
             return self._daemon
 
@@ -214,14 +265,14 @@ class _SharedDaemon:
             if self._num_users or self._daemon is None:
                 return
             daemon, self._daemon = self._daemon, None
-        daemon.stop()
+        daemon.leave()
 
 
 _shared = _SharedDaemon()
 
 
 def acquire() -> PrivateDaemon:
-    """Returns this process's private daemon, and starts it if there is none.
+    """Returns the private daemon of this run on this machine, and starts it if there is none.
 
     Each call needs one `release` in the same process.
 
@@ -233,5 +284,5 @@ def acquire() -> PrivateDaemon:
 
 
 def release() -> None:
-    """Ends one use of the private daemon; it stops with its last user."""
+    """Ends one use of the private daemon; it stops with its last user in any process."""
     _shared.release()

@@ -1,8 +1,9 @@
 """The folder of a private daemon's socket and log: only this user can enter it.
 
-The owner holds a lock on the folder, and the daemon holds one on a file in it. The kernel drops
-both locks however a process ends. So a folder with neither lock belonged to an owner and a daemon
-that were killed, and the next private daemon removes it.
+Every client holds a shared lock on the folder, and the daemon holds a lock on a file in it. The
+kernel drops both locks however a process ends. The daemon ends when no client is left; it, or the
+last client, removes the folder under an exclusive lock. A folder without any lock belonged to
+processes that were killed, and the next private daemon removes it.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from gyre_client.errors import DaemonUnavailable
@@ -17,6 +19,10 @@ from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES
 
 SOCKET = "gyre.sock"
 LOG = "gyred.log"
+NUM_LETTERS = 16  # of the name of a run on this machine
+# A lock is held for so long where a daemon starts, or where it ends and the folder is removed.
+LOCK_TIMEOUT_S = 90.0
+_POLL_S = 0.02
 _LOCK = f"{SOCKET}.lock"  # the daemon holds a lock on this file
 _FILES = (
     SOCKET,
@@ -29,7 +35,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
-    """A new folder in the system's folder for temporary files, with mode 0700.
+    """A folder in the system's folder for temporary files, with mode 0700; clients share it.
 
     Where the path of a socket there is too long for the system, it is in `/tmp`.
 
@@ -37,69 +43,101 @@ class PrivateFolder:
         path: Where the folder is.
     """
 
-    def __init__(self) -> None:
-        """Makes and locks the folder, and removes folders that killed processes left behind."""
-        root = _root()
-        _clear_abandoned(root)
-        self._descriptor = -1
-        while self._descriptor < 0:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self._descriptor = _lock(self.path)
-
-    def ensure(self) -> None:
-        """Makes the folder again if the daemon removed it when it ended.
+    def __init__(self, name: str) -> None:
+        """Makes the folder of this name, or joins its clients; removes abandoned folders.
 
         Raises:
-            DaemonUnavailable: Another user's folder is in its place.
+            DaemonUnavailable: Another user's folder is in its place, or it cannot be locked.
         """
-        while not _is_at(self._descriptor, self.path):
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+        root = temporary_folder()
+        _clear_abandoned(root)
+        self.path = root / f"{_PREFIX}{name}"
+        self._descriptor = -1
+        while self._descriptor < 0:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._descriptor = _lock(self.path)
+            self._descriptor = _share(self.path)
+
+    def is_last(self) -> bool:
+        """Gives the lock up, unless no other client has one: then nobody can enter any more."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
     def remove(self) -> None:
-        """Removes the folder with everything in it."""
+        """Removes the folder with everything in it; for the last client."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.leave()
 
     def leave(self) -> None:
-        """Leaves the folder to the next private daemon of this user, which removes it."""
+        """Leaves the folder to other clients, or to the next private daemon that removes it."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also for forks that still have it open
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes the folder in a forked process, whose parent goes on with it."""
         os.close(self._descriptor)
 
 
-def _root() -> Path:
+def temporary_folder() -> Path:
+    """Returns where private daemons of this machine have their folders."""
     root = Path(tempfile.gettempdir())
-    socket = root / f"{_PREFIX}12345678" / SOCKET  # `mkdtemp` chooses eight letters
+    socket = root / f"{_PREFIX}{'x' * NUM_LETTERS}" / SOCKET
     is_short = len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES
     return root if is_short else Path("/tmp")
 
 
-def _lock(path: Path) -> int:
+def locked(descriptor: int, path: Path, kind: int) -> bool:
+    """Locks what a descriptor has open; false if that is not at the path any more.
+
+    Raises:
+        DaemonUnavailable: A process holds the lock for too long, or there are no locks.
+    """
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while is_at(descriptor, path):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return is_at(descriptor, path)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise DaemonUnavailable(
+                    f"{path} was locked by another process for {LOCK_TIMEOUT_S:.0f} s. End what is "
+                    "left of this run, or remove it"
+                ) from None
+            time.sleep(_POLL_S)
+        except OSError as error:
+            raise DaemonUnavailable(
+                f"{path} cannot be locked: {error.strerror}. Set TMPDIR to a folder of a local disk"
+            ) from error
+    return False
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Returns whether the path is still that of what a descriptor has open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _share(path: Path) -> int:
     """Returns a descriptor of the folder, locked; -1 if another process removed it meanwhile."""
     try:
         folder = os.open(path, _FLAGS)
     except FileNotFoundError:
         return -1
-    # Some file systems have no locks; nothing is cleared away there either.
-    with contextlib.suppress(OSError):
-        fcntl.flock(folder, fcntl.LOCK_SH)
-    if os.fstat(folder).st_uid != os.geteuid():
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise DaemonUnavailable(
+                f"the folder of the private daemon, {path}, belongs to another user. Remove it"
+            )
+        if locked(folder, path, fcntl.LOCK_SH):
+            return folder
+    except BaseException:
         os.close(folder)
-        raise DaemonUnavailable(
-            f"the folder of the private daemon, {path}, belongs to another user now"
-        )
-    if _is_at(folder, path):
-        return folder
+        raise
     os.close(folder)
     return -1
-
-
-def _is_at(folder: int, path: Path) -> bool:
-    try:
-        return folder >= 0 and os.path.samestat(os.fstat(folder), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _clear_abandoned(root: Path) -> None:

@@ -1,7 +1,10 @@
-"""A daemon to talk to: one at an address that was given, or this process's private one."""
+"""A daemon to talk to: one at an address that was given, or the private one of this run."""
 
+import logging
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError, InvalidRequest
 from gyre_client.messages.arguments import text
@@ -9,6 +12,10 @@ from gyre_client.messages.requests import is_location
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.outage import Outage
+
+_log = logging.getLogger("gyre_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ def given_address(address: str | None) -> str | None:
 
 
 def find_target(address: str | None, daemon_user: int | str | None = None) -> Target:
-    """Returns the daemon at `address`; for None, this process's private daemon.
+    """Returns the daemon at `address`; for None, the private daemon of this run.
 
     Args:
         address: Where it listens.
@@ -64,6 +71,56 @@ def find_target(address: str | None, daemon_user: int | str | None = None) -> Ta
         return Target(parse_address(address, daemon_user))
     daemon = private_daemon.acquire()
     return Target(daemon.address, daemon)
+
+
+def dataset_or_path(
+    dataset: str | os.PathLike[str],
+    data_format: str | None,
+    address: str | None,
+    daemon_user: int | str | None = None,
+    reattach_timeout_s: float = 60.0,
+) -> str | os.PathLike[str]:
+    """Returns the dataset; `./DATASET` if that is a folder or file, and no dataset has this name.
+
+    Args:
+        dataset: What the user calls it.
+        data_format: Of the data at a path; None for none.
+        address: Where a dataset of this name is looked for, and no path; for None, at the address
+            in the environment, if there is one.
+        daemon_user: See `find_target`.
+        reattach_timeout_s: How long to wait for the daemon there.
+
+    Raises:
+        GyreError: The daemon at the address in the environment does not answer.
+    """
+    if address or is_location(dataset, data_format) or not _exists(dataset):
+        return dataset
+    where = given_address(address)
+    if where and _serves(find_target(where, daemon_user), dataset, reattach_timeout_s):
+        _log.info("%s is the dataset of that name at %s; ./%s is not read", dataset, where, dataset)
+        return dataset
+    path = Path(dataset).absolute()
+    instead = f"; {where} has no dataset of that name" if where else ""
+    _log.info("%s is the data at %s%s", dataset, path, instead)
+    return f"./{dataset}"
+
+
+def _exists(dataset: str | os.PathLike[str]) -> bool:
+    try:
+        return Path(dataset).exists()
+    except (OSError, ValueError):  # a name too long for a path, or with a NUL
+        return False
+
+
+def _serves(target: Target, name: str | os.PathLike[str], reattach_timeout_s: float) -> bool:
+    with Connection(target.address) as connection:
+        served = Outage(reattach_timeout_s).retry(lambda _: connection.list_datasets(), _pause)
+    return any(each.name == name for each in served.datasets)
+
+
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def target_of_dataset(
@@ -90,7 +147,7 @@ def target_of_dataset(
     if address is None:
         raise InvalidRequest(
             "no address was given, and a private daemon knows no dataset by the name "
-            f"{os.fspath(dataset)!r}: give the address of a daemon (or set "
-            f"{ENVIRONMENT_VARIABLE}); a path begins with / or ./"
+            f"{os.fspath(dataset)!r}, and there is no folder of that name: give the address of a "
+            f"daemon (or set {ENVIRONMENT_VARIABLE})"
         )
     return find_target(address, daemon_user)

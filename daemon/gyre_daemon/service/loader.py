@@ -219,6 +219,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             transforms=wanted.dataset.transforms,
             skip_steps=convert.from_skipped(wanted.order.skipped),
             mixture=convert.from_mixture(wanted.cursor.mixture),
+            order_version=wanted.cursor.algorithm,
         )
 
     @answers_errors

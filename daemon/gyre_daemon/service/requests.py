@@ -180,8 +180,8 @@ def to_reader(message: pb.Reader) -> Reader:
     """The job and rank that read.
 
     Raises:
-        InvalidRequest: the job has no name, or one that is too long or cannot be printed; or the
-            generation is absurd.
+        InvalidRequest: the job has no name, or its name or fence is too long or cannot be printed;
+            or the generation is absurd.
     """
     if not 1 <= len(message.job) <= _MAX_JOB_CHARS:
         raise InvalidRequest(
@@ -197,7 +197,12 @@ def to_reader(message: pb.Reader) -> Reader:
             f"the job's name {message.job!r} has characters that cannot be printed; "
             "choose one without control characters"
         )
-    return Reader(message.job, message.rank, message.world_size or 1, message.generation)
+    if len(message.fence) > _MAX_JOB_CHARS or not message.fence.isprintable():
+        raise InvalidRequest(
+            f"a job's fence must be text of at most {_MAX_JOB_CHARS} characters that can be printed"
+        )
+    fence = message.fence or message.job
+    return Reader(message.job, message.rank, message.world_size or 1, message.generation, fence)
 
 
 def check_join(join: int) -> None:

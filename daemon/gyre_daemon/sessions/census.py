@@ -79,7 +79,7 @@ async def spreads_of(
     for session in sessions:
         its, step = session.request, session.consumer.next_step
         size, world_size = its.order.global_batch_size, its.reader.world_size
-        job = its.owner.name, its.reader.job, its.dataset.fingerprint
+        job = its.owner.name, its.reader.fence, its.dataset.fingerprint
         key = *job, its.order, its.balance, world_size, step
         keys.append(key)
         is_asked = its.balance and step and size <= _MAX_SPREAD_SAMPLES

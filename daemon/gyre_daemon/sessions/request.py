@@ -40,16 +40,19 @@ class Reader:
     """The rank of a job that reads.
 
     Attributes:
-        job: the job's name, which is unique among those of one user.
+        job: the job's name.
         rank: its number, in `[0, world_size)`.
         world_size: the number of ranks.
         generation: grows with every attempt of the same rank; the newest wins.
+        fence: tells the run from all others of the user that have the same name; the name itself
+            where no other run has it.
     """
 
     job: str
     rank: int
     world_size: int
     generation: int
+    fence: str
 
 
 @dataclass(frozen=True, slots=True)

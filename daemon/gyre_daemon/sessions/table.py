@@ -95,7 +95,7 @@ class SessionTable:
             theirs = other.request.reader
             if other.request.owner.name != owner.name:
                 continue
-            if (theirs.job, theirs.rank) != (reader.job, reader.rank):
+            if (theirs.fence, theirs.rank) != (reader.fence, reader.rank):
                 continue
             if theirs.generation > reader.generation:
                 raise Fenced(
@@ -237,7 +237,7 @@ class SessionTable:
         its, reader = request.dataset, request.reader
         for other in self:
             theirs = other.request
-            if (theirs.owner.name, theirs.reader.job) != (request.owner.name, reader.job):
+            if (theirs.owner.name, theirs.reader.fence) != (request.owner.name, reader.fence):
                 continue
             if (theirs.dataset.name, replace(theirs.order, skipped=())) != (
                 its.name,

@@ -1944,7 +1944,7 @@ Global___LocatedSample: _TypeAlias = LocatedSample  # noqa: Y015
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 
-    One rank of one job. A user's session with the same job and rank and an equal or newer generation fences the session before it; an
+    One rank of one job. A user's session with the same fence and rank and an equal or newer generation fences the session before it; an
     older generation is refused. Jobs of different users have nothing to do with each other, whatever their names.
     """
 
@@ -1954,11 +1954,14 @@ class Reader(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
     generation: _builtins.int
     """a count, or a Unix time in milliseconds; at most 2^53"""
+    fence: _builtins.str
+    """tells runs apart that have one name; empty: the job's name, which no two runs have at a time"""
     def __init__(
         self,
         *,
@@ -1966,10 +1969,11 @@ class Reader(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         generation: _builtins.int = ...,
+        fence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "generation", b"generation", "job", b"job", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2134,6 +2138,7 @@ class SessionOpened(_message.Message):
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
     MIXTURE_FIELD_NUMBER: _builtins.int
+    ORDER_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
@@ -2155,6 +2160,8 @@ class SessionOpened(_message.Message):
     """batches that a client may keep in their slots after it took the next; it copies the others"""
     transforms: _builtins.str
     """tells what is done to the samples from anything else; empty: nothing"""
+    order_version: _builtins.int
+    """of the permutation that orders the samples"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
     @_builtins.property
@@ -2186,10 +2193,11 @@ class SessionOpened(_message.Message):
         transforms: _builtins.str = ...,
         skip_steps: Global___SkippedSteps | None = ...,
         mixture: _abc.Iterable[Global___MixtureDigest] | None = ...,
+        order_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "order_version", b"order_version", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

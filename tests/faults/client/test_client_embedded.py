@@ -1,16 +1,18 @@
 """The private daemon's life.
 
-Started on demand, shared, and gone with its parent however that ends.
+Started on demand, shared, and gone with its last client however that ends.
 """
 
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,21 @@ from gyre_client.errors import (
 )
 from gyre_client.targets.private_folder import PrivateFolder
 
+from tests.daemons import private_daemons
+
 OPTIONS = {"dtype": "uint16", "sequence_length": 8}
 
 
 @pytest.fixture(autouse=True)
-def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files that nobody else uses, with a short path."""
     monkeypatch.delenv("GYRE_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -51,14 +61,7 @@ def private(path: Path, prefetch_batches: int = 0) -> Loader:
 
 
 def daemons() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if is_daemon(child)]
-
-
-def is_daemon(process: psutil.Process) -> bool:
-    try:
-        return "gyre_daemon" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it has just ended
-        return False
+    return private_daemons(Path(os.environ["TMPDIR"]))
 
 
 def directory_of(daemon: psutil.Process) -> Path:
@@ -75,10 +78,13 @@ def wait_until_gone(daemon: psutil.Process, directory: Path, deadline_s: float =
         time.sleep(0.02)
 
 
-def test_loaders_share_one_private_daemon_and_the_last_stops_it(tokens: Path) -> None:
+def test_loaders_share_one_private_daemon_and_the_last_stops_it(
+    tokens: Path, temporary: Path
+) -> None:
     with private(tokens) as first:
         (daemon,) = daemons()
-        directory = directory_of(daemon)
+        assert daemon not in psutil.Process().children()
+        (directory,) = temporary.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
         with private(tokens) as second:
             assert len(daemons()) == 1
@@ -91,7 +97,7 @@ def test_loaders_share_one_private_daemon_and_the_last_stops_it(tokens: Path) ->
     assert daemons() == []
 
 
-def test_a_private_daemon_ends_when_its_parent_is_killed(tokens: Path) -> None:
+def test_a_private_daemon_ends_when_its_client_is_killed(tokens: Path) -> None:
     program = "\n".join(
         [
             "import sys, time",
@@ -105,17 +111,16 @@ def test_a_private_daemon_ends_when_its_parent_is_killed(tokens: Path) -> None:
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tokens)], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "reading\n"
-        (daemon,) = psutil.Process(parent.pid).children()
+    ) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "reading\n"
+        (daemon,) = daemons()
         directory = directory_of(daemon)
-        assert directory.exists()
-        parent.kill()
+        client.kill()
     wait_until_gone(daemon, directory)
 
 
-def test_a_private_daemon_ends_when_its_parent_exits_without_closing(tokens: Path) -> None:
+def test_a_private_daemon_ends_when_its_client_exits_without_closing(tokens: Path) -> None:
     program = "\n".join(
         [
             "import sys",
@@ -157,17 +162,7 @@ def test_a_private_daemon_that_dies_is_replaced_and_nothing_is_lost(tokens: Path
     assert daemons() == []
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files that nobody else uses."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def test_the_folder_of_a_killed_owner_and_daemon_is_removed_by_the_next(
+def test_the_folder_of_a_killed_client_and_daemon_is_removed_by_the_next(
     tokens: Path, temporary: Path
 ) -> None:
     program = "\n".join(
@@ -208,21 +203,23 @@ def test_the_folder_of_a_killed_owner_and_daemon_is_removed_by_the_next(
     assert {file.name for file in foreign.iterdir()} == {"gyre.sock", "precious"}
 
 
-def test_folders_of_living_owners_and_daemons_stay(temporary: Path) -> None:
-    of_owner = PrivateFolder()  # whose daemon was not started yet
+def test_folders_of_living_clients_and_daemons_stay(temporary: Path) -> None:
+    of_client = PrivateFolder("early")  # whose daemon was not started yet
     of_daemon = temporary / "gyred-orphan"
     of_daemon.mkdir(0o700)
     with (of_daemon / "gyre.sock.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        another = PrivateFolder()
+        another = PrivateFolder("late")
         assert {path.name for path in temporary.iterdir()} == {
-            of_owner.path.name,
-            of_daemon.name,
-            another.path.name,
+            "gyred-early",
+            "gyred-late",
+            "gyred-orphan",
         }
-    another.path.rmdir()  # as a daemon does at its end
-    another.ensure()
-    for folder in (of_owner, another, PrivateFolder()):
+    same = PrivateFolder("late")
+    assert not another.is_last()
+    another.leave()
+    assert same.is_last()
+    for folder in (of_client, same, PrivateFolder("last")):
         folder.remove()
     assert list(temporary.iterdir()) == [], "the orphan's daemon ended"
 
@@ -235,7 +232,9 @@ def test_a_folder_for_temporary_files_may_have_a_long_path(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private(tokens) as loader:
         assert next(loader)["tokens"].shape == (10, 8)
-        assert directory_of(daemons()[0]).parent == Path("/tmp")
+        path = loader._resources.target.address.path
+        assert path
+        assert Path(path).parents[1] == Path("/tmp")
 
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
@@ -294,7 +293,7 @@ def test_a_daemon_that_cannot_start_is_an_error_that_quotes_its_log(
     assert "many" in log.read_text(), "the folder stays"
     monkeypatch.delenv("GYRE_PREFETCH_BATCHES")
     with private(tokens):
-        assert not log.exists(), "the next private daemon removes it"
+        assert "many" not in log.read_text(), "the next private daemon removes it"
 
 
 def test_the_log_outlives_a_restart_and_is_cut(
@@ -307,7 +306,7 @@ def test_the_log_outlives_a_restart_and_is_cut(
         log = directory_of(daemon) / "gyred.log"
         first = log.read_text()
         assert '"event": "ready"' in first
-        daemon.terminate()  # in good order, so that it removes its folder
+        daemon.terminate()  # in good order: clients are left, so the folder stays
         for _ in range(30):
             next(loader)
         assert log.read_text()[:100] == first[:100] or log.stat().st_size < 8000

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,28 +216,6 @@ def test_an_invalid_message_ends_only_its_own_stream(
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         for _ in range(20):
             next(iter(bystander))
-
-
-def test_a_private_daemon_ends_with_its_owner(tmp_path: Path) -> None:
-    folder = tmp_path / "private"
-    folder.mkdir(mode=0o700)
-    program = (
-        "import subprocess, sys, os, time\n"
-        "command = [sys.executable, '-m', 'gyre_daemon', 'serve', '--embedded']\n"
-        f"command += ['--socket-dir', {str(folder)!r}, '--parent-pid', str(os.getpid())]\n"
-        "child = subprocess.Popen(command, stderr=subprocess.DEVNULL)\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout
-        child = psutil.Process(int(owner.stdout.readline()))
-        assert eventually((folder / "gyre.sock").exists, 120)
-        owner.kill()
-    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 120)
-    assert not folder.exists()
 
 
 def test_long_errors_and_invalid_options_reach_the_client(

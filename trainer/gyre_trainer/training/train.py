@@ -22,7 +22,6 @@ from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.objectives.collators import collator_of, sampler_of
-from gyre_trainer.training.private_daemon import shared_daemon
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.records.rank_log import log_to
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
@@ -56,13 +55,9 @@ def train(
     with join_job(config.run) as context:
         log_to(Path(config.run.out), context.rank)
         config.require_divisible(context.world_size)
-        with (
-            shared_daemon(config) as here,
-            open_loader(
-                here, context, config.data.dataset, config.data.seed, config.data.skip_steps
-            ) as loader,
-        ):
-            training = Training(here, context, loader, None if resume else init_from)
+        data = config.data
+        with open_loader(config, context, data.dataset, data.seed, data.skip_steps) as loader:
+            training = Training(config, context, loader, None if resume else init_from)
             training.begin(resume, may_restart=may_restart)
             while training.step < config.run.steps:
                 training.take()

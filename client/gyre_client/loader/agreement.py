@@ -1,0 +1,76 @@
+"""Whether all ranks of a run read the same samples in the same order."""
+
+import json
+import logging
+import socket
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.errors import CursorRejected
+from gyre_client.targets.private_folder import temporary_folder
+from gyre_client.targets.run import agreed, machine
+
+_log = logging.getLogger("gyre_client")
+_WHAT_DIFFERS = {
+    "fingerprint": "the data differ. Copy the same shards to both nodes",
+    "order_version": "their daemons order samples differently. Install one version of gyred",
+    "transforms": "the transforms differ. Declare the same ones on both nodes",
+}
+
+
+class Agreement:
+    """Compares what the ranks of a run are served, when the first session is open.
+
+    The first rank writes it into the store of the process group, and each other rank compares: no
+    rank waits for another one.
+    """
+
+    def __init__(self, key: str, rank: int, *, is_private: bool) -> None:
+        """Compares nothing yet.
+
+        Args:
+            key: Of this loader among those of the rank; "" to compare nothing.
+            rank: Of this process.
+            is_private: Whether a private daemon serves.
+        """
+        self._key = key
+        self._rank = rank
+        self._is_private = is_private
+
+    def check(self, opened: pb.SessionOpened) -> None:
+        """Compares the first session with those of the other ranks; does nothing later.
+
+        Raises:
+            CursorRejected: Another rank is served other samples; the message names the nodes.
+        """
+        key, self._key = self._key, ""
+        if not key:
+            return
+        who = f"rank {self._rank} on node {socket.gethostname()}"
+        mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS}
+        theirs = json.loads(agreed(f"dataset/{key}", json.dumps(mine | {"who": who})))
+        for name, advice in _WHAT_DIFFERS.items():
+            if theirs[name] != mine[name]:
+                raise CursorRejected(
+                    f"{who} and {theirs['who']} would train on different samples: {advice} "
+                    f"({name} {mine[name]!r} and {theirs[name]!r})",
+                    {"differs": name},
+                )
+        if self._is_private:
+            self._look_for_others(who)
+
+    def _look_for_others(self, who: str) -> None:
+        """Warns where ranks on one machine cannot share a private daemon."""
+        folder = temporary_folder()
+        found = folder.stat()
+        mine = json.dumps([f"{found.st_dev}:{found.st_ino}", who])
+        place, other = json.loads(agreed(f"folder/{machine()}", mine))
+        if place != json.loads(mine)[0]:
+            _log.warning(
+                "%s has a private daemon of its own, because its folder %s is not that of %s on "
+                "the same machine. Mount one folder there in all containers, or run one gyred per "
+                "node and set GYRE_ADDRESS",
+                who,
+                folder,
+                other,
+            )

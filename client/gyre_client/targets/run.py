@@ -1,0 +1,217 @@
+"""The run that this process belongs to: what one launch of a script has started, on all machines.
+
+[Note: What the ranks of a run share] Ranks must find each other before there is a process group,
+and two runs must never take each other for one. The launcher gives all ranks of a run the same
+variables, and at a time no two runs on a machine have the same: one port has one owner. But a run
+that has ended may have had the same. So the variables only name a file, in which the first rank on
+the machine writes a random id. Each rank keeps a shared lock on the file as long as it lives: who
+gets an exclusive lock is the first of a new run, and writes a new id. Where a process group is
+there, its store gives all machines the id of one of them.
+"""
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import sys
+import threading
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre_client.errors import DaemonUnavailable
+from gyre_client.targets.private_folder import NUM_LETTERS, is_at, locked, temporary_folder
+
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_PREFIX = "gyre-run-"
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_NAME_CHARS = 100
+
+_log = logging.getLogger("gyre_client")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run.
+
+    Attributes:
+        run_id: Random; the same on all ranks.
+        on_node: Random; the same on the ranks of one machine.
+    """
+
+    run_id: str
+    on_node: str
+
+    @property
+    def name(self) -> str:
+        """What a job without a name is called: as torchelastic or Slurm do, or by the id."""
+        torchelastic = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        slurm = [os.environ.get(each, "") for each in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        for name in ("" if torchelastic == "none" else torchelastic, ".".join(filter(None, slurm))):
+            if name and name.isprintable() and len(name) <= _MAX_NAME_CHARS:
+                return name
+        return f"job-{self.run_id}"
+
+
+def this_run() -> Run:
+    """Returns the run of this process; a process that was started alone is a run."""
+    with _membership.lock:
+        on_node = _membership.on_node() or agreed(f"node/{machine()}", _membership.drawn)
+    return Run(agreed("run", on_node), on_node)
+
+
+def launched_as() -> tuple[int, int]:
+    """Returns rank and world size, of torch.distributed or as the launcher says; or 0 and 1."""
+    distributed = _distributed()
+    if distributed is not None:
+        return distributed.get_rank(), distributed.get_world_size()
+    names = ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    for rank, world_size in names:
+        with contextlib.suppress(KeyError, ValueError):
+            return int(os.environ[rank]), int(os.environ[world_size])
+    return 0, 1
+
+
+def agreed(key: str, mine: str) -> str:
+    """Returns what the first rank has given for a key; without a process group, `mine`.
+
+    No rank waits for another one.
+    """
+    if _distributed() is None:
+        return mine
+    # Private: torch has no public way to the store of the default group. A collective would wait
+    # for ranks that make no Loader.
+    find_store: Any = sys.modules["torch.distributed.distributed_c10d"]._get_default_store
+    try:
+        return find_store().compare_set(f"gyre/{key}", "", mine).decode() or mine
+    except (RuntimeError, NotImplementedError) as error:  # its host has ended, or it has no values
+        _log.info("the ranks cannot be asked through the process group: %s", error)
+        return mine
+
+
+def ordinal(key: str) -> int:
+    """Returns how often this process has asked with this key before."""
+    with _membership.lock:
+        _membership.counts[key] += 1
+        return _membership.counts[key] - 1
+
+
+class _Membership:
+    """What this process knows of its run.
+
+    Attributes:
+        drawn: Random; the id of a run where nothing else tells it.
+        counts: See `ordinal`.
+        lock: For threads.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        if self._file >= 0:  # of the parent, which keeps its lock
+            os.close(self._file)
+        self._file, self._id = -1, ""
+        self.drawn = uuid.uuid4().hex[:NUM_LETTERS]
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.RLock()
+
+    def on_node(self) -> str:
+        """Returns the id that the ranks of this run on this machine share; "" if nothing tells."""
+        path = None if self._id else _meeting_file()
+        if path is not None:
+            try:
+                self._join(path)
+            except (OSError, DaemonUnavailable) as error:
+                _log.warning("this rank cannot find others on its node: %s", error)
+                self._id = self.drawn
+        return self._id
+
+    def _join(self, path: Path) -> None:
+        """Takes the id from the file, or writes one.
+
+        Raises:
+            OSError: The file cannot be used.
+            DaemonUnavailable: It cannot be locked.
+        """
+        for other in path.parent.glob(f"{_PREFIX}{os.geteuid()}-*"):
+            with contextlib.suppress(OSError):  # in use, or gone by now
+                _remove_unused(other)
+        while not self._id:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            try:
+                found = os.fstat(file)
+                if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+                    raise PermissionError(errno.EPERM, f"{path} is another user's. Remove it")
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.pwrite(file, self.drawn.encode(), 0)
+                # A shared lock: no id is written any more.
+                if locked(file, path, fcntl.LOCK_SH):
+                    self._id = os.pread(file, NUM_LETTERS, 0).decode()
+            finally:
+                if self._id:
+                    self._file = file
+                else:
+                    os.close(file)
+        atexit.register(self._leave, path)
+
+    def _leave(self, path: Path) -> None:
+        """Removes the file if this is the last rank on the machine."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            with contextlib.suppress(OSError):
+                _remove_unused(path)
+
+
+_membership = _Membership()
+
+
+def _remove_unused(path: Path) -> None:
+    """Removes the file of a run without ranks.
+
+    Raises:
+        OSError: Ranks use it, or it is gone or another user's.
+    """
+    file = os.open(path, os.O_RDWR | _FLAGS)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_at(file, path):
+            path.unlink()
+    finally:
+        os.close(file)
+
+
+def _meeting_file() -> Path | None:
+    """Returns the file of this launch; None where this process was not launched as one of many."""
+    facts = [os.environ.get(name, "") for name in _LAUNCH]
+    if launched_as()[1] == 1 or not (facts[1] or facts[4]):
+        return None
+    with contextlib.suppress(OSError):  # two containers may use one port, each in its network
+        facts.append(str(Path("/proc/self/ns/net").stat().st_ino))
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:NUM_LETTERS]
+    return temporary_folder() / f"{_PREFIX}{os.geteuid()}-{digest}"
+
+
+def machine() -> str:
+    """Returns what tells this machine from all others, in all of its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _distributed() -> Any:
+    """Returns torch.distributed if it has a process group; it is not imported here."""
+    module: Any = sys.modules.get("torch.distributed")
+    is_there = module is not None and module.is_available() and module.is_initialized()
+    return module if is_there else None
