@@ -23,7 +23,7 @@ from io import FileIO
 
 from gyre_client.errors import DaemonUnavailable, NotInstalled
 from gyre_client.targets.private_folder import LOG, SOCKET, PrivateFolder, locked
-from gyre_client.targets.run import this_run
+from gyre_client.targets.run import launched_as, this_run
 from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.trust import check_listener
 
@@ -186,6 +186,10 @@ class PrivateDaemon:
             env=_environment(),
             start_new_session=True,  # Ctrl-C is for the script to handle
         )
+        if launched_as()[1] > 1:  # it works for all ranks: not only on this one's processors
+            with contextlib.suppress(OSError):
+                both = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
+                os.sched_setaffinity(starter.pid, both)
         try:
             status = starter.wait(START_TIMEOUT_S)
         except BaseException as failure:

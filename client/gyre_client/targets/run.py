@@ -85,11 +85,11 @@ def agreed(key: str, mine: str) -> str:
     """
     if _distributed() is None:
         return mine
-    # Private: torch has no public way to the store of the default group. A collective would wait
-    # for ranks that make no Loader.
-    find_store: Any = sys.modules["torch.distributed.distributed_c10d"]._get_default_store
+    store = _default_store()
+    if store is _membership.store_of_parent:
+        return mine
     try:
-        return find_store().compare_set(f"gyre/{key}", "", mine).decode() or mine
+        return store.compare_set(f"gyre/{key}", "", mine).decode() or mine
     except (RuntimeError, NotImplementedError) as error:  # its host has ended, or it has no values
         _log.info("the ranks cannot be asked through the process group: %s", error)
         return mine
@@ -107,14 +107,20 @@ class _Membership:
 
     Attributes:
         drawn: Random; the id of a run where nothing else tells it.
+        store_of_parent: In a forked process: what its parent talks through, and it must not.
         counts: See `ordinal`.
         lock: For threads.
     """
 
     def __init__(self) -> None:
         self._file = -1
+        self.store_of_parent: Any = None
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self._reset()
+        self.store_of_parent = None if _distributed() is None else _default_store()
 
     def _reset(self) -> None:
         if self._file >= 0:  # of the parent, which keeps its lock
@@ -198,6 +204,7 @@ def _meeting_file() -> Path | None:
         return None
     with contextlib.suppress(OSError):  # two containers may use one port, each in its network
         facts.append(str(Path("/proc/self/ns/net").stat().st_ino))
+    facts.append(machine())  # the folder may be one of several machines
     digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:NUM_LETTERS]
     return temporary_folder() / f"{_PREFIX}{os.geteuid()}-{digest}"
 
@@ -208,6 +215,14 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename
+
+
+def _default_store() -> Any:
+    """Returns the store of the default process group.
+
+    Private: torch has no public way to it. A collective would wait for ranks that make no Loader.
+    """
+    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()  # type: ignore[attr-defined]
 
 
 def _distributed() -> Any:
