@@ -152,7 +152,7 @@ async def _open(
     order = Order("full", "wrap", 1, workload.batch_size)
     start = Cursor(dataset.fingerprint, order, position=0)
     return sessions, await sessions.open(
-        SessionRequest(ANONYMOUS, dataset, order, Reader("inside", 0, 1, 1, "inside"), 0, start, 0)
+        SessionRequest(ANONYMOUS, dataset, order, Reader("inside", 0, 1, 1, fence=""), 0, start, 0)
     )
 
 

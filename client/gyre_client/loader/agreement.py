@@ -67,10 +67,10 @@ class Agreement:
         place, other = json.loads(agreed(f"folder/{machine()}", mine))
         if place != json.loads(mine)[0]:
             _log.warning(
-                "%s has a private daemon of its own, because its folder %s is not that of %s on "
-                "the same machine. Mount one folder there in all containers, or run one gyred per "
-                "node and set GYRE_ADDRESS",
+                "%s and %s are on one machine and have a private daemon each: they have no folder "
+                "for temporary files in common (got %s). Mount one in all containers and name it "
+                "in TMPDIR, or run one gyred per node and set GYRE_ADDRESS",
                 who,
-                folder,
                 other,
+                folder,
             )

@@ -177,7 +177,7 @@ class PrivateDaemon:
 
     def _start_once(self) -> None:
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
-        # It ends with status 0 when the daemon, a child of its own, answers.
+        # It forks the daemon, and ends with status 0 when that answers.
         starter = subprocess.Popen(
             [*command, "--socket-dir", str(self._folder.path)],
             stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from gyre_client.transport.address import MAX_SOCKET_PATH_BYTES
 
 SOCKET = "gyre.sock"
 LOG = "gyred.log"
-NUM_LETTERS = 16  # of the name of a run on this machine
+NUM_LETTERS = 12  # of the name of a run on this machine
 # A lock is held for so long where a daemon starts, or where it ends and the folder is removed.
 LOCK_TIMEOUT_S = 90.0
 _POLL_S = 0.02

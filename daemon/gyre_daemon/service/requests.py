@@ -201,8 +201,8 @@ def to_reader(message: pb.Reader) -> Reader:
         raise InvalidRequest(
             f"a job's fence must be text of at most {_MAX_JOB_CHARS} characters that can be printed"
         )
-    fence = message.fence or message.job
-    return Reader(message.job, message.rank, message.world_size or 1, message.generation, fence)
+    who = message.job, message.rank, message.world_size or 1, message.generation
+    return Reader(*who, fence=message.fence or message.job)
 
 
 def check_join(join: int) -> None:

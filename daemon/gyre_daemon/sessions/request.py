@@ -1,7 +1,7 @@
 """What a client asks for when it opens a session."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
@@ -52,7 +52,7 @@ class Reader:
     rank: int
     world_size: int
     generation: int
-    fence: str
+    fence: str = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Without an address, a job's ranks share one private daemon, however often a service restarts."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from gyre_trainer.training.records.history import committed, resumes
 
+from tests.daemons import private_daemons
 from tests.preloaded.interpreter import Interpreter
 from tests.train_jobs import IMPORTS, Job, Jobs
 
@@ -68,36 +67,15 @@ def start(tmp_path: Path, interpreter: Interpreter) -> Iterator[Start]:
     jobs.end(DEADLINE_S)
 
 
-def daemons(launcher: int) -> list[psutil.Process]:
-    """The daemons among the descendants of a process, without the processes that they forked."""
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(launcher).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if (
-                    "gyre_daemon" in child.cmdline()
-                    and "gyre_daemon" not in psutil.Process(child.ppid()).cmdline()
-                ):
-                    found.append(child)
-    return found
-
-
-def directories_while(process: Job) -> set[str]:
-    """The directories of all daemons that lived below a process until it ended.
-
-    Each daemon has a directory of its own. Pids would not do: a process that a daemon forked
-    outlives it for a moment, as an orphan.
-    """
-    directories: set[str] = set()
+def daemons_while(process: Job, temporary: Path) -> set[int]:
+    """The pids of all private daemons that ran until a process ended."""
+    pids: set[int] = set()
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None:
         assert time.monotonic() < deadline
-        for daemon in daemons(process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it has just ended
-                command = daemon.cmdline()
-                directories.add(command[command.index("--socket-dir") + 1])
+        pids |= {daemon.pid for daemon in private_daemons(temporary)}
         time.sleep(0.2)
-    return directories
+    return pids
 
 
 def test_a_service_may_restart_a_run_that_has_no_checkpoint_yet(
@@ -105,7 +83,7 @@ def test_a_service_may_restart_a_run_that_has_no_checkpoint_yet(
 ) -> None:
     # as if it had ended before its first checkpoint
     interrupted = start("--resume-if-any", "--set", "checkpoint.every=0")
-    assert len(directories_while(interrupted)) == 1
+    assert len(daemons_while(interrupted, tmp_path)) == 1
     assert interrupted.returncode == 0
     assert start("--resume-if-any").wait(DEADLINE_S) == 0
     assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(
@@ -126,8 +104,7 @@ def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(
         assert launcher.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (daemon,) = daemons(launcher.pid)
-    assert list(tmp_path.glob("gyred-*"))
+    (daemon,) = private_daemons(tmp_path)
     os.kill(launcher.pid, signal.SIGKILL)
     daemon.wait(DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S

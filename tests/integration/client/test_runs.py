@@ -229,7 +229,7 @@ def test_ranks_whose_nodes_have_other_data_or_no_common_folder_say_so(
     kind, message, facts = found
     assert (kind, facts) == ("CursorRejected", {"differs": "fingerprint"})
     assert f"on node {os.uname().nodename} and rank" in message
-    assert runs.errors().count("a private daemon of its own") == 1
+    assert runs.errors().count("have a private daemon each") == 1
 
 
 def test_a_private_daemon_outlives_each_rank_and_ends_with_the_last(runs: Runs) -> None:
