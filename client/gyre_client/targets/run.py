@@ -222,7 +222,7 @@ def _default_store() -> Any:
 
     Private: torch has no public way to it. A collective would wait for ranks that make no Loader.
     """
-    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()  # type: ignore[attr-defined]
+    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
 
 
 def _distributed() -> Any:

@@ -1,10 +1,12 @@
 """What the ranks of a run share, and what two runs never do."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch.distributed
 from gyre_client.targets import run
-from gyre_client.targets.run import Run, this_run
+from gyre_client.targets.run import Run, agreed, launched_as, this_run
 
 LAUNCH = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}
 
@@ -78,6 +80,24 @@ def test_a_process_that_was_started_alone_shares_nothing(
     assert Rank().on_node() == ""
     assert this_run() == this_run()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_rank_decides_and_no_rank_waits() -> None:
+    """Through torch's private name of the default store, whose parent a fork never talks to."""
+    assert agreed("key", "alone") == "alone"
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    try:
+        assert launched_as() == (0, 1)
+        assert agreed("key", "first") == "first"
+        assert agreed("key", "second") == "first"
+        child = os.fork()
+        if not child:
+            os._exit(agreed("key", "forked") != "forked")
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
