@@ -43,12 +43,11 @@ class Agreement:
         Raises:
             CursorRejected: Another rank is served other samples; the message names the nodes.
         """
-        key, self._key = self._key, ""
-        if not key:
+        if not self._key:
             return
         who = f"rank {self._rank} on node {socket.gethostname()}"
         mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS}
-        theirs = json.loads(agreed(f"dataset/{key}", json.dumps(mine | {"who": who})))
+        theirs = json.loads(agreed(f"dataset/{self._key}", json.dumps(mine | {"who": who})))
         for name, advice in _WHAT_DIFFERS.items():
             if theirs[name] != mine[name]:
                 raise CursorRejected(
@@ -56,6 +55,7 @@ class Agreement:
                     f"({name} {mine[name]!r} and {theirs[name]!r})",
                     {"differs": name},
                 )
+        self._key = ""
         if self._is_private:
             self._look_for_others(who)
 
