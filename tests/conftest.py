@@ -20,6 +20,8 @@ from hypothesis import settings
 
 from tests.preloaded.interpreter import Forked, Interpreter
 
+gc.disable()  # until all modules of tests are imported; see `pytest_collection_finish`
+
 START_DEADLINE_S = 150.0
 COMMAND_DEADLINE_S = 120.0
 SERVE = ("-m", "gyre_daemon", "serve", "--config")
@@ -107,8 +109,8 @@ def pytest_collection_finish() -> None:
 
     With every module of the suite, a `gc.collect()` took half a second, in some hundred tests.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

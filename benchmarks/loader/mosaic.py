@@ -25,6 +25,8 @@ class _Streaming:
     """Imports the library when an attribute is first used, which takes seconds."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks each name of a module for some
+            raise AttributeError(name)
         return getattr(_library(), name)
 
 

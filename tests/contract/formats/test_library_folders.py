@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, DatasetDict
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.tokens.headers import read_head
 from gyre_daemon.datasets.indexing.indexer import Indexer
@@ -26,7 +25,9 @@ from benchmarks.loader.mosaic import streaming
 from tests.conftest import S3Server
 from tests.contract.places import LocalPlace, Place, S3Place, openers, run
 
-NUMBERS = pa.table({"n": [1, 2]})
+
+def numbers() -> pa.Table:
+    return pa.table({"n": [1, 2]})
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -64,8 +65,10 @@ def put_folder(place: Place, folder: Path) -> None:
 
 
 def test_of_a_saved_dataset_only_the_files_of_its_state_count(place: Place, tmp_path: Path) -> None:
+    import datasets
+
     saved = tmp_path / "saved"
-    Dataset(NUMBERS).save_to_disk(saved, num_shards=2)
+    datasets.Dataset(numbers()).save_to_disk(saved, num_shards=2)
     put_folder(place, saved)
     wanted = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for copy in ("cache-0123456789abcdef.arrow", "tmp1.arrow"):
@@ -91,8 +94,11 @@ def test_a_damaged_description_is_refused(name: str, place: Place) -> None:
 
 
 def test_a_dataset_dict_names_the_folders_of_its_splits(place: Place, tmp_path: Path) -> None:
+    import datasets
+
     saved = tmp_path / "saved"
-    DatasetDict(train=Dataset(NUMBERS), test=Dataset(NUMBERS)).save_to_disk(saved)
+    split = datasets.Dataset(numbers())
+    datasets.DatasetDict(train=split, test=split).save_to_disk(saved)
     put_folder(place, saved)
     with pytest.raises(InvalidRequest, match=f"Name one: {place.root}/train or {place.root}/test"):
         listing(place)

@@ -8,9 +8,6 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.training.models.gpt import GPT
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import (
@@ -52,6 +49,10 @@ def train_between(
     replicate: int = 1,
 ) -> dict[str, Tensor]:
     """Train the steps [first, last), from one checkpoint to another."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
     model = rotated_gpt(variant, replicate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if load is not None:

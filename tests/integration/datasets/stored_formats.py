@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import webdataset
 import zstandard
 from array_record.python import array_record_module
-from tensorboard.compat.proto.event_pb2 import Event
 
 from benchmarks.loader.mosaic import streaming
 from tests.token_files import llm_c, megatron_idx
@@ -312,6 +311,7 @@ def store_npy(folder: Path) -> Stored:
 
 def store_tfrecord(folder: Path) -> Stored:
     # Seconds, for this alone.
+    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -15,7 +15,6 @@ import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
-from tensorboard.compat.proto.event_pb2 import Event
 from webdataset import TarWriter
 
 from tests.conftest import S3Server, StartDaemon
@@ -177,6 +176,7 @@ def unnamed(name: str, number: int) -> bytes:
         case "npy":
             np.save(stream, np.zeros((7, 3)))
         case "tfrecord":
+            from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.summary.writer.record_writer import RecordWriter
 
             records = RecordWriter(stream)

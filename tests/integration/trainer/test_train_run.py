@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gyre_trainer.training.records.history import committed, digest, resumes
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.served_runs import (
     BATCH_SIZE,
@@ -26,6 +25,8 @@ from tests.served_runs import (
 
 def weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     """Every tensor of a checkpoint, model and optimizer, whole."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     path = checkpoint.parent / f"{checkpoint.name}.pt"
     dcp_to_torch_save(checkpoint, path)
     state = torch.load(path, weights_only=True)

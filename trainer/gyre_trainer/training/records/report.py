@@ -4,15 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from gyre_trainer.training.records.history import StepRecord
 
@@ -72,6 +67,11 @@ def draw_loss(
     records: Sequence[StepRecord], resumed_at: Sequence[int], title: str, path: Path
 ) -> None:
     """Draw each step's loss, its smoothed curve, the learning rate, and the resumes, as a PNG."""
+    import matplotlib as mpl  # noqa: PLC0415  # half a second, at the end of a run alone
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
     steps = np.array([record.step + 1 for record in records])
     losses = np.array([record.loss for record in records])
     figure, (above, below) = plt.subplots(
@@ -126,7 +126,7 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(sums / norms)
 
 
-def _style_axes(axes: Axes) -> None:
+def _style_axes(axes: Any) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
