@@ -16,7 +16,7 @@ TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = TABLES["project"], TABLES["dependency-groups"]
 OURS = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
 # Whose interfaces `gyre_client.integrations` has: a user brings them.
-TRAINERS = {"lightning", "megatron-core", "ray", "torchtitan"}
+TRAINERS = {"datasets", "lightning", "megatron-core", "ray", "torchtitan", "trl"}
 OF_IMPORT = importlib.metadata.packages_distributions()
 
 
