@@ -24,10 +24,8 @@ def main() -> None:
     workdir = parser.parse_args().workdir
     workdir.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(workdir / "tokenizer.json")
-    pairs = [
-        {"prompt": f"{n} + 1 = ", "chosen": f"{n + 1}", "rejected": f"{n}"}
-        for n in range(NUM_PAIRS)
-    ]
+    answers = {"chosen": "yes", "rejected": "no"}
+    pairs = [{"prompt": f"Is {n} a number? ", **answers} for n in range(NUM_PAIRS)]
     (workdir / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
     args = DPOConfig(
         output_dir=str(workdir / "run"),

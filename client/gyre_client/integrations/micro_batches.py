@@ -105,6 +105,7 @@ class MicroBatches:
 
     def iterate(self, *, endless: bool) -> Iterator[TokenBatch]:
         """Yields micro-batches from where the loader is: without an end, or to its epoch's."""
+        self._num_left = 0
         for batch in self.loader.stream() if endless else self.loader:
             rows = next_tokens(batch, self._sequence_length, self._field)
             self._num_left = self.loader.local_batch_size // self._micro_batch_size
@@ -124,3 +125,7 @@ class MicroBatches:
                 "between two steps"
             )
         return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the step after that state the next one, for iterations that begin from now on."""
+        self.loader.load_state_dict(state_dict)

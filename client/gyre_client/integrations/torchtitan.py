@@ -76,4 +76,4 @@ class GyreDataLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to a state's place; an empty one leaves the loader at the beginning."""
         if state_dict:
-            self._batches.loader.load_state_dict(state_dict)
+            self._batches.load_state_dict(state_dict)

@@ -18,7 +18,10 @@ def with_frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.fspath(Path(sys.prefix) / "frameworks"))
 
 
-@pytest.mark.parametrize(("example", "needs", "num_ranks"), [("torchtitan_loop", "torchtitan", 2)])
+@pytest.mark.parametrize(
+    ("example", "needs", "num_ranks"),
+    [("torchtitan_loop", "torchtitan", 2), ("megatron_loop", "megatron.core", 2)],
+)
 def test_a_stopped_and_resumed_run_consumes_what_is_planned(
     example: str, needs: str, num_ranks: int, tmp_path: Path
 ) -> None:
