@@ -74,7 +74,7 @@ frameworks: $(FRAMEWORKS_STAMP)
 $(FRAMEWORKS_STAMP): $(STAMP)
 	rm -rf $(FRAMEWORKS)
 	$(PIP_INSTALL) --no-deps --target $(FRAMEWORKS) \
-	  torchtitan torch_checkpointing spmd_types tyro docstring-parser typeguard einops trl megatron-core
+	  torchtitan torch_checkpointing spmd_types tyro docstring-parser typeguard einops trl megatron-core litdata
 	touch $@
 
 # What the last change touches of the rest; see .ci/touched.py.

@@ -58,7 +58,7 @@ def read(
     for _ in range(num_steps):
         step = torch.cat([next(data)["tokens"][:, 0] for _ in range(num_parts)])
         seen.append((step // (LENGTH + 1)).tolist())
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not resumed:
         torch.save(data.state_dict(), workdir / "data.pt")
     dist.barrier()
     data.close()
