@@ -88,7 +88,7 @@ test-touched: setup
 # Deeper models of transformers, found blocks, recomputation: what `make test-all` leaves out. And what needs torchao and bitsandbytes.
 test-models: setup $(TORCHAO_STAMP)
 	$(IN_VENV) python -m pytest -m models tests/distributed tests/integration/trainer tests/integration/examples tests/integration/house
-	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py tests/distributed/models/test_rotation_foreign_codes.py
+	$(IN_VENV) PYTHONPATH="$(abspath $(TORCHAO))" python -m pytest tests/distributed/steps/test_rotation_optimizers.py
 
 # In a folder of its own: wherever torchao is, each process that imports transformers imports it, too.
 $(TORCHAO_STAMP): $(STAMP)

@@ -50,7 +50,6 @@ LONGEST_FIRST = (
     "test_train_run_faults",
     "test_train_family_costs",
     "test_cached_text",
-    "test_train_both_sides",
     "test_train_depth",
     "test_rotation_exact",
     "test_packing",

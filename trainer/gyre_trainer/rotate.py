@@ -26,7 +26,6 @@ from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, note_layer_by_layer, plan_of
 from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
-from gyre_trainer.layers.encoded.foreign_codes import has_foreign_codes
 from gyre_trainer.layers.experts.lists import call_every_expert
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.deferred_logits import defer_logits
@@ -50,7 +49,6 @@ from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.muon import Muon
-from gyre_trainer.optimizers.rprop import Rprop
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
 from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_inside
@@ -67,7 +65,6 @@ __all__ = [
     "ReadRule",
     "RotationPlan",
     "RotationPolicy",
-    "Rprop",
     "linear_cross_entropy",
     "make_mesh",
     "materialize",
@@ -81,6 +78,7 @@ __all__ = [
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
+_QUANTIZERS = ("torchao", "bitsandbytes")
 SMALL_NUMEL = 2**18  # below, a module is replicated by default
 
 Rules = Mapping[type[nn.Module] | str, Rule | None]
@@ -317,7 +315,7 @@ class _Walk:
         if rotate_known(module, self._target):
             check_at_first_calls(module, None, self._verify)
             return True
-        rule = None if has_foreign_codes(module) else self._blocks.rule_of(module)
+        rule = self._blocks.rule_of(module)
         if rule is not None:
             self._rotate(module, rule)
         return rule is not None
@@ -372,7 +370,7 @@ def _largest_numel(module: nn.Module) -> int:
 def _require_new(module: nn.Module) -> None:
     """Refuse a module that is rotated already, and parameters that cannot be sharded.
 
-    Those are complex ones, those without a shape, and those with hooks.
+    Those are complex ones, quantized ones, those without a shape, and those with hooks.
     """
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
@@ -386,6 +384,13 @@ def _require_new(module: nn.Module) -> None:
                 f"{type(module).__name__}.{name} is {parameter.dtype}, but complex parameters "
                 "cannot be trained on a ring. Keep it as a real parameter with a last dim of 2 "
                 "(torch.view_as_real), and read it by torch.view_as_complex in the forward"
+            )
+        library = type(parameter).__module__.partition(".")[0]
+        if library in _QUANTIZERS:
+            raise RotationError(
+                f"{type(module).__name__}.{name} is quantized by {library} (got a "
+                f"{type(parameter).__name__}). Load the model without quantization, rotate it, "
+                "and call quantize_frozen"
             )
         if is_lazy(parameter):
             raise RotationError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.rotate import Adafactor, Rprop, rotate_all
+from gyre_trainer.rotate import Adafactor, rotate_all
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
@@ -41,7 +41,6 @@ LOOP_OR_LISTS: dict[str, partial[Any]] = {
     "RMSprop": partial(RMSprop, lr=1e-3, momentum=0.9, centered=True),
     "NAdam": partial(NAdam, lr=1e-2),
     "RAdam": partial(RAdam, lr=1e-2),
-    "Rprop": partial(Rprop, lr=1e-2),
 }
 OPTIMIZERS: dict[str, partial[Any]] = {
     **{f"{name}, one by one": partial(of, foreach=False) for name, of in LOOP_OR_LISTS.items()},
@@ -54,7 +53,7 @@ OPTIMIZERS: dict[str, partial[Any]] = {
     "Adafactor": partial(Adafactor, lr=1e-2, weight_decay=0.1),
     "Adafactor, maximizing": partial(Adafactor, lr=0.1, maximize=True, d=2.0),
 }
-OF_TORCH: dict[Any, Any] = {Adafactor: torch.optim.Adafactor, Rprop: torch.optim.Rprop}
+OF_TORCH: dict[Any, Any] = {Adafactor: torch.optim.Adafactor}
 BATCH = 12
 
 

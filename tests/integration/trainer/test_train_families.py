@@ -1,6 +1,6 @@
 """Whole runs of each family: two steps on two ranks, an export, and what plain code has then."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, load
-from gyre_trainer.training.models.library import LibraryConfig, library_config, objective_of
-from gyre_trainer.training.objectives.collators import collator_of
+from gyre_trainer.training.models.library import LibraryConfig, library_config
+from gyre_trainer.training.pairs import collator_of
 from gyre_trainer.training.records.history import Evaluation, committed, notes
 from gyre_trainer.training.schedule import learning_rate
 from gyre_trainer.training.step import build_optimizer
@@ -24,24 +23,8 @@ from tests.unit.trainer.test_trainer_known_blocks import FOUND, HEADS, NO_DROPOU
 
 NUM_ROWS, LENGTH = 12, 12
 # What the table of blocks lacks.
-MORE: dict[str, dict[str, Any]] = {
-    "Mamba": {"state_size": 4},
-    "Roberta": {"max_position_embeddings": 32},
-    "DistilBert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
-    "ModernBert": {"mlp_dropout": 0.0, "embedding_dropout": 0.0},
-    "Bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "activation_dropout": 0.0}
-    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
-    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "T5": {"sentinel_id": 31},
-    **{name: {"mask_id": 4} for name in ("Bart", "Bert", "Roberta", "DistilBert", "ModernBert")},
-}
-AUTO = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "denoising": "AutoModelForSeq2SeqLM",
-}
+MORE: dict[str, dict[str, Any]] = {"Mamba": {"state_size": 4}}
+NOT_CAUSAL = ("Bert", "T5")  # gyre-train trains T5 on pairs, and masked models not at all
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +70,7 @@ class Plain:
         targets = examples.targets
         if examples.counts is not None:
             targets = targets.masked_fill(~examples.counts, -100)
-        logits = self.model(**inputs(examples)).logits
+        logits = self.model(input_ids=examples.inputs).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def train(self) -> list[float]:
@@ -106,26 +89,13 @@ class Plain:
         return losses
 
 
-def inputs(examples: Examples) -> Mapping[str, Tensor]:
-    """What a model of the library is called with."""
-    given = {"input_ids": examples.inputs}
-    if examples.is_token is not None:
-        given["attention_mask"] = examples.is_token.long()
-    if examples.decoder_inputs is not None:
-        given["decoder_input_ids"] = examples.decoder_inputs
-    return given
-
-
-# The library's ModernBERT compiles a method when it is imported, and the inductor's imports warn.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.models
-@pytest.mark.parametrize("family", [*FOUND, *MORE])
+@pytest.mark.parametrize("family", [each for each in (*FOUND, *MORE) if each not in NOT_CAUSAL])
 def test_a_family_is_trained_and_exported(family: str, tmp_path: Path, jobs: Jobs) -> None:
     import transformers
 
     rng = np.random.default_rng(1)
-    objective = OBJECTIVES.get(family, {})
-    width = LENGTH if objective else LENGTH + 1
+    width = LENGTH + 1
     tokens = rng.integers(5, 28, (NUM_ROWS, width)).astype(np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")
     path, base, out = (tmp_path / name for name in ("train.toml", "base", "exported"))
@@ -139,12 +109,11 @@ def test_a_family_is_trained_and_exported(family: str, tmp_path: Path, jobs: Job
                 "batch_size": NUM_ROWS,
             },
             model={"config": keys(family)},
-            objective=objective,
             eval={"dataset": str(tmp_path / "tokens.bin"), "every": 2, "batches": 1},
         )
     )
     config = load(path)
-    auto = getattr(transformers, AUTO[objective_of(config.model)])
+    auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     alone = Plain(
         auto.from_config(auto_config(config)), config, torch.from_numpy(tokens.astype(np.int64))

@@ -1,4 +1,4 @@
-"""Adapters of a causal, a masked and a denoising model are files that peft alone loads."""
+"""Adapters of a causal and a seq2seq model are files that peft alone loads."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from gyre_trainer.training.models.lora import Lora, adapt, save_adapters
 SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
 KEYS: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"num_attention_heads": 4},
-    "bert": SIZES | {"num_attention_heads": 4, "max_position_embeddings": 16},
     "t5": {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 1, "num_heads": 4},
 }
 LOADS = {
     "llama": ("AutoPeftModelForCausalLM", "PeftModelForCausalLM", "LlamaForCausalLM"),
-    "bert": ("AutoPeftModel", "PeftModel", "BertForMaskedLM"),
     "t5": ("AutoPeftModelForSeq2SeqLM", "PeftModelForSeq2SeqLM", "T5ForConditionalGeneration"),
 }
 

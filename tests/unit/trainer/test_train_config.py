@@ -177,11 +177,11 @@ _TINY_BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1} | 
         ),
         (
             {"config": {"model_type": "t5"}, "objective": "causal"},
-            "no causal language model of a t5; set `model.objective` to denoising or seq2seq",
+            "no causal language model of a t5; set `model.objective` to seq2seq",
         ),
         (
             {"config": _TINY_BERT, "objective": "causal"},
-            "a bert sees the tokens that it is to predict, unless",
+            "a bert sees the tokens that it is to predict",
         ),
         ({"pretrained": "nowhere"}, "name a folder with config.json"),
         ({"config": {}, "dim": 8}, "unknown key `model.dim`"),

@@ -30,7 +30,7 @@ from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config
-from gyre_trainer.training.objectives.collators import stand_in
+from gyre_trainer.training.pairs import stand_in
 from gyre_trainer.training.step import Stepper
 
 _FEW_TOKENS = 16

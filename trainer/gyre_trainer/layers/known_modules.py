@@ -6,7 +6,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.attention import Attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
-from gyre_trainer.layers.encoded.foreign_codes import rotate_foreign
 from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
@@ -32,8 +31,6 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     A module of an unknown kind is left as it is. A subclass with another forward is not of its
     parent's kind, and neither is a layer whose weight is computed from others.
     """
-    if rotate_foreign(module, target):
-        return True
     if is_transposed_linear(module):
         wrap(module, TransposedLinearRule(), target)
         return True

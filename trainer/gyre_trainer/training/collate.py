@@ -1,6 +1,6 @@
 """From a loader's batch to the inputs and targets of a causal language model.
 
-`training.objectives` makes those of other models.
+`training.pairs` makes those of encoder-decoders.
 
     tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
              the first

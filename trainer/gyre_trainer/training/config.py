@@ -33,8 +33,8 @@ from gyre_trainer.training.configuration.ranges import (
 )
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.models.objective import ObjectiveConfig
 from gyre_trainer.training.models.sampling import SampleConfig
-from gyre_trainer.training.objectives.settings import ObjectiveConfig
 from gyre_trainer.training.records.boards import BoardsConfig
 
 ModelConfig = GPTConfig | LibraryConfig

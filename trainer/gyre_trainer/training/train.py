@@ -21,7 +21,8 @@ from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.objectives.collators import collator_of, sampler_of
+from gyre_trainer.training.models.sampling import Sampler
+from gyre_trainer.training.pairs import collator_of
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.records.rank_log import log_to
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
@@ -80,7 +81,7 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context, weights), config)
         self._collator = collator_of(config)
-        self._sampler = sampler_of(config) if config.sample.prompts else None
+        self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(
             Path(config.run.out) / "checkpoints",
             config.checkpoint.keep,

@@ -58,19 +58,8 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     weight = local_of(layer.weight)
     if not weight.isfinite().all():
         raise RotationError(f"{path}.weight is not finite; load or make weights before quantizing")
-    take_codes(module, *encode(weight, to), Encoding(to))
-
-
-def take_codes(module: RotatedModule, codes: Tensor, scales: Tensor, encoding: Encoding) -> None:
-    """Let these codes of the own rows, and their scales, be the weight of a rotated linear layer.
-
-    Args:
-        module: rotates by itself, and is frozen.
-        codes: [rows of this rank, bytes of a row] in uint8.
-        scales: [rows of this rank, scales of a row] in float32.
-        encoding: how they are decoded.
-    """
-    layer: Any = module
+    codes, scales = encode(weight, to)
+    encoding = Encoding(to)
     bias = [] if layer.bias is None else [("bias", local_of(layer.bias))]
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])

@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """The loss of those targets that count, for which alone a head computes.
 
-Of a masked model, a target in seven counts; of conversations, the answers; of packed and padded
-rows, what is no padding. Targets without a weight have neither a loss nor a gradient, so leaving
-them out changes nothing but the order of additions.
+Of conversations, the answers count; of packed and padded rows, what is no padding. Targets without
+a weight have neither a loss nor a gradient, so leaving them out changes nothing but the order of
+additions.
 
 Dims: B batch, T time, D features, K targets.
 """

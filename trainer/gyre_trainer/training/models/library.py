@@ -1,4 +1,4 @@
-"""Language models of `transformers`, from their configuration alone: causal, masked, seq2seq.
+"""Language models of `transformers`, from their configuration alone: causal and seq2seq.
 
 Nothing is downloaded, and no code is run that a folder brings.
 """
@@ -17,7 +17,7 @@ from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.lora import Lora
-from gyre_trainer.training.objectives.settings import Objective
+from gyre_trainer.training.models.objective import Objective
 
 _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '
@@ -26,11 +26,7 @@ _BY_SCRIPT = (
 # What transformers calls the models of an objective, and the class and the table that make them.
 _KINDS: Mapping[Objective, tuple[str, str, str]] = {
     "causal": ("causal", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
-    "masked": ("masked", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
-    **dict.fromkeys(
-        ("denoising", "seq2seq"),
-        ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
-    ),
+    "seq2seq": ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
 }
 
 
@@ -48,7 +44,7 @@ class LibraryConfig:
 
     pretrained: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    objective: Literal["auto", "causal", "masked", "denoising", "seq2seq"] = "auto"
+    objective: Literal["auto", "causal", "seq2seq"] = "auto"
     lora: Lora = dataclasses.field(default_factory=Lora)
 
     def __post_init__(self) -> None:
@@ -150,9 +146,8 @@ def num_positions(described: Any) -> int | None:
 def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
     """What the model is asked to predict.
 
-    Unless it is set, encoder-decoders are denoising, models that see both sides of a token are
-    masked, and all others causal. Of a family that has several, `architectures` of its
-    configuration, or `is_decoder`, decides.
+    Unless it is set, an encoder-decoder writes a target and all others predict each next token. Of
+    a family that has both, `architectures` of its configuration decides.
 
     Raises:
         ConfigError: as `library_config`.
@@ -163,12 +158,8 @@ def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
         return model.objective
     described = library_config(model)
     names = getattr(described, "architectures", None) or [""]
-    if described.is_encoder_decoder:
-        has_encoder = _exists(described, "denoising") and not names[0].endswith("ForCausalLM")
-        return "denoising" if has_encoder else "causal"
-    if _exists(described, "masked") and not _looks_back_only(described):
-        return "masked"
-    return "causal"
+    is_pair = described.is_encoder_decoder and _exists(described, "seq2seq")
+    return "seq2seq" if is_pair and not names[0].endswith("ForCausalLM") else "causal"
 
 
 def library_model(model: LibraryConfig) -> nn.Module:
@@ -198,14 +189,11 @@ def library_model(model: LibraryConfig) -> nn.Module:
             f"{where}: transformers makes no {words} language model of this {kind}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    if (
-        objective == "causal"
-        and _exists(described, "masked")
-        and not _looks_back_only(built.config)
-    ):
+    if objective == "causal" and _sees_both_sides(built.config):
         raise ConfigError(
-            f"{where}: a {kind} sees the tokens that it is to predict, unless its configuration "
-            f"has {_causal_key(described)} = true; set that, or `model.objective` to masked"
+            f"{where}: a {kind} sees the tokens that it is to predict (masked models are not "
+            f"trained by gyre-train). Set {_causal_key(described)} = true in its configuration, or "
+            f"{_BY_SCRIPT}"
         )
     return cast("nn.Module", built)
 
@@ -218,8 +206,13 @@ def _exists(described: Any, objective: Objective) -> bool:
     return type(described) in getattr(modeling_auto, _KINDS[objective][2])
 
 
-def _looks_back_only(described: Any) -> bool:
-    return bool(getattr(described, _causal_key(described)))
+def _sees_both_sides(described: Any) -> bool:
+    """Whether the model is one that predicts masked tokens, unless its configuration says else."""
+    # It takes seconds, and only these models need it.
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    is_masked = type(described) in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+    return is_masked and not getattr(described, _causal_key(described), False)
 
 
 def _causal_key(described: Any) -> str:

@@ -14,18 +14,13 @@ from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigErro
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.shards.regular_files import open_regular, read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast0
-from gyre_trainer.training.objectives.settings import Objective
+from gyre_trainer.training.models.objective import Objective
 
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of names in the file
-# What peft calls the models of an objective. It has no word for masked models: of these, and of all
-# that have none, it notes the class, which `AutoPeftModel` then makes.
-_TASKS: Mapping[Objective, str | None] = {
-    "causal": "CAUSAL_LM",
-    "masked": None,
-    **dict.fromkeys(("denoising", "seq2seq"), "SEQ_2_SEQ_LM"),
-}
+# What peft calls the models of an objective.
+_TASKS: Mapping[Objective, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +97,7 @@ def save_adapters(
     values = _peft().get_peft_model_state_dict(model, adapter_name=_ADAPTER)
     settings = _settings(lora)
     settings.base_model_name_or_path, settings.inference_mode = base or None, True
-    settings.task_type, made = _TASKS[objective], own_class(model)
-    if settings.task_type is None:
-        mapping = {"base_model_class": made.__name__, "parent_library": made.__module__}
-        settings.auto_mapping = mapping
+    settings.task_type = _TASKS[objective]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # peft loads into a model of its own, which holds the model under this name

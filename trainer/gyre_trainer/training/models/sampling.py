@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""Texts that a model continues, or fills, while it is trained, the same on every rank.
+"""Texts that a model continues while it is trained, the same on every rank.
 
 Every rank computes every token, because every rank's shards are needed. The ranks add up the slices
 of a layer in different orders, so their logits differ in the last bits; all of them take those of
@@ -23,11 +23,10 @@ from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.training.configuration.ranges import AtLeast1, NotNegative, Seed, Text
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, num_positions, objective_of
-from gyre_trainer.training.objectives.tokenizer_files import TOKENIZER_FILE
 
 BYTES = "bytes"
+TOKENIZER_FILE = "tokenizer.json"
 _END_OF_TEXT = 256  # of a vocabulary of bytes
-_MASK = "[MASK]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class SampleConfig:
     """Texts that the model continues after each evaluation.
 
     Attributes:
-        prompts: what is continued; of an encoder-decoder what its encoder is given, and of a
-            masked model a text whose masks are filled. None for no samples.
+        prompts: what is continued; of an encoder-decoder what its encoder is given. None for no
+            samples.
         tokenizer: a `tokenizer.json`, or "bytes"; "" takes that of `model.pretrained`, and bytes
             where the vocabulary has 256 or 257 tokens.
         max_new_tokens: tokens of a continuation; it ends earlier where the model ends its text.
@@ -58,8 +57,8 @@ class Codec(Protocol):
         """The ids of a text, with those that the tokenizer adds to it if ``special``."""
         ...
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids, with the names of special tokens if ``special``."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
         ...
 
 
@@ -67,7 +66,7 @@ class _Bytes:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return bytes(each for each in ids if each < _END_OF_TEXT).decode(errors="replace")
 
 
@@ -92,61 +91,35 @@ class _Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
 
 class Sampler:
     """Continues the prompts of one run."""
 
-    def __init__(
-        self, sample: SampleConfig, model: GPTConfig | LibraryConfig, mask: int | None = None
-    ) -> None:
+    def __init__(self, sample: SampleConfig, model: GPTConfig | LibraryConfig) -> None:
         """Read the tokenizer, and encode the prompts.
 
         Args:
             sample: of the configuration.
             model: of the configuration.
-            mask: the mask token, of a masked model.
 
         Raises:
             ConfigError: there is no such tokenizer, or a prompt does not fit the model.
         """
         self._sample = sample
         self._objective = objective_of(model)
-        self._mask = mask
         self._codec = codec_of(sample, model)
-        self._prompts = [self._encoded(prompt) for prompt in sample.prompts]
+        special = self._objective == "seq2seq"
+        self._prompts = [self._codec.encode(prompt, special=special) for prompt in sample.prompts]
         for prompt, ids in zip(sample.prompts, self._prompts, strict=True):
             if not ids or max(ids) >= model.vocab_size:
                 raise ConfigError(
                     f"`sample.prompts` has {prompt!r:.60}, which is {len(ids)} tokens up to id "
                     f"{max(ids, default=0)}; `model` has {model.vocab_size} ids, from 0"
                 )
-
-    def _encoded(self, prompt: str) -> list[int]:
-        """The ids of a prompt.
-
-        Raises:
-            ConfigError: a masked model has nothing to fill there.
-        """
-        if self._objective == "causal":
-            return self._codec.encode(prompt)
-        if self._objective != "masked":
-            return self._codec.encode(prompt, special=True)
-        assert self._mask is not None
-        if isinstance(self._codec, _Bytes):
-            first, *others = (self._codec.encode(each) for each in prompt.split(_MASK))
-            ids = first + [each for part in others for each in (self._mask, *part)]
-        else:
-            ids = self._codec.encode(prompt, special=True)
-        if self._mask not in ids:
-            raise ConfigError(
-                f"`sample.prompts` has {prompt!r:.60} without the mask token, such as {_MASK}, and "
-                "a masked model fills it"
-            )
-        return ids
 
     @torch.no_grad()
     def texts(self, model: nn.Module) -> list[str]:
@@ -162,13 +135,11 @@ class Sampler:
             with torch.random.fork_rng():
                 torch.manual_seed(self._sample.seed)
                 found = self._continued(model, torch.tensor([ids], device=device))
-            texts.append(self._codec.decode(found, special=self._objective == "denoising"))
+            texts.append(self._codec.decode(found))
         return texts
 
     def _lengths(self, num_tokens: int) -> tuple[int, ...]:
         """The tokens that each part of a model is given for a prompt of ``num_tokens``."""
-        if self._objective == "masked":
-            return (num_tokens,)
         if self._objective == "causal":
             return (num_tokens + self._sample.max_new_tokens,)
         return num_tokens, self._sample.max_new_tokens + 1
@@ -177,8 +148,6 @@ class Sampler:
         """The ids that follow."""
         if isinstance(model, GPT):
             return self._of_gpt(model, tokens_1T)
-        if self._objective == "masked":
-            return self._filled(model, tokens_1T)
         # It takes seconds, and only these models need it.
         from transformers import LogitsProcessorList  # noqa: PLC0415
 
@@ -197,15 +166,6 @@ class Sampler:
         end = library.generation_config.eos_token_id
         num_given = tokens_1T.shape[1] if self._objective == "causal" else 1  # the decoder's start
         return _until(end, ids_1T[0, num_given:].tolist())
-
-    def _filled(self, model: nn.Module, tokens_1T: Tensor) -> list[int]:
-        """The prompt's ids, with the likeliest token for each mask."""
-        logits_1TV = model(input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T)).logits
-        likeliest_1T = _of_first_rank(tokens_1T, logits_1TV.float()).argmax(-1)
-        assert self._mask is not None
-        hidden_1T = tokens_1T.eq(self._mask)
-        found: list[int] = torch.where(hidden_1T, likeliest_1T, tokens_1T)[0].tolist()
-        return found
 
     def _of_gpt(self, model: GPT, tokens_1T: Tensor) -> list[int]:
         """Without a cache: every token of the window is computed again for the next one."""
