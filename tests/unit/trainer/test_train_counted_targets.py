@@ -51,6 +51,7 @@ MODELS: dict[str, GPTConfig | LibraryConfig] = {
     ),
     "bert": LibraryConfig(
         config={"model_type": "bert", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 8}
+        | {"is_decoder": True}
         | {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16}
     ),
 }

@@ -41,7 +41,7 @@ def config(model: dict[str, Any], *, recompute: bool = False) -> TrainConfig:
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
         "model": model,
-        "memory": {"recompute": recompute},
+        "memory": {"recompute": recompute, "min_numel": 0},
     }
     return build(TrainConfig, sections, "")
 
@@ -89,13 +89,6 @@ def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     shown = modules_table(*counts, num_more_layers=jobs.num_more_layers())
     assert shown == modules_table(module_counts(adapted, 2))
     assert "model.layers.*.self_attn.q_proj.lora_A.default x6  replicated" in shown
-
-
-EXPERTS: dict[str, dict[str, Any]] = {
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    | {"head_dim": 16, "mlp_only_layers": [0]},
-}
 
 
 def test_layers_that_differ_are_not_alike() -> None:

@@ -128,6 +128,7 @@ def test_a_model_whose_embeddings_keep_no_configuration_can_be_planned() -> None
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
         "model": {"config": keys},
+        "memory": {"min_numel": 0},
     }
     settings = build(TrainConfig, sections, "")
     total = sum(num_bytes(settings))
@@ -148,12 +149,13 @@ def test_a_plan_finds_the_blocks_that_training_finds() -> None:
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
         "model": {"config": keys},
+        "memory": {"min_numel": 0},
     }
     settings = build(TrainConfig, sections, "")
     with torch.device("meta"):
         model = plain(settings.model)
     with on_fake_ranks(2) as mesh:
-        rotate_all(model, mesh=mesh)
+        rotate_all(model, mesh=mesh, min_numel=0)
     rotated = {path for path, each in model.named_modules() if type(each).__name__[:7] == "Rotated"}
     assert rotated
 

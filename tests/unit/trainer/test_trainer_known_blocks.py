@@ -115,7 +115,7 @@ def blocks_of(
     model: nn.Module = on_meta(family, dropout)
     with on_fake_ranks(num_ranks) as mesh:
         policy = RotationPolicy(recompute=recompute)
-        plan = rotate_all(model, mesh=mesh, policy=policy)
+        plan = rotate_all(model, mesh=mesh, policy=policy, min_numel=0)
     rotates = [entry for entry in plan.entries if entry.how == "rotated"]
     rotating = sum(entry.numel for entry in rotates)
     total = sum(entry.numel for entry in plan.entries if entry.how != "local")
@@ -136,7 +136,7 @@ def test_stacked_experts_with_another_kernel_do_not_rotate_as_one() -> None:
     model = on_meta("GptOss")
     model.model.layers[0].mlp.experts.config = SimpleNamespace(_experts_implementation="grouped_mm")
     with on_fake_ranks(2) as mesh:
-        plan = rotate_all(model, mesh=mesh)
+        plan = rotate_all(model, mesh=mesh, min_numel=0)
     rules = {each.path: each.rule for each in plan.entries if each.path.endswith("experts")}
     assert rules["model.layers.0.mlp.experts"] != "ExpertsRule"
     assert rules["model.layers.1.mlp.experts"] == "ExpertsRule"
