@@ -88,7 +88,7 @@ def build(
 
 
 def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake: bool) -> Model:
-    policy = RotationPolicy(recompute=contender.recompute)
+    policy = RotationPolicy(recompute="block" if contender.recompute else "none")
     min_numel = 0 if contender.how is How.BY_SLICE else SMALL_NUMEL
 
     def turn(module: nn.Module) -> None:

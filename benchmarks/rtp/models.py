@@ -90,8 +90,7 @@ def _rotated(
 ) -> Any:
     model = _built(family, device)
     policy = RotationPolicy(
-        recompute=recomputes is not None,
-        recompute_layers=recomputes == "layers",
+        recompute="layer" if recomputes == "layers" else "block" if recomputes else "none",
     )
     # adapters stay outside of the layers that rotate, so those rotate one by one
     rotate_all(

@@ -3,7 +3,7 @@
     python -m benchmarks.rtp.models --widths real [--ranks 4] [--tokens 4096 16384]
         [--models gpt2-xl t5-large]
 
-Gyre recomputes blocks, or whole layers (`memory.recompute_layers`). FSDP2 wraps each layer, or each
+Gyre recomputes blocks, or whole layers (`memory.recompute`). FSDP2 wraps each layer, or each
 attention and MLP, with torch's checkpoint around each layer; ratios are to the smaller peak of
 both. The loss is by slices of the vocabulary, or in chunks, bfloat16 travels and computes, and
 parameters, gradients and AdamW's states are float32. *Shards* are 1/N of these: both keep them all
@@ -111,7 +111,7 @@ def config_of(
             "batch_size": num_tokens // length * num_ranks,
         },
         "model": {"config": dict(model.config)},
-        "memory": {"recompute": True, "recompute_layers": layers},
+        "memory": {"recompute": "layer" if layers else "block"},
         "precision": {"compute_dtype": "bfloat16"},
     }
     return build(TrainConfig, table)

@@ -11,7 +11,7 @@ from gyre_trainer.inspection.rule_checks import check_checkpoints, check_rule
 from gyre_trainer.inspection.shared_refusal import refusing_together
 from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.split.block import SplitBlock, block_of, entry_of
-from gyre_trainer.rotation.backward.kept_outputs import nothing_kept
+from gyre_trainer.rotation.backward.replay import outside_of_layers
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rule
 
@@ -48,7 +48,7 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
             return
         try:
             # A checkpoint around the call counts what is saved; the checks are not made again.
-            with nothing_kept(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 check_checkpoints(rotated.rotation, args, kwargs)
                 if proves:
                     with refusing_together(rotated.rotation):

@@ -6,6 +6,7 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +33,7 @@ from gyre_trainer.layers.head.deferred_logits import defer_logits
 from gyre_trainer.layers.known_blocks import KnownBlocks, suggested_rule
 from gyre_trainer.layers.known_modules import has_code_of, is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
-from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_parts
+from gyre_trainer.layers.recomputed_layers import recompute_layers
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
@@ -177,7 +178,8 @@ def rotate_all(
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
         mesh: as `make_mesh` gives it: one axis, the ring; or two, replicas and the ring.
-        policy: the dtypes of travelling slices, recomputation and dropout.
+        policy: the dtypes of travelling slices, recomputation and dropout. A library's
+            `gradient_checkpointing_enable()` before this call implies `recompute="layer"`.
         rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp",
             in which * stands for any text, dots included. A path is preferred to a class, and an
             earlier key to a later one. None instead of a rule keeps a module whole.
@@ -221,11 +223,13 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     notice_later_adapters()
+    if _checkpoints_layers(model):
+        policy = replace(policy, recompute="layer")
     target = RotationTarget(mesh, policy)
     blocks = KnownBlocks(
         model,
         target.num_slices,
-        regrouped=policy.recompute,
+        regrouped=policy.recomputes,
         drops_out=policy.dropout != "equal",
         experts_alone=not find_blocks,
     )
@@ -363,6 +367,14 @@ class _Walk:
         return not reason
 
 
+def _checkpoints_layers(model: nn.Module) -> bool:
+    """Turn a library's own checkpoints of layers off, and return whether there were any."""
+    found: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in found:
+        module.gradient_checkpointing = False
+    return bool(found)
+
+
 def _largest_numel(module: nn.Module) -> int:
     return max((parameter.numel() for parameter in module.parameters()), default=0)
 
@@ -432,11 +444,9 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     replicate(module, target.mesh, target.policy.outer_dtype)
     defer_logits(module)
     fix_vocabulary(module)
-    if target.policy.recompute:
+    if target.policy.recomputes:
         recompute_norms(module)
-        if target.policy.recompute_layers:
-            recompute_layers(module)
-        if target.policy.recompute_parts:
-            recompute_parts(module)
+    if target.policy.recompute == "layer":
+        recompute_layers(module)
     if target.policy.dropout == "equal":
         use_equal_masks(module, target.mesh)

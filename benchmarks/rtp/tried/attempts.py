@@ -226,7 +226,7 @@ def _on_meta(subject: Subject) -> Outcome:
 WAYS: dict[str, Callable[[Any], Outcome]] = {
     "slices": partial(_exact, policy=RotationPolicy()),
     "default": partial(_exact, policy=RotationPolicy()),
-    "recompute": partial(_exact, policy=RotationPolicy(recompute=True)),
+    "recompute": partial(_exact, policy=RotationPolicy(recompute="block")),
     "bfloat16": _half,
     "generate": _text,
     "saved": _saved,

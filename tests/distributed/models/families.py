@@ -110,7 +110,7 @@ def compared(
             mesh=mesh,
             rules=None if find_blocks else RULES.get(family),
             find_blocks=find_blocks,
-            policy=RotationPolicy(recompute=recompute),
+            policy=RotationPolicy(recompute="block" if recompute else "none"),
         )
         rotating = sum(entry.numel for entry in plan.entries if entry.how == "rotated")
         total = sum(entry.numel for entry in plan.entries if entry.how != "local")

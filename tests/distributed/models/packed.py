@@ -61,7 +61,9 @@ FOUND = {
     "StableLm": {"self_attn": "AttentionRule", "mlp": "MLPRule"},
 }
 EXACT = RotationPolicy()
-RECOMPUTED = RotationPolicy(recompute=True)  # for it, blocks of packed layers are found by default
+RECOMPUTED = RotationPolicy(
+    recompute="block"
+)  # for it, blocks of packed layers are found by default
 ROWS = torch.randint(1, VOCABULARY, (12, 5), generator=torch.Generator().manual_seed(1))
 
 

@@ -41,8 +41,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 BLOCKS = {"AttentionRule", "MLPRule"}
 POLICIES = {
     "plain": RotationPolicy(),
-    "recompute": RotationPolicy(recompute=True),
-    "layers": RotationPolicy(recompute=True, recompute_layers=True),
+    "recompute": RotationPolicy(recompute="block"),
+    "layers": RotationPolicy(recompute="layer"),
 }
 NUM_STEPS = 3
 

@@ -110,7 +110,7 @@ def test_adapters_train_as_in_one_process(
 def test_adapters_train_exactly_where_backward_computes_again(
     ranks: StartRanks, num_ranks: int, order: str
 ) -> None:
-    policy = RotationPolicy(recompute=True)
+    policy = RotationPolicy(recompute="block")
     found = ranks(num_ranks).run(trained_on_the_ring, "lora", order, policy)
     require_as_in_one_process("lora", found)
 
@@ -154,7 +154,7 @@ def rotated_too(policy: RotationPolicy, path: Path) -> tuple[list[float], dict[s
     "policy",
     [
         pytest.param(PLAIN, id="by slices"),
-        pytest.param(RotationPolicy(recompute=True), id="recomputed"),
+        pytest.param(RotationPolicy(recompute="block"), id="recomputed"),
     ],
 )
 def test_adapters_that_a_rule_rotates_train_as_in_one_process(

@@ -23,8 +23,8 @@ from tests.distributed.training import outcome, whole, whole_parameters
 
 VOCABULARY = 31
 CHANNELS, TIME = 4, 5
-KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute="block")
+LAYERS = RotationPolicy(recompute="layer")
 MODELS = pytest.mark.models
 
 
@@ -251,7 +251,7 @@ def off(way: Way) -> dict[str, float]:
 
 
 UNPACKED = ("T5", "UMT5")  # found where nothing is recomputed, too
-COMPILED = RotationPolicy(recompute=True, compiler="aot_eager")
+COMPILED = RotationPolicy(recompute="block", compiler="aot_eager")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from tests.distributed.models.dropping import rules as rules_of
 from tests.distributed.models.test_rotation_compiled import begin, num_graphs
 from tests.distributed.training import whole
 
-KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute="block")
+LAYERS = RotationPolicy(recompute="layer")
 MODELS = pytest.mark.models
 
 
@@ -186,7 +186,7 @@ def off_by_a_compiler() -> dict[str, float]:
     begin()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     compiled = made(4, fused=True)
-    policy = RotationPolicy(recompute=True, compiler="aot_eager")
+    policy = RotationPolicy(recompute="block", compiler="aot_eager")
     rotate_all(compiled, mesh=make_mesh("cpu"), policy=policy, rules=rules_of(4))
     compiled(given())
     found = {"graphs in training": float(num_graphs())}

@@ -215,7 +215,8 @@ def off_in_training(name: str, recompute: bool, in_two: bool) -> float:
     """How far the loss and the gradients are from one process's, with the library's default."""
     num_ranks, parts = dist.get_world_size(), [5, 3] if in_two else [8]
     found = outcome(
-        rotated(name, policy=RotationPolicy(recompute=recompute)), *torch.split(tokens(8), parts, 1)
+        rotated(name, policy=RotationPolicy(recompute="block" if recompute else "none")),
+        *torch.split(tokens(8), parts, 1),
     )
     dist.all_reduce(found["loss"])
     found["loss"] /= num_ranks

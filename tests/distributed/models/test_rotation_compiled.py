@@ -88,7 +88,7 @@ def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks: StartRanks) -
 
 
 def test_uneven_slices_and_recomputation_compile_once_more(ranks: StartRanks) -> None:
-    for apart, num_graphs in ranks(3).run(train, compiled(Variant(UNEVEN), recompute=True)):
+    for apart, num_graphs in ranks(3).run(train, compiled(Variant(UNEVEN), recompute="block")):
         assert apart <= 1e-12
         assert num_graphs[0] <= 8  # two kinds, with gradients and without, of two sizes
         assert num_graphs == [num_graphs[0]] * NUM_STEPS

@@ -15,7 +15,7 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 DIM, ROWS = 8, 6
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+LAYERS = RotationPolicy(recompute="layer")
 
 
 class Expert(nn.Module):

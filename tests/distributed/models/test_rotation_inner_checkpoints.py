@@ -23,8 +23,8 @@ from tests.distributed.training import whole
 
 POLICIES = {
     "plain": RotationPolicy(),
-    "recompute": RotationPolicy(recompute=True),
-    "layers": RotationPolicy(recompute=True, recompute_layers=True),
+    "recompute": RotationPolicy(recompute="block"),
+    "layers": RotationPolicy(recompute="layer"),
 }
 
 

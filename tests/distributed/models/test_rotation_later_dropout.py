@@ -46,7 +46,7 @@ def by_function(module: Perceptron, x: Tensor) -> Tensor:
 
 def told(compute: Compute, recompute: bool, called: bool) -> str:
     """What is said of a rate that is set after the module was rotated, or after first calls."""
-    policy = RotationPolicy(recompute=recompute)
+    policy = RotationPolicy(recompute="block" if recompute else "none")
     module: Any = rotate(
         Perceptron(compute), mesh=make_mesh("cpu"), policy=policy, rule=MLPRule(("up",))
     )

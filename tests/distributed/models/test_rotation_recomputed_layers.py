@@ -9,11 +9,10 @@ import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
-from gyre_trainer.rotation.backward.recomputed_part import RecomputedLayer
-from gyre_trainer.training.config import MemoryConfig
+from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
@@ -22,8 +21,8 @@ from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.settled_bytes import SettledBytes
 from tests.distributed.training import whole
 
-BLOCKS = RotationPolicy(recompute=True)
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+BLOCKS = RotationPolicy(recompute="block")
+LAYERS = RotationPolicy(recompute="layer")
 NUM_LAYERS = 3
 # Pre-norm; a packed attention; layers that rotate one by one, with a norm at each end; an argument
 # with a gradient that all layers share; norms around the blocks.
@@ -87,18 +86,16 @@ def test_gradients_are_the_same_and_less_is_kept(ranks: StartRanks, family: str)
         assert last.startswith(f"{CLASSES[family]}: computed again in backward")
 
 
-def dropped() -> tuple[float, list[int]]:
-    """How far T5's gradients with dropout are off; bytes sent by layers without, and with it."""
+def dropped() -> float:
+    """How far T5's gradients with dropout are off."""
     blocks, *_ = step("T5", BLOCKS, dropout_rate=0.1)
-    layers, _, _, sent = step("T5", LAYERS, dropout_rate=0.1)
-    off = max(apart(layers[name], blocks[name]) for name in blocks)
-    return off, [step("T5", LAYERS)[-1], sent]
+    layers, *_ = step("T5", LAYERS, dropout_rate=0.1)
+    return max(apart(layers[name], blocks[name]) for name in blocks)
 
 
-def test_a_last_block_that_is_dropped_out_does_not_travel_again(ranks: StartRanks) -> None:
-    for off, (without, sent) in ranks(2).run(dropped):
+def test_masks_are_the_same_again(ranks: StartRanks) -> None:
+    for off in ranks(2).run(dropped):
         assert off <= 1e-12
-        assert sent == without
 
 
 def shape_of_kept() -> tuple[int, int]:
@@ -129,19 +126,28 @@ def recomputed(find_blocks: bool) -> list[str]:
     return [n for n, module in model.named_modules() if isinstance(module, RecomputedLayer)]
 
 
-def test_layers_with_experts_that_do_not_rotate_whole_are_left_as_they_are(
-    ranks: StartRanks,
-) -> None:
-    assert ranks(2).run(recomputed, False) == [[], []]
+def test_layers_with_experts_are_computed_again(ranks: StartRanks) -> None:
     layers = [f"model.layers.{number}" for number in range(NUM_LAYERS)]
-    assert ranks(2).run(recomputed, True) == [layers, layers]
+    for find_blocks in (False, True):
+        assert ranks(2).run(recomputed, find_blocks) == [layers, layers]
 
 
-def test_layers_alone_are_refused() -> None:
-    with pytest.raises(RotationError, match="needs recompute=True"):
-        RotationPolicy(recompute_layers=True)
-    with pytest.raises(ConfigError, match=r"memory\.recompute"):
-        MemoryConfig(recompute_layers=True)
+def checkpointed() -> tuple[int, bool]:
+    """Layers that are computed again by us; whether the library computes any."""
+    model: Any = made("Llama", num_hidden_layers=NUM_LAYERS)
+    model.gradient_checkpointing_enable()
+    rotate_all(model, mesh=make_mesh("cpu"))
+    layers = [module for module in model.modules() if isinstance(module, RecomputedLayer)]
+    return len(layers), model.is_gradient_checkpointing
+
+
+def test_checkpoints_of_the_library_imply_layers(ranks: StartRanks) -> None:
+    assert ranks(2).run(checkpointed) == [(NUM_LAYERS, False)] * 2
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(RotationError, match="it must be one of none, block, layer"):
+        RotationPolicy(recompute=True)  # type: ignore[arg-type]
 
 
 class Dropping(nn.Module):
@@ -181,12 +187,11 @@ def with_layers(then: str, policy: RotationPolicy) -> tuple[dict[str, Tensor], i
     return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, sent[-1]
 
 
-def spared(then: str) -> tuple[float, bool]:
-    """How far gradients are off, and whether the MLPs travel no more than without layers."""
-    (blocks, sent), (layers, others) = with_layers(then, BLOCKS), with_layers(then, LAYERS)
-    return max(apart(layers[name], blocks[name]) for name in blocks), sent == others
+def off_by(then: str) -> float:
+    (blocks, _), (layers, _) = with_layers(then, BLOCKS), with_layers(then, LAYERS)
+    return max(apart(layers[name], blocks[name]) for name in blocks)
 
 
-def test_values_of_a_last_block_that_backward_needs_travel_again(ranks: StartRanks) -> None:
-    for then, is_spared in {"": True, "reads": False, "squares": False}.items():
-        assert ranks(2).run(spared, then) == [(0.0, is_spared)] * 2, then
+def test_values_of_a_last_block_that_backward_needs_are_computed_again(ranks: StartRanks) -> None:
+    for then in ("", "reads", "squares"):
+        assert ranks(2).run(off_by, then) == [0.0] * 2, then

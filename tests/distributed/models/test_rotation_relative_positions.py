@@ -14,8 +14,8 @@ from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
-KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute=True)
-LAYERS = RotationPolicy(recompute=True, recompute_layers=True)
+KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute="block")
+LAYERS = RotationPolicy(recompute="layer")
 OF_TEXT: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 24,

@@ -22,7 +22,7 @@ from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.models.test_rotation_caches import given
 from tests.distributed.training import outcome
 
-RECOMPUTED = RotationPolicy(recompute=True)  # for it, such blocks are found by default
+RECOMPUTED = RotationPolicy(recompute="block")  # for it, such blocks are found by default
 CHANNELS = 4
 MODELS = pytest.mark.models
 
@@ -166,8 +166,8 @@ def off(way: Way) -> dict[str, float]:
 
 FEW = ("Llama", "Phi3")
 ODD = ("GPT2", "Qwen3")
-COMPILED = RotationPolicy(recompute=True, compiler="aot_eager")
-HALF = RotationPolicy(recompute=True, compute_dtype=torch.float32, grad_dtype=torch.float32)
+COMPILED = RotationPolicy(recompute="block", compiler="aot_eager")
+HALF = RotationPolicy(recompute="block", compute_dtype=torch.float32, grad_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

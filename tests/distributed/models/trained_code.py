@@ -168,7 +168,7 @@ def trained(name: str, without: set[str]) -> tuple[float, dict[str, str], str]:
             patch.object(known_blocks, "trained_digests", lambda: _All(without)),
             patch.object(attempts, "_rotated", rotated),
         ):
-            _, distance, where = attempts._exact(subject, RotationPolicy(recompute=True))
+            _, distance, where = attempts._exact(subject, RotationPolicy(recompute="block"))
     except Exception:
         found = dict(_digests(models[0])) if models else {}
         return float("inf"), found, traceback.format_exc(limit=-3)

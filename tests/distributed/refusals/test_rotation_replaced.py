@@ -163,7 +163,10 @@ def autocast_apart(recompute: bool) -> float:
     """How far a first step under autocast is from the plain model's under it, in its norm."""
     model, plain = made(torch.float32, 256), made(torch.float32, 256)
     rotate_all(
-        model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=recompute), rules=RULES
+        model,
+        mesh=make_mesh("cpu"),
+        policy=RotationPolicy(recompute="block" if recompute else "none"),
+        rules=RULES,
     )
     losses = []
     for each in (model, plain):

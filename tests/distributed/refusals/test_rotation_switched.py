@@ -176,7 +176,7 @@ def off(module: str, switches: tuple[str, ...], recompute: bool) -> dict[str, fl
             torch.manual_seed(0)
             models.append(Around(make(), has_plain=rules is not None).double())
             if rotates:
-                policy = RotationPolicy(recompute=recompute)
+                policy = RotationPolicy(recompute="block" if recompute else "none")
                 plan = rotate_all(models[1], mesh=make_mesh("cpu"), rules=rules, policy=policy)
                 assert not any(each.rule.startswith("MLP") for each in plan.entries[:1])
                 assert "MLPRule" in str(plan) or rules is None
@@ -354,7 +354,7 @@ def off_by_noise(kind: str) -> list[float]:
         if rotates:
             mesh = make_mesh("cpu", replicate=dist.get_world_size())
             rules: Any = {Plain: MLPRule(), NoisyPlain: MLPRule()}
-            policy = RotationPolicy(recompute=True)
+            policy = RotationPolicy(recompute="block")
             if kind == "scale":
                 del rules[NoisyPlain]
             rotate_all(models[1], mesh=mesh, rules=rules, policy=policy, verify=False)

@@ -37,7 +37,7 @@ def test_twenty_steps_on_eight_ranks_equal_one_process(ranks: StartRanks) -> Non
 
 
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_every_run_gives_the_same_bits(ranks: StartRanks, policy: RotationPolicy) -> None:
     variant = Variant(EVEN, policy, dtype=torch.float32)
@@ -146,7 +146,7 @@ class Oracle:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_float32_is_bit_equal_to_one_process_that_adds_in_the_same_order(
     ranks: StartRanks, policy: RotationPolicy, num_ranks: int

@@ -101,7 +101,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_output_and_gradients_equal_those_without_rotation(
     ranks: StartRanks, num_ranks: int, policy: RotationPolicy

@@ -34,7 +34,7 @@ VARIANTS = [
     Variant(),
     Variant(
         UNEVEN,
-        RotationPolicy(compute_dtype=torch.bfloat16, recompute=True),
+        RotationPolicy(compute_dtype=torch.bfloat16, recompute="block"),
         dtype=torch.float32,
         num_parts=2,
     ),

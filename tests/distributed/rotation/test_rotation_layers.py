@@ -232,7 +232,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_one_call_equals_one_process(
     ranks: StartRanks, policy: RotationPolicy, num_ranks: int

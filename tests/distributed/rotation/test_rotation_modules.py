@@ -109,7 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_one_call_equals_one_process(
     ranks: StartRanks, policy: RotationPolicy, num_ranks: int

@@ -38,7 +38,7 @@ NUM_STEPS = 4
 VARIANTS = {
     "kept": Variant(LARGE),
     "tied, recomputed, accumulated": Variant(
-        replace(LARGE, tie_embeddings=True), RotationPolicy(recompute=True), num_parts=2
+        replace(LARGE, tie_embeddings=True), RotationPolicy(recompute="block"), num_parts=2
     ),
     "frozen embedding": Variant(LARGE, frozen=("embedding",)),
 }

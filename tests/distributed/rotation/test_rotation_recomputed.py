@@ -190,7 +190,7 @@ def compared() -> dict[str, tuple[float, bool, int, int, int]]:
     found = {}
     for name, case in CASES.items():
         expected, _, num_bytes = trained(case, RotationPolicy())
-        grads, num_streams, num_bytes_again = trained(case, RotationPolicy(recompute=True))
+        grads, num_streams, num_bytes_again = trained(case, RotationPolicy(recompute="block"))
         assert grads.keys() == expected.keys()
         far = max(apart(grads[key], expected[key]) for key in expected)
         same = all(torch.equal(grads[key], expected[key]) for key in expected)
@@ -231,7 +231,7 @@ def under_autocast(policy: RotationPolicy) -> dict[str, Tensor]:
 
 def test_slices_are_computed_again_under_the_autocast_of_forward(ranks: StartRanks) -> None:
     kept, again = (
-        ranks(2).run(under_autocast, RotationPolicy(recompute=recompute))
+        ranks(2).run(under_autocast, RotationPolicy(recompute="block" if recompute else "none"))
         for recompute in (False, True)
     )
     for expected, found in zip(kept, again, strict=True):
@@ -245,7 +245,7 @@ def errors_of_inputs_that_changed() -> list[str]:
     found = []
     for norm in (nn.LayerNorm(DIM), nn.Identity()):
         model = Residual(norm)
-        rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=True))
+        rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute="block"))
         x = torch.randn(BATCH, TIME, DIM, requires_grad=True) * 1
         loss = model(x).square().mean()
         x.add_(1)
@@ -272,7 +272,7 @@ def told_of_a_written_input() -> list[str]:
     found = []
     for recomputes in (True, False):
         model = nn.ModuleList([Shifted(DIM, 36)])
-        policy = RotationPolicy(recompute=recomputes)
+        policy = RotationPolicy(recompute="block" if recomputes else "none")
         rotate_all(model, mesh=make_mesh("cpu"), policy=policy, rules={Shifted: RULE})
         shift = torch.ones(DIM)
         loss = model[0](torch.randn(BATCH, TIME, DIM, requires_grad=True), shift).square().mean()

@@ -109,7 +109,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 WAYS: dict[str, tuple[RotationPolicy, dict[str, bool]]] = {
     "untied": (RotationPolicy(), {}),
-    "tied, recomputed": (RotationPolicy(recompute=True), {"tied": True}),
+    "tied, recomputed": (RotationPolicy(recompute="block"), {"tied": True}),
     "in a checkpoint": (RotationPolicy(), {"tied": True, "checkpointed": True}),
 }
 

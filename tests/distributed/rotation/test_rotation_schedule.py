@@ -68,7 +68,7 @@ def events_of_two_modules() -> tuple[list[str], list[list[str]]]:
     modules = [Numbered(0), Numbered(1)]
     for module in modules:
         module.seen = events.append
-        rotate(module, mesh=mesh, policy=RotationPolicy(recompute=True), rule=MLPRule())
+        rotate(module, mesh=mesh, policy=RotationPolicy(recompute="block"), rule=MLPRule())
     for parameter in nn.ModuleList(modules).parameters():
         nn.init.constant_(parameter.to_local(), mesh.get_local_rank())  # type: ignore[attr-defined]
     model = nn.Sequential(*modules)
@@ -205,7 +205,7 @@ def test_nothing_grows_and_no_buffer_is_made_after_the_first_step(
     for policy in (
         RotationPolicy(),
         RotationPolicy(compute_dtype=torch.bfloat16),
-        RotationPolicy(recompute=True),
+        RotationPolicy(recompute="block"),
     ):
         for found in ranks(num_ranks).run(memory_after_each_step, policy):
             (num_bytes, buffers), *later = found
@@ -265,7 +265,7 @@ def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
 
 
 def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
-    for policy in (RotationPolicy(), RotationPolicy(recompute=True)):
+    for policy in (RotationPolicy(), RotationPolicy(recompute="block")):
         assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
 
 

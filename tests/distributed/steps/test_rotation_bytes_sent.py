@@ -28,7 +28,7 @@ _BYTES_OF_COUNT = 16  # before the head's loss: how many tokens a rank has, and 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(
-    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+    "policy", [RotationPolicy(), RotationPolicy(recompute="block")], ids=["kept", "recomputed"]
 )
 def test_bytes_sent_are_the_minimum(
     ranks: StartRanks, num_ranks: int, policy: RotationPolicy

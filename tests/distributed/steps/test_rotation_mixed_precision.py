@@ -71,7 +71,9 @@ def test_losses_in_bfloat16_are_as_near_to_float32_as_autocasts(
     ranks: StartRanks, recompute: bool
 ) -> None:
     exact, rounded = train(llama()), train(llama(), autocast=True)
-    policy = RotationPolicy(compute_dtype=torch.bfloat16, recompute=recompute)
+    policy = RotationPolicy(
+        compute_dtype=torch.bfloat16, recompute="block" if recompute else "none"
+    )
     for found, between, at_home in ranks(2).run(trained, policy):
         assert between == {torch.bfloat16}
         assert at_home == {torch.float32}

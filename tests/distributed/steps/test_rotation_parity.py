@@ -26,7 +26,7 @@ VARIANTS = {
     "uneven, with biases and LayerNorm": Variant(UNEVEN),
     "recomputed, partly frozen": Variant(
         UNEVEN,
-        RotationPolicy(recompute=True),
+        RotationPolicy(recompute="block"),
         frozen=("embedding", "blocks.0.mlp", "blocks.1.attention.q", "blocks.1.mlp_norm"),
     ),
 }

@@ -70,8 +70,8 @@ def test_a_dry_run_counts_the_rows_of_packed_layers(ranks: StartRanks) -> None:
     gpt2["n_positions"] = 32  # each rank needs all of their rows
     phi3 = LLAMA | {"model_type": "phi3", "num_hidden_layers": 1, "pad_token_id": 0}
     families = {
-        "phi3": config({"model": {"config": phi3}, "memory": {"recompute": True}}),
-        "gpt2": config({"model": {"config": gpt2}, "memory": {"recompute": True}}),
+        "phi3": config({"model": {"config": phi3}, "memory": {"recompute": "block"}}),
+        "gpt2": config({"model": {"config": gpt2}, "memory": {"recompute": "block"}}),
         "phi3, layer by layer": config({"model": {"config": phi3}}),
     }
     real = ranks(2).run(measured_by_family, families)[0]

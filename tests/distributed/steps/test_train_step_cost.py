@@ -40,12 +40,12 @@ CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
     (2, "plain"): {"model": PLAIN},
     (2, "wide vocabulary, recomputation, no clipping"): {
         "model": PLAIN | {"vocab_size": 8192},
-        "memory": {"recompute": True},
+        "memory": {"recompute": "block"},
         "optimizer": {"clip_norm": 0.0},
     },
     (2, "of transformers, recomputation"): {
         "model": {"config": LLAMA},
-        "memory": {"recompute": True},
+        "memory": {"recompute": "block"},
     },
     (2, "of transformers, small modules replicated"): {
         "model": {"config": LLAMA},

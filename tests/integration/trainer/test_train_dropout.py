@@ -27,8 +27,8 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.parametrize(
     "memory",
     [
-        {"recompute": True},
-        pytest.param({"recompute": True, "recompute_layers": True}, marks=pytest.mark.models),
+        {"recompute": "block"},
+        pytest.param({"recompute": "layer"}, marks=pytest.mark.models),
     ],
 )
 def test_a_resumed_run_drops_out_the_same(

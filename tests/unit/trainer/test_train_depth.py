@@ -36,7 +36,7 @@ LLAMA = {
 }
 
 
-def config(model: dict[str, Any], *, recompute: bool = False) -> TrainConfig:
+def config(model: dict[str, Any], *, recompute: str = "none") -> TrainConfig:
     sections = {
         "run": {"out": "nowhere", "steps": 9},
         "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
@@ -54,7 +54,7 @@ def kinds_of(settings: TrainConfig) -> tuple[int, int]:
 @pytest.mark.parametrize("strategy", Strategy)
 @pytest.mark.parametrize(
     "settings",
-    [config(GPT), config({"config": LLAMA}, recompute=True)],
+    [config(GPT), config({"config": LLAMA}, recompute="block")],
     ids=["a GPT", "of transformers, recomputing"],
 )
 def test_few_layers_tell_what_six_cost(settings: TrainConfig, strategy: Strategy) -> None:

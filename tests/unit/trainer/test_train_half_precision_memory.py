@@ -20,7 +20,7 @@ def test_an_8b_shape_in_bfloat16_needs_at_most_085_of_fsdp2() -> None:
             "norm": "layer",
         },
         "precision": {"compute_dtype": "bfloat16"},
-        "memory": {"recompute": True},
+        "memory": {"recompute": "block"},
     }
     config = build(TrainConfig, sections, "")
     rotated, sharded = (

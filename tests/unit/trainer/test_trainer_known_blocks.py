@@ -114,7 +114,7 @@ def blocks_of(
     """The rules of blocks by the last parts of their paths, and the share that rotates."""
     model: nn.Module = on_meta(family, dropout)
     with on_fake_ranks(num_ranks) as mesh:
-        policy = RotationPolicy(recompute=recompute)
+        policy = RotationPolicy(recompute="block" if recompute else "none")
         plan = rotate_all(model, mesh=mesh, policy=policy, min_numel=0)
     rotates = [entry for entry in plan.entries if entry.how == "rotated"]
     rotating = sum(entry.numel for entry in rotates)

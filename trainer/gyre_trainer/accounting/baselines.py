@@ -61,7 +61,7 @@ def distribute(
     add_fake_adapters(model, config, device)
     if shards and not isinstance(model, GPT):
         model.set_output_embeddings(LossHead(model.get_output_embeddings()))  # type: ignore[operator]
-    if config.memory.recompute:
+    if config.memory.recompute != "none":
         _recompute(model)
     if strategy is Strategy.DDP:
         return data_parallel(model, mesh)

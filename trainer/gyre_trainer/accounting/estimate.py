@@ -78,7 +78,7 @@ def tensor_parallel(
     """
     width = getattr(torch, config.precision.compute_dtype).itemsize
     stream_bytes = config.data.batch_size * config.data.sequence_length * dim * width
-    passes = 6 if config.memory.recompute else 4
+    passes = 4 if config.memory.recompute == "none" else 6
     at_peak = {
         category: num_bytes // num_ranks
         if category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.inspection.table import table
-from gyre_trainer.rotation.backward.recomputed_part import RecomputedPart
+from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of
 from gyre_trainer.shards.local_shards import local_of, place_of
@@ -162,7 +162,7 @@ def plan_of(model: nn.Module) -> RotationPlan:
         tuple(
             (path, own_class(module).__name__)
             for path, module in model.named_modules()
-            if any(issubclass(each, RecomputedPart) for each in behaviours_of(module))
+            if any(issubclass(each, RecomputedLayer) for each in behaviours_of(module))
         ),
         tuple(
             (path, own_class(module).__name__)

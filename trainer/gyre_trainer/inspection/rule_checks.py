@@ -181,7 +181,7 @@ def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[s
         raise RotationError(
             f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
             "backward by hooks of its own, which does not work with a slice of its parameters; "
-            "leave that out and take RotationPolicy(recompute=True), or let the layers inside "
+            'leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
             "rotate one by one (no rule for the module)"
         )
 

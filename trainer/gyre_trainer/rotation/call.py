@@ -153,7 +153,7 @@ class Call:
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
-            self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
+            self.recorded and rotation.policy.recomputes and rotation.rule.recompute_pays
         )
         self._autocast = autocast_of_now(rotation.sharded.flat.device)
         self._recomputations: list[Recomputation | None] = []
@@ -253,7 +253,7 @@ class Call:
             raise RotationError(
                 f"a tensor that {self._rotation.name} was called with was written to before its "
                 "backward, which computes the module again from it; give the module a copy "
-                "(clone()), or take RotationPolicy(recompute=False)"
+                '(clone()), or take RotationPolicy(recompute="none")'
             )
         cache: dict[Any, Tensor] = {}
         self._set_inputs(

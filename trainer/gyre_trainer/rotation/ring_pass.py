@@ -38,8 +38,8 @@ from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation import row_lookup
-from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.randomness import Randomness
+from gyre_trainer.rotation.backward.replay import replay_of_layer
 from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
 from gyre_trainer.rotation.backward.weighted_outputs import GradOfWeight, as_weighing, weighing
 from gyre_trainer.rotation.call import Call, ComputedSlice
@@ -68,23 +68,12 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
-    weighs, kept = weighing(), kept_outputs()
+    weighs, layer = weighing(), replay_of_layer()
     is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
-    start = kept.start() if kept is not None and is_weighed else None
     tensors = list(call.tensors)
-    ring_pass: RingPass | None = None
-
-    def rotate() -> tuple[Tensor, ...]:
-        nonlocal ring_pass
-        ring_pass = RingPass(rotation, call, start)
-        with as_weighing(None):
-            outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
-        return outputs
-
-    if kept is None:
-        outputs = rotate()
-    else:
-        outputs = kept.outputs_of(rotation, call, rotate, tensors, is_promised=is_weighed)
+    ring_pass = RingPass(rotation, call, None if layer is None else layer.before_hops())
+    with as_weighing(None):
+        outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
     if weighs is not None and is_weighed:
         weighs.note(outputs, ring_pass, tensors)
     return outputs
@@ -186,6 +175,7 @@ class RingPass:
         self._require_fresh()
         if self._start is not None:
             self._start()
+            self._start = None  # it holds the inputs of the layer
         self._of_weight = of_weight
         sharded, call = self._rotation.sharded, self._call
         if call.recomputed:
@@ -225,7 +215,7 @@ class RingPass:
         if self.is_weighted:
             raise RotationError(
                 f"what {self._rotation.name}, an expert, returned is multiplied by weights, and "
-                "used once more after that; use it before, or take RotationPolicy(recompute=False)"
+                'used once more after that; use it before, or take RotationPolicy(recompute="none")'
             )
 
     def _require_fresh(self) -> None:

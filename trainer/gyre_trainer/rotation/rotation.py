@@ -25,6 +25,7 @@ from gyre_trainer.shards.regrouping import meet, to_slice
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
 _Dropout = Literal["independent", "equal"]
+Recompute = Literal["none", "block", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,11 @@ class RotationPolicy:
         compute_dtype: the dtype of travelling weights and of the computation with them, to which
             every floating-point argument is cast; None for the parameters' own, and no cast.
         grad_dtype: the dtype of travelling gradients; None for the parameters' own.
-        recompute: whether backward computes each slice again, so that no activation inside the
-            module is kept. It sends no more bytes.
-        recompute_parts: whether backward, with ``recompute``, also computes again what lies between
-            the layers of a module that does not rotate as a whole, such as an attention with
-            adapters. What these layers return is kept, so it sends no more bytes. False for modules
-            that write to their arguments or buffers.
-        recompute_layers: whether backward, with ``recompute``, computes whole layers again, the
-            items of the model's outermost lists, so that only their inputs are kept, and not also
-            what lies between attention and MLP. The attention's slices travel a fourth time.
+        recompute: what backward computes again, so that no activation of it is kept. "none"; or
+            "block", each slice and each norm, which sends nothing more; or "layer", also all else
+            in a layer, the items of the model's outermost lists, of which only the inputs are
+            kept. Then slices of what comes before a layer's last module travel once more, and all
+            of a layer with listed experts.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
             `gyre_trainer.rotation.backward.dropout_masks`.
@@ -59,9 +56,7 @@ class RotationPolicy:
 
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    recompute: bool = False
-    recompute_parts: bool = True
-    recompute_layers: bool = False
+    recompute: Recompute = "none"
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
@@ -73,13 +68,17 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
-        if self.recompute_layers and not self.recompute:
-            raise RotationError("RotationPolicy(recompute_layers=True) needs recompute=True")
-        if self.dropout not in get_args(_Dropout):
-            raise RotationError(
-                f"RotationPolicy(dropout={self.dropout!r}): "
-                f"it must be one of {', '.join(get_args(_Dropout))}"
-            )
+        for name, choices in (("recompute", Recompute), ("dropout", _Dropout)):
+            if getattr(self, name) not in get_args(choices):
+                raise RotationError(
+                    f"RotationPolicy({name}={getattr(self, name)!r}): "
+                    f"it must be one of {', '.join(get_args(choices))}"
+                )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes slices again."""
+        return self.recompute != "none"
 
     @property
     def outer_dtype(self) -> torch.dtype | None:

@@ -56,7 +56,6 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
         compute_dtype=getattr(torch, dtypes.compute_dtype),
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
-        recompute_layers=config.memory.recompute_layers,
     )
     rotate_all(
         model,

@@ -127,24 +127,14 @@ class MemoryConfig:
     """Memory that a rank can save.
 
     Attributes:
-        recompute: whether backward computes each norm, and the attention or MLP after it, again
-            from the input of the norm, which is then all that forward keeps; where layers rotate
-            one by one, forward keeps what they return, too.
-        recompute_layers: whether, with ``recompute``, whole layers are computed again from their
-            inputs; slices of what comes before a layer's last module travel once more.
+        recompute: what backward computes again: "none"; or "block", each norm and the attention or
+            MLP after it, from the input of the norm; or "layer", whole layers, from their inputs.
         min_numel: a module whose largest parameter has fewer elements is replicated on every rank;
             None for 262,144 (1 MiB in float32), 0 for none.
     """
 
-    recompute: bool = False
-    recompute_layers: bool = False
+    recompute: Literal["none", "block", "layer"] = "none"
     min_numel: AtLeast0 | None = None
-
-    def __post_init__(self) -> None:
-        if self.recompute_layers and not self.recompute:
-            raise ConfigError(
-                "`memory.recompute_layers` is true, but `memory.recompute` is not; set both"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def explained(error: BaseException) -> str:
     return (
         f"memory ran out{_asked_for(str(error))}; use more ranks, make `data.batch_size` or "
         "`data.sequence_length` smaller or `optimizer.accumulation_steps` larger, or set "
-        "`memory.recompute = true`; `gyre-train plan CONFIG` shows what a step needs"
+        '`memory.recompute = "layer"`; `gyre-train plan CONFIG` shows what a step needs'
     )
 
 

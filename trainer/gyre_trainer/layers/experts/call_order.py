@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 
 
 class CallOrder:
@@ -55,8 +54,7 @@ class CallOrder:
         return number in self._following
 
     def _tell(self, number: int) -> None:
-        kept = kept_outputs()
-        if self._is_known or (kept is not None and kept.is_replaying):
+        if self._is_known:
             return
         called = torch.zeros(self._num_others + 2, device=self._mesh.device_type)
         called[number] = 1

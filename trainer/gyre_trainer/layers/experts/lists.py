@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.experts.call_order import CallOrder
 from gyre_trainer.layers.experts.token_rows import WatchExperts
-from gyre_trainer.rotation.backward.kept_outputs import kept_outputs
 from gyre_trainer.rotation.backward.weighted_outputs import Weighing, as_weighing
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
@@ -54,7 +53,7 @@ class _Calls:
             each.rotation
             for each in experts
             if isinstance(each, RotatedModule)
-            and each.rotation.policy.recompute
+            and each.rotation.policy.recomputes
             and each.rotation.rule.recompute_pays
         ]
         return found if len(found) == len(experts) else []
@@ -134,9 +133,7 @@ class CallsEveryExpert:
         recomputed = self._expert_calls.recomputed
         if not recomputed or not torch.is_grad_enabled():
             return self._with_every_expert(*args, **kwargs)
-        kept = kept_outputs()
-        nodes = [] if kept is None or kept.is_replaying else kept.promised_nodes
-        now = Weighing(recomputed, nodes)
+        now = Weighing(recomputed)
         with as_weighing(now), WatchExperts(now):
             return self._with_every_expert(*args, **kwargs)
 
@@ -219,11 +216,6 @@ def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
 
 def _rotates(module: nn.Module) -> bool:
     return any(isinstance(each, RotatedModule) for each in module.modules())
-
-
-def recomputes_experts(module: nn.Module) -> bool:
-    """Whether ``module`` calls every expert, and backward computes each again as a whole."""
-    return isinstance(module, CallsEveryExpert) and bool(module._expert_calls.recomputed)
 
 
 def _are_rotated(experts: nn.Module) -> bool:

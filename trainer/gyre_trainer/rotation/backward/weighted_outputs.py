@@ -91,11 +91,9 @@ class Weighing:
 
     Attributes:
         owners: the rotations of the experts.
-        nodes: of the graph, from which outputs and weighted outputs come.
     """
 
     owners: Collection[object]
-    nodes: list[Any] = field(default_factory=list)
     _last: _Output | None = None
     _weighted: list["ref[Tensor]"] = field(default_factory=list)
 
@@ -103,7 +101,6 @@ class Weighing:
         self, outputs: Sequence[Tensor], ring_pass: _Pass | None, inputs: Sequence[Tensor]
     ) -> None:
         """An expert has returned ``outputs``."""
-        self.nodes += [output.grad_fn for output in outputs]
         self._last = None
         if len(outputs) == 1:
             (output,) = outputs
@@ -125,7 +122,7 @@ class Weighing:
             raise RotationError(
                 "a hook is registered for the gradient of what an expert returned, or retain_grad, "
                 "after it was multiplied by weights; do it before, or take "
-                "RotationPolicy(recompute=False)"
+                'RotationPolicy(recompute="none")'
             )
 
     def weighted(self, one: Any, other: Any) -> Tensor | None:
@@ -145,7 +142,6 @@ class Weighing:
             result: Tensor = _Weighted.apply(  # type: ignore[no-untyped-call]
                 last.ring_pass, again, last.tensor.detach(), weight, *last.inputs
             )
-        self.nodes.append(result.grad_fn)
         return result
 
 
