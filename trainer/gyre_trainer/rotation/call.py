@@ -392,7 +392,7 @@ class Call:
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the inputs. Afterwards the call keeps nothing."""
-        grads = [total.total for total in self.sums]
+        grads = [total.result() for total in self.sums]
         self.inputs.clear()
         self.sums.clear()
         self._leaves.clear()

@@ -11,16 +11,15 @@ from gyre_trainer.shards.sharded_parameters import has_sole_storage
 
 
 class RunningSum:
-    """A sum that grows.
+    """A sum that grows in float32 or better, and is rounded once, to its dtype.
 
-    Attributes:
-        total: None until something was added.
-        dtype: the dtype of ``total``.
+    Sums of bfloat16 would be rounded after each of N slices, so the error would grow with N.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.total: Tensor | None = None
-        self.dtype = dtype
+        self._dtype = dtype
+        self._wide = torch.promote_types(dtype, torch.float32)
+        self._total: Tensor | None = None
         self._owned = False
 
     def add(self, tensor: Tensor | None, *, owned: bool = False) -> None:
@@ -30,34 +29,32 @@ class RunningSum:
         """
         if tensor is None:
             return
-        if self.total is None:
-            self.total = tensor.to(self.dtype)
-            self._owned = owned or self.total is not tensor
+        if self._total is None:
+            self._total = tensor.to(self._wide)
+            self._owned = owned or self._total is not tensor
         elif self._owned:
-            self.total += tensor
+            self._total += tensor
         else:
-            self.total, self._owned = self.total + tensor, True
+            self._total, self._owned = self._total + tensor, True
 
     def writable(self, like: Tensor) -> Tensor:
-        """The total in memory of its own, so that the caller may add to parts of it.
+        """The sum so far, in memory of its own, so that the caller may add to parts of it.
 
         It is zero, shaped as ``like``, where nothing was added.
         """
-        if self.total is None:
-            self.total, self._owned = (
-                torch.zeros(like.shape, dtype=self.dtype, device=like.device),
-                True,
-            )
+        if self._total is None:
+            self._total = torch.zeros(like.shape, dtype=self._wide, device=like.device)
         elif not self._owned:
-            self.total, self._owned = self.total.clone(), True
-        return self.total
+            self._total = self._total.clone()
+        self._owned = True
+        return self._total
 
     def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
         """Add the product of two matrices, viewed in ``shape``.
 
         Where all three have one dtype, the product takes no memory of its own.
         """
-        total = self.total
+        total = self._total
         if (
             total is None
             or not self._owned
@@ -67,6 +64,11 @@ class RunningSum:
             self.add((left @ right).view(shape), owned=True)
         else:
             total.view(left.shape[0], right.shape[1]).addmm_(left, right)
+
+    def result(self) -> Tensor | None:
+        """The sum in its dtype; None if nothing was added. Nothing is kept."""
+        total, self._total = self._total, None
+        return None if total is None else total.to(self._dtype)
 
 
 class OutputReduction(Protocol):
@@ -97,7 +99,7 @@ class SumOfOutputs:
 
     def result(self) -> Tensor:
         """The module's output."""
-        total, self._sum.total = self._sum.total, None
+        total = self._sum.result()
         assert total is not None
         return total
 
