@@ -58,6 +58,7 @@ from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.sharded_module import refuse_own_saving
 from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.fused_optimizers import support_dtensors
+from gyre_trainer.shards.initial.random_writes import refuse_random_writes
 from gyre_trainer.shards.initial.sharded_init import materialize
 
 __all__ = [
@@ -141,6 +142,7 @@ def rotate(
     _require_new(module)
     _sync(module, mesh, sync_from)
     support_dtensors()
+    refuse_random_writes()
     notice_later_adapters()
     target = RotationTarget(mesh, policy)
     if isinstance(rule, ReadRule):
@@ -222,6 +224,7 @@ def rotate_all(
     _require_new(model)
     _sync(model, mesh, sync_from)
     support_dtensors()
+    refuse_random_writes()
     notice_later_adapters()
     if _checkpoints_layers(model):
         policy = replace(policy, recompute="layer")

@@ -6,11 +6,13 @@ No rank ever holds more than its own part of them.
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
+from typing import Any
 
 import pytest
 import torch
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.initial.sharded_init import materialize
@@ -110,3 +112,29 @@ def test_no_rank_ever_holds_more_than_its_own_part(ranks: StartRanks, num_ranks:
     for peak, own in ranks(num_ranks).run(peak_of_construction):
         assert num_bytes / num_ranks <= own * 1.001
         assert own <= peak <= 1.05 * own
+
+
+def told_of_random_numbers() -> list[str]:
+    model: Any = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6))
+    rotate_all(model, mesh=make_mesh("cpu"))
+    found = []
+
+    def draw(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_()
+
+    for write in (
+        lambda: nn.init.kaiming_uniform_(model[0].weight),
+        lambda: model.apply(draw),
+    ):
+        with pytest.raises(RotationError) as refused:
+            write()
+        found.append(str(refused.value))
+    nn.init.ones_(model[0].weight)
+    return found
+
+
+def test_random_numbers_in_shards_are_refused(ranks: StartRanks) -> None:
+    for told in ranks(2).run(told_of_random_numbers):
+        assert len(told) == 2
+        assert all("Call materialize(model, seed=...)" in each for each in told)

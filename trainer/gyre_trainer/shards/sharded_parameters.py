@@ -121,6 +121,13 @@ def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
     return sharded
 
 
+def lies_in_shards(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is that of a rank's shards; it takes a look at all modules."""
+    found = {reference() for reference in _SHARDED.values()}
+    addresses = {each.flat.untyped_storage().data_ptr() for each in found if each is not None}
+    return bool(tensor.numel()) and tensor.untyped_storage().data_ptr() in addresses
+
+
 def shard_parameters(
     sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh
 ) -> ShardedParameters:
