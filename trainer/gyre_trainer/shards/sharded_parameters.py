@@ -123,7 +123,7 @@ def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
 
 def lies_in_shards(tensor: Tensor) -> bool:
     """Whether a tensor's memory is that of a rank's shards; it takes a look at all modules."""
-    found = {reference() for reference in _SHARDED.values()}
+    found = {reference() for reference in _SHARDED.values()}  # type: ignore[no-untyped-call]
     addresses = {each.flat.untyped_storage().data_ptr() for each in found if each is not None}
     return bool(tensor.numel()) and tensor.untyped_storage().data_ptr() in addresses
 

@@ -43,7 +43,7 @@ def _drawn(
     if isinstance(target, DTensor) and lies_in_shards(target._local_tensor):
         raise RotationError(
             "a sharded parameter cannot be initialised by random numbers: each rank would draw the "
-            f"same ones for other rows (got {op_call.name().partition('::')[2]} of shape "
+            f"same ones for other rows (got {op_call!s} of shape "
             f"{tuple(target.shape)}). Call materialize(model, seed=...), or initialise the model "
             "before it is rotated"
         )
