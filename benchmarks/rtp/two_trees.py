@@ -109,7 +109,7 @@ class Tree:
     def __init__(self, root: Path, num_ranks: int, store: Path, what: list[str]) -> None:
         paths = [str(root), *(str(root / name) for name in _PACKAGES)]
         environment = os.environ | {"PYTHONPATH": ":".join(paths), "GLOO_SOCKET_IFNAME": "lo"}
-        # -P: what lies beside this file must not be found before the tree
+        # -P: files next to this one must not be found before the tree
         command = [sys.executable, "-P", __file__, "--serve"]
         self.ranks = [
             subprocess.Popen(

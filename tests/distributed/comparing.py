@@ -64,7 +64,7 @@ def _distance(build: Callable[[], Case], policy: RotationPolicy) -> float:
         case = build()
         for parameter in case.module.parameters():
             if not parameter.any():
-                # biases that begin as 0 could be lost, and nobody would see it
+                # biases that begin as 0 could be lost unseen
                 nn.init.normal_(parameter)
         twin = build().module
     twin.load_state_dict(case.module.state_dict())

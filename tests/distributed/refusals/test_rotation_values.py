@@ -26,7 +26,7 @@ def trained_with_a_norm_of_its_own(replicate: int) -> tuple[str, bool]:
         norm = changed.get_parameter("1.weight")
         local_of(norm).detach().add_(1e-3)
     with torch.no_grad():
-        changed(torch.ones(2, 6))  # an evaluation of other values is nobody's mistake
+        changed(torch.ones(2, 6))  # an evaluation of other values is no mistake
     with pytest.raises(RotationError) as refusal:
         changed(torch.ones(2, 6))
     equal = model()

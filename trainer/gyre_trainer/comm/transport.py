@@ -132,7 +132,7 @@ class ProcessGroupTransport:
         try:
             # Sends come first. Gloo writes at once what the other side already waits for, and holds
             # a lock meanwhile on which its own thread spins if the two share a core. That thread
-            # itself writes later what nobody waits for yet.
+            # itself writes later data that has no reader yet.
             identities = (
                 [self._identity(leg, stream) for leg in reversed(legs)][::-1]
                 if self._is_real

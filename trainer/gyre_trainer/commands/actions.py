@@ -53,7 +53,7 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
     # Torch's distributed packages take two seconds.
     from gyre_trainer.training.train import train  # noqa: PLC0415
 
-    _require_beginning(options)  # under torchrun nobody has
+    _require_beginning(options)  # torchrun has not
     train(
         config,
         _checkpoint(config, options),

@@ -38,7 +38,7 @@ class RunningSum:
             self._total, self._owned = self._total + tensor, True
 
     def writable(self, like: Tensor) -> Tensor:
-        """The sum so far, in memory of its own, so that the caller may add to parts of it.
+        """The sum so far, in its own memory, so that the caller may add to parts of it.
 
         It is zero, shaped as ``like``, where nothing was added.
         """

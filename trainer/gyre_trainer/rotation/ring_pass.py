@@ -191,7 +191,7 @@ class RingPass:
                 grads = self._differentiate(index, flat, grad_outputs)
                 if layout.cuts:
                     self._add(index, grads, gradient_ring)
-                del grads  # the next slice's must not exist beside them
+                del grads  # the next slice's must not exist with them
             if layout.cuts:
                 gradient_ring.send_on()
         own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())

@@ -174,7 +174,7 @@ class _Statistics(torch.autograd.Function):
                 shares_T1 = shares_of_targets(logits_TV, outputs, chain, places_T[chunk])
                 own_T = statistics[0, chunk]
                 ahead.add_mean(chunk, own_T, logits_TV, outputs, chain, weight_VD)
-            del logits_TV, outputs  # the next ones must not exist beside them
+            del logits_TV, outputs  # the next ones must not exist next to them
             if ahead:
                 here = ClassesOfSlice(weight_VD, places_T[chunk], elsewhere_T[chunk])
                 ahead.add_targets(chunk, shares_T1, here)

@@ -69,7 +69,7 @@ class Unfinished:
 def _refuse(use: str) -> NoReturn:
     raise RotationError(
         "the input of a block's last layer does not exist, because the block rotates as a whole "
-        f"with that layer, which lies in another module; but something else {use}, such as a hook "
+        f"with that layer, which is in another module; but something else {use}, such as a hook "
         "on the module before, or a call of that module alone. Let the layers rotate one by one "
         "(find_blocks=False, and no rule for the module)"
     )

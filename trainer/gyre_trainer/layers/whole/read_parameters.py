@@ -74,7 +74,7 @@ class CutPlace:
         self.number = self.sharded.ring.modules.add(self.owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The place of a copied parameter, which has a stand-in of its own."""
+        """The place of a copied parameter, with another stand-in."""
         return type(self)(
             deepcopy(self.owner, memo),
             self.last,

@@ -42,7 +42,7 @@ class RecomputedLayer:
         """The module's output, as without recomputation.
 
         Raises:
-            RotationError: the module writes to a buffer of its own, or to an argument.
+            RotationError: the module writes to one of its buffers, or to an argument.
         """
         assert isinstance(self, nn.Module)
         forward = super().forward  # type: ignore[misc]
@@ -102,7 +102,7 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
     changes += before.changes()
     overwritten = before.overwritten()
     if overwritten is not None or versions != [each._version for each in written]:
-        what = f"its attribute {overwritten}" if overwritten else "a buffer of its own"
+        what = f"its attribute {overwritten}" if overwritten else "one of its buffers"
         raise RotationError(
             f"{path_of(module)} ({own_class(module).__name__}) writes to an argument or to {what}, "
             'so backward cannot compute it again; take RotationPolicy(recompute="block")'

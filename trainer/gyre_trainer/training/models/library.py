@@ -232,7 +232,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     text = text_config(described)
     num_decoder_layers = getattr(text, _depth_key(text), 0)
     if not described.is_encoder_decoder:
-        # beside a tower of images, whose list may be as long
+        # next to a tower of images, whose list may be as long
         has_more = text is not described
         return _list_of(library.get_decoder() if has_more else model, num_decoder_layers)
     encoder_config = described if text is described else described.encoder

@@ -46,7 +46,7 @@ class Progress:
             self._write(line + "\n")
 
     def say(self, text: str) -> None:
-        """Write a line of its own."""
+        """Write a whole line."""
         ended = "\n" if self._rewrites and self._width else ""
         self._width = 0
         self._write(f"{ended}{text}\n")
