@@ -1944,8 +1944,8 @@ Global___LocatedSample: _TypeAlias = LocatedSample  # noqa: Y015
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 
-    One rank of one job. A user's session with the same fence and rank and an equal or newer generation fences the session before it; an
-    older generation is refused. Jobs of different users have nothing to do with each other, whatever their names.
+    One rank of one job. A user's session with the same fence, rank and peer and an equal or newer generation fences the session before
+    it; an older generation is refused. Jobs of different users have nothing to do with each other, whatever their names.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1954,12 +1954,19 @@ class Reader(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
+    """the part of each global batch that it reads"""
     world_size: _builtins.int
+    """the number of parts"""
     generation: _builtins.int
     """a count, or a Unix time in milliseconds; at most 2^53"""
+    peer: _builtins.int
+    """Tells readers of the same part apart, such as the ranks of a tensor-parallel group. They share one reservation of memory. Absent: no
+    other reads this part.
+    """
     fence: _builtins.str
     """tells runs apart that have one name; empty: the job's name, which no two runs have at a time"""
     def __init__(
@@ -1969,13 +1976,16 @@ class Reader(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         generation: _builtins.int = ...,
+        peer: _builtins.int | None = ...,
         fence: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "generation", b"generation", "job", b"job", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "fence", b"fence", "generation", b"generation", "job", b"job", "peer", b"peer", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
+    _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__peer) -> _WhichOneofReturnType__peer | None: ...
 
 Global___Reader: _TypeAlias = Reader  # noqa: Y015
 
