@@ -197,8 +197,12 @@ class Arena:
         """
         if not self.is_kept:
             self._files.add(self.descriptor, self._file_gone)
-            self.is_kept = True
         descriptor = self._file.open_for_reading()
+        if self.is_closed:  # and leased by what a slow peer is still to be sent
+            if self.is_kept:
+                self._budget.regain(self.num_bytes, self._users)
+            self._budget.abandon(self.num_bytes, self._users | {user})
+        self.is_kept = True
         self._users |= {user}
         return descriptor
 

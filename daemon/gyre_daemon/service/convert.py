@@ -171,9 +171,9 @@ def from_groups(sent: list[Sent], session: Session) -> pb.StreamResponse:
     """One message for several batch groups, with the session's credit where that has changed."""
     response = pb.StreamResponse()
     response.batches.SetInParent()
-    if session.shares_arena and (grant := session.new_grant()):
-        response.batches.max_queued_batches = grant.num_queued
-        response.batches.max_kept_batches = grant.num_kept
+    if session.shares_arena and session.renew_grant():
+        response.batches.max_queued_batches = session.num_queued
+        response.batches.max_kept_batches = session.num_kept
     for each in sent:
         message = response.batches.groups.add()
         message.CopyFrom(_message(each.group, session))
@@ -231,7 +231,7 @@ def _name_of(dtype: np.dtype[np.generic]) -> str:
 
 def from_session(session: Session, spread: float | None) -> pb.SessionState:
     """The state of a session, whose spread is from `spreads_of`."""
-    reader, consumer, quality = session.request.reader, session.consumer, session.shuffle.quality
+    reader, quality = session.request.reader, session.shuffle.quality
     gauges, totals = session.gauges, session.totals
     packed = session.request.dataset.packed
     return pb.SessionState(
@@ -241,11 +241,11 @@ def from_session(session: Session, spread: float | None) -> pb.SessionState:
         dataset=session.request.dataset.name,
         transforms=session.request.dataset.transform_names,
         reader=pb.Reader(**asdict(reader)),
-        next_step=session.request.order.step_of(consumer.next_step),
+        next_step=session.request.order.step_of(session.next_step),
         num_batches_sent=totals.num_batches,
         num_bytes_sent=totals.num_bytes,
         num_ready=gauges.num_ready,
-        num_in_flight=consumer.num_begun - gauges.num_ready,
+        num_in_flight=session.num_in_flight,
         num_held=gauges.num_held,
         window_batches=gauges.window_batches,
         memory_bytes=gauges.memory_bytes,

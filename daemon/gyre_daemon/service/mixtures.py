@@ -107,10 +107,10 @@ class MixtureService:
             _audit("weights changed", caller, key, phase)
         return pb.ChangeWeightsResponse(
             job=key.job,
-            num_ranks=len(sessions),
+            num_ranks=len(_ranks(sessions)),
             earliest_step=earliest,
             world_size=max(each.request.reader.world_size for each in sessions),
-            ranks=sorted({each.request.reader.rank for each in sessions}),
+            ranks=_ranks(sessions),
         )
 
     def _withdraw(
@@ -138,7 +138,7 @@ class MixtureService:
             self._changes.withdraw(key, phase)
             self._open_again(sessions.get(key, ()), phase)
             _audit("weights withdrawn", caller, key, phase)
-        num_ranks = sum(len(sessions.get(key, ())) for key in ours)
+        num_ranks = sum(len(_ranks(sessions.get(key, ()))) for key in ours)
         return pb.ChangeWeightsResponse(
             job=request.job, num_ranks=num_ranks, earliest_step=earliest
         )
@@ -186,9 +186,14 @@ def _mixture_of(dataset: Dataset) -> Mixture:
     return dataset.mixture
 
 
+def _ranks(sessions: Sequence[Session]) -> list[int]:
+    """The data ranks that they read, rising."""
+    return sorted({each.request.reader.rank for each in sessions})
+
+
 def _earliest_step(sessions: Sequence[Session]) -> int:
     """The first step that none of them has sent."""
-    return max(1, *(each.request.order.step_of(each.consumer.next_step) for each in sessions))
+    return max(1, *(each.request.order.step_of(each.next_step) for each in sessions))
 
 
 def _audit(event: str, caller: Principal, key: JobOnMixture, phase: Phase) -> None:

@@ -217,9 +217,10 @@ class SessionOpener(DatasetOpener):
             return order
         if request.cursor:
             return replace(order, start_position=joined_at(request.cursor))
-        if request.reader.rank:
+        if request.reader.rank or request.reader.peer:
+            peer = f", peer {request.reader.peer}," if request.reader.peer else ""
             raise InvalidRequest(
-                f"rank {request.reader.rank} cannot choose where its job joins; "
+                f"rank {request.reader.rank}{peer} cannot choose where its job joins; "
                 "open rank 0 first and load its state_dict() on every rank"
             )
         may_read = partial(self._policy.may_read, owner)

@@ -201,8 +201,9 @@ def to_reader(message: pb.Reader) -> Reader:
         raise InvalidRequest(
             f"a job's fence must be text of at most {_MAX_JOB_CHARS} characters that can be printed"
         )
+    peer = message.peer if message.HasField("peer") else None
     who = message.job, message.rank, message.world_size or 1, message.generation
-    return Reader(*who, fence=message.fence or message.job)
+    return Reader(*who, peer, fence=message.fence or message.job)
 
 
 def check_join(join: int) -> None:

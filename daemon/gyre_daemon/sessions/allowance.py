@@ -25,7 +25,7 @@ class Taken:
         self.by_user = budget.abandoned_by.copy()
         self.by_job: Counter[tuple[str, str]] = Counter()
         for session in sessions:
-            self.add(session, session.share.reserved_bytes)
+            self.add(session, session.reserved_bytes)
 
     def add(self, session: Session, num_bytes: int) -> None:
         """Count bytes of a session; negative where it gave some back."""

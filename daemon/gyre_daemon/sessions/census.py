@@ -77,7 +77,7 @@ async def spreads_of(
     asked: dict[object, Callable[[], float | None]] = {}
     keys: list[object] = []
     for session in sessions:
-        its, step = session.request, session.consumer.next_step
+        its, step = session.request, session.next_step
         size, world_size = its.order.global_batch_size, its.reader.world_size
         job = its.owner.name, its.reader.fence, its.dataset.fingerprint
         key = *job, its.order, its.balance, world_size, step

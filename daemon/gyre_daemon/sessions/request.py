@@ -43,7 +43,8 @@ class Reader:
         job: the job's name.
         rank: its number, in `[0, world_size)`.
         world_size: the number of ranks.
-        generation: grows with every attempt of the same rank; the newest wins.
+        generation: grows with every attempt of the same peer; the newest wins.
+        peer: tells readers of one rank apart; None where it has no peers.
         fence: tells the run from all others of the user that have the same name; the name itself
             where no other run has it.
     """
@@ -52,6 +53,7 @@ class Reader:
     rank: int
     world_size: int
     generation: int
+    peer: int | None = None
     fence: str = field(kw_only=True)
 
 

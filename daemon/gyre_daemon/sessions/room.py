@@ -94,7 +94,7 @@ class _Room:
             # where only the limit of its user is reached, no other user can help
             least_bytes = part_bytes if self._budget.free_bytes < missing_bytes else math.inf
             givers = [
-                (taken.by_user[user], each.share.reserved_bytes, each)
+                (taken.by_user[user], each.reserved_bytes, each)
                 for each in others
                 if (user := each.request.owner.name) == self._user
                 or taken.by_user[user] > least_bytes
@@ -103,7 +103,7 @@ class _Room:
                 return
             _, before_bytes, largest = max(givers, key=lambda each: each[:2])
             if largest.halve():
-                taken.add(largest, largest.share.reserved_bytes - before_bytes)
+                taken.add(largest, largest.reserved_bytes - before_bytes)
             else:
                 others.remove(largest)
 

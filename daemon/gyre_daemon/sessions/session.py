@@ -1,12 +1,13 @@
-"""Sessions: one for each rank of each job.
+"""Sessions: one for each rank of each job, or for each of its peers.
 
 A session sends its client the batches that a shared stream has fetched, in the order of their
 steps, each once. A step that failed raises its error when its turn comes and not before. Losing a
 session loses nothing, because its client has the cursor and opens another.
 
-Each session has reserved enough memory to continue in a stream of its own; [Note: Sharing a stream]
-in `stream_state` says when it does. It ends when its steps end, when its lease runs out, or when a
-newer session of the same rank takes over.
+Each session has reserved enough memory to continue in a stream of its own, together with its peers
+([Note: Peers of a data rank] in `data_rank`); [Note: Sharing a stream] in `stream_state` says when
+it does. It ends when its steps end, when its lease runs out, or when a newer session of the same
+peer takes over.
 """
 
 import asyncio
@@ -21,7 +22,6 @@ from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.memory.budget import Allowance
-from gyre_daemon.memory.share import Share
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
 from gyre_daemon.monitoring.lately import Lately
@@ -30,9 +30,10 @@ from gyre_daemon.order.quality import ShuffleMeter
 from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.sessions.account import SessionAccount
 from gyre_daemon.sessions.client_arenas import ClientArenas, LeftArenas
+from gyre_daemon.sessions.data_rank import DataRank
 from gyre_daemon.sessions.payload_queue import PayloadQueue
 from gyre_daemon.sessions.request import SessionRequest
-from gyre_daemon.sessions.shared_stream import DaemonResources, Member
+from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.streams import Consumer
 
 _MAX_CREDITS = 1 << 20
@@ -67,8 +68,8 @@ class Session:
         cursors: encodes the cursor of each batch.
         first_step: the step that is sent first.
         num_steps: the step after the last; None for a session without end.
-        share: the memory that it has reserved.
-        consumer: where it stands in the shared streams of its spec.
+        rank: its data rank, which has reserved memory for all its peers.
+        peer: where it stands in the batches of the data rank.
         payloads: of the batches that it sends through gRPC.
     """
 
@@ -80,14 +81,13 @@ class Session:
         resources: DaemonResources,
         allowed: Collection[Allowance] = (),
     ) -> None:
-        """Check the request, reserve memory, and join a shared stream or open one.
+        """Check the request, and join its peers; or reserve memory and join a shared stream.
 
         Raises:
             InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
             Overloaded: the budget has no memory for it now.
         """
         request.check()
-        order, reader = request.order, request.reader
         self.planner = planner
         self.session_id = secrets.token_hex(16)
         self.handle = secrets.token_hex(4)
@@ -97,10 +97,8 @@ class Session:
         self.credits = 0
         self._most_credits = 0
         self._resources = resources
-        cursor = request.start_cursor()
-        self.cursors = cursor.encoder()
-        self.first_step = order.batch_of(cursor.position // order.global_batch_size)
-        self.num_steps = planner.num_steps(request.num_epochs) if request.num_epochs else None
+        self.cursors = request.start_cursor().encoder()
+        self.first_step, self.num_steps = _steps(request, planner)
         if self.num_steps is not None and self.first_step > self.num_steps:
             raise InvalidRequest(
                 f"the cursor stands at step {self.first_step}, but the stream ends at step "
@@ -114,15 +112,19 @@ class Session:
         self._has_started = False
         self._seen = self.opened_at = self._resources.clock()
         self._account = SessionAccount(self._seen)
-        self.share = self._granted = request.reserve(
-            resources.budget, resources.arena_limit_bytes, allowed
-        )
-        wished = request.prefetch_batches
-        ranks = reader.rank, reader.world_size
-        spec = Spec(request.dataset, order, *ranks, planner, wished, request.balance)
-        self._streams = self._resources.streams_of(spec)
-        self.consumer = Consumer(self.first_step, self.num_steps, self.share)
-        self._streams.join(self.consumer, Member(flow, self._sendable.set, self.end))
+        rank = joinable_rank(request, planner, flow, resources)
+        if rank is None:
+            share = request.reserve(resources.budget, resources.arena_limit_bytes, allowed)
+            self._streams = resources.streams_of(_spec(request, planner))
+            consumer = Consumer(self.first_step, self.num_steps, share)
+            may_have_peers = request.reader.peer is not None
+            rank = DataRank(self._streams, consumer, flow, may_have_peers=may_have_peers)
+        else:
+            self._streams = resources.streams[_spec(request, planner).key]
+        self.rank, self._granted = rank, rank.share
+        self.peer = rank.join(request.reader.peer, self.first_step, self._sendable.set, self.end)
+        if len(rank.peers) == 1:
+            self._streams.join(rank.consumer, rank)
 
     async def start(self) -> None:
         """Wait until the first arena of its stream is there.
@@ -130,44 +132,73 @@ class Session:
         Raises:
             Overloaded: the machine does not have the memory.
         """
-        await self._streams.running[self.consumer.stream].has_started.wait()
+        await self._streams.running[self.rank.consumer.stream].has_started.wait()
         if self._ended:
             raise self._ended
         self._has_started = True
         self.renew()
 
     @property
+    def next_step(self) -> int:
+        """The step that it sends next."""
+        return self.peer.next_step
+
+    @property
     def window_size(self) -> int:
         """The prefetch window of its shared stream, in batches."""
-        return 0 if self._ended else self.consumer.stream.share.num_ahead
+        return 0 if self._ended else self.rank.consumer.stream.share.num_ahead
 
     @property
     def num_sharing(self) -> int:
         """How many sessions, with itself, take batches from the same shared streams, or will."""
-        return self.consumer.num_sharing
+        return self._streams.num_sharing(self.rank.consumer)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many batches are being fetched for it."""
+        return self.peer.num_begun - self.peer.num_ready
 
     @property
     def arena_bytes(self) -> int:
         """The size of the first arena of its shared stream."""
-        return self._streams.arenas_of(self.consumer).first.num_bytes
+        return self._streams.arenas_of(self.rank.consumer).first.num_bytes
+
+    @property
+    def num_queued(self) -> int:
+        """How many batches its client may have received and not taken."""
+        return self._granted.num_queued
+
+    @property
+    def num_kept(self) -> int:
+        """How many batches its client may go on to use after it took the next."""
+        return max(0, self._granted.num_kept - self.rank.num_retained)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory that it has reserved; 0 where it uses what another peer has reserved."""
+        stands_for_all = self.rank.peers[:1] in ([], [self.peer])
+        return self.rank.share.reserved_bytes if stands_for_all else 0
 
     @property
     def least_bytes(self) -> int:
         """The fewest bytes that it can have reserved; it never shrinks below them."""
         least_bytes = self.request.least_bytes(self._resources.arena_limit_bytes)
-        first_bytes = self.share.reserved_for(self._streams.first_arena_bytes(self.consumer))
-        return min(self.share.reserved_bytes, max(least_bytes, first_bytes))
+        owned_bytes = self._streams.first_arena_bytes(self.rank.consumer)
+        first_bytes = self.rank.share.reserved_for(owned_bytes)
+        return min(self.reserved_bytes, max(least_bytes, first_bytes))
 
     @property
     def gauges(self) -> SessionGauges:
         """Its present state."""
+        has_memory = self.reserved_bytes and not self._ended
+        arenas = self._streams.arenas_of(self.rank.consumer) if has_memory else None
         return SessionGauges(
             num_sessions=1,
-            num_ready=self.consumer.num_ready,
-            num_held=self.consumer.num_held,
+            num_ready=self.peer.num_ready,
+            num_held=self.peer.num_held,
             window_batches=self.window_size,
-            memory_bytes=0 if self._ended else self._streams.arenas_of(self.consumer).held_bytes,
-            memory_limit_bytes=self.share.reserved_bytes,
+            memory_bytes=arenas.held_bytes if arenas else 0,
+            memory_limit_bytes=self.reserved_bytes,
         )
 
     @property
@@ -225,7 +256,7 @@ class Session:
         A second release of the same step changes nothing.
         """
         if not self._ended:
-            self._streams.release(self.consumer, first_step)
+            self.rank.release(self.peer, first_step)
 
     def share_arenas(self, peer: Peer, on_gone: Callable[[], None]) -> bool:
         """Let the client map the arenas of its batches; False if the side channel fails.
@@ -234,7 +265,7 @@ class Session:
         """
         if self._ended:
             return False
-        first = self._streams.arenas_of(self.consumer).first
+        first = self._streams.arenas_of(self.rank.consumer).first
         return self._arenas.share(self.session_id, peer, first, on_gone)
 
     @property
@@ -247,13 +278,10 @@ class Session:
         for step in self._arenas.unmapped(arenas):
             self.release(step)
 
-    def new_grant(self) -> Share | None:
-        """The share that its client must be told of; None if the client knows it already."""
-        share = self.consumer.stream.share
-        if share == self._granted:
-            return None
-        self._granted = share
-        return share
+    def renew_grant(self) -> bool:
+        """Take over `num_queued` and `num_kept` as they are now; whether they have changed."""
+        before, self._granted = self._granted, self.rank.consumer.stream.share
+        return self._granted != before
 
     async def next_news(self, max_batches: int = _MAX_CREDITS) -> Sent | LeftArenas | None:
         """Wait for what the client must be told next.
@@ -273,9 +301,9 @@ class Session:
                 return left
             if sent := self.ready_group(max_batches):
                 return sent
-            if self.consumer.at_end:
+            if self.peer.at_end:
                 return None
-            if self._draining and (self.consumer.num_begun == 0 or not self.credits):
+            if self._draining and (self.peer.num_begun == 0 or not self.credits):
                 raise Draining(
                     "the daemon is stopping; open the session again with the last cursor, here "
                     "after its restart or elsewhere"
@@ -285,7 +313,7 @@ class Session:
     @property
     def head_is_whole(self) -> bool:
         """Whether the next step is ready and did not fail."""
-        return self.consumer.is_ready and not self._streams.has_failed(self.consumer)
+        return self.peer.is_ready and not self.peer.has_failed
 
     def ready_group(self, max_batches: int = _MAX_CREDITS) -> Sent | None:
         """Batches of the next steps that can be sent now, all in one slot; None if there are none.
@@ -293,13 +321,14 @@ class Session:
         Raises:
             GyreError: the step failed.
         """
-        if not self.credits or not self.consumer.is_ready:
+        if not self.credits or not self.peer.is_ready:
             return None
-        taken = self._streams.take(self.consumer, min(self.credits, max_batches))
+        taken = self.rank.take(self.peer, min(self.credits, max_batches))
         if isinstance(taken, Exception):
             raise taken
-        is_leaving = self._streams.arenas_of(self.consumer).is_leaving(taken.slot)
-        number = self._arenas.number(taken.slot.arena, is_leaving=is_leaving)
+        arena = taken.slot.arena
+        is_leaving = self._streams.arenas_of(self.rank.consumer).is_leaving(taken.slot)
+        number = self._arenas.number(arena, is_leaving=is_leaving or arena.is_closed)
         if not self.shares_arena:
             self.payloads.add(taken)
         if number is None:
@@ -327,11 +356,14 @@ class Session:
             return
         self._ended = reason
         self.payloads.close()
-        self._streams.leave(self.consumer)
+        self.rank.leave(self.peer)
         # the callback refers to no session: a client may stay connected for long
-        release = partial(self._streams.release_all, self.consumer)
-        self._arenas.end(release, holds=self._streams.are_held(self.consumer))
-        self._resources.budget.give_back(self.share.reserved_bytes)
+        release = partial(self.rank.release_all, self.peer)
+        self._arenas.end(
+            release, holds=self._streams.are_open(self.rank.consumer, self._held_steps)
+        )
+        if not self.rank.peers:
+            self._resources.budget.give_back(self.rank.share.reserved_bytes)
         self._sendable.set()
 
     def halve(self) -> bool:
@@ -339,17 +371,21 @@ class Session:
 
         Batches that its client holds stay in memory until they are released.
         """
-        before = self.share.reserved_bytes
+        before = self.reserved_bytes
         share = self.request.wanted_share(max(before // 2, self.least_bytes), scarce=True)
         if self._ended or share.reserved_bytes >= before:
             return False
-        self.share = share
-        self._streams.resize(self.consumer, share)
+        self._streams.resize(self.rank.consumer, share)
         self._resources.budget.give_back(before - share.reserved_bytes)
         return True
 
     def _held_in(self, arena: Arena) -> Sequence[int]:
-        return () if self._ended else self._streams.held_in(self.consumer, arena)
+        return () if self._ended else self.peer.held_in(arena)
+
+    @property
+    def _held_steps(self) -> list[int]:
+        """The first steps of what the data rank took together and this client holds."""
+        return [part.steps.start for _, part in self.peer.held.values()]
 
     def _count(self, group: BatchGroup) -> None:
         reader, num_bytes = self.request.reader, group.num_bytes
@@ -366,26 +402,51 @@ class Session:
         """Note how full the window is. Batches behind one that is missing do not count as ready."""
         if self._ended:
             return
-        consumer, size = self.consumer, self.window_size
-        is_ready = consumer.is_ready
-        num_left = size if self.num_steps is None else self.num_steps - consumer.next_step
+        peer, size = self.peer, self.window_size
+        is_ready = peer.is_ready
+        num_left = size if self.num_steps is None else self.num_steps - peer.next_step
         self._account.window.note(
             self._resources.clock(),
-            consumer.num_ready if is_ready else 0,
+            min(peer.num_ready, size) if is_ready else 0,
             min(size, num_left),
             self.credits,
             is_head_ready=is_ready,
-            storage_share=self._streams.running[consumer.stream].storage_share.value,
+            storage_share=self._streams.running[self.rank.consumer.stream].storage_share.value,
         )
 
     async def _wait_until_sendable(self) -> None:
         self._note_window()
         # starved: nothing is ready, and the client has taken more than half of its queue
         most_queued = min(self._most_credits, self._granted.num_queued)
-        is_starved = self.credits > most_queued // 2 and not self.consumer.is_ready
-        self._streams.set_starved(self.consumer, is_starved=is_starved)
+        is_starved = self.credits > most_queued // 2 and not self.peer.is_ready
+        self.rank.set_starved(self.peer, is_starved=is_starved)
         self._sendable.clear()
         try:
             await self._sendable.wait()
         finally:
-            self.consumer.is_starved = False
+            self.rank.fed(self.peer)
+
+
+def joinable_rank(
+    request: SessionRequest, planner: BatchPlanner, flow: Flow, resources: DaemonResources
+) -> DataRank | None:
+    """The data rank of the session's peers, if it has one that it can join."""
+    streams = resources.streams.get(_spec(request, planner).key)
+    ranks = streams.ranks.values() if streams else ()
+    number, steps = request.reader.peer, _steps(request, planner)
+    return next(
+        (each for each in ranks if each.flow is flow and each.may_join(number, *steps)), None
+    )
+
+
+def _spec(request: SessionRequest, planner: BatchPlanner) -> Spec:
+    ranks = request.reader.rank, request.reader.world_size
+    wished, balance = request.prefetch_batches, request.balance
+    return Spec(request.dataset, request.order, *ranks, planner, wished, balance)
+
+
+def _steps(request: SessionRequest, planner: BatchPlanner) -> tuple[int, int | None]:
+    """The step that is sent first, and the step after the last; None for a session without end."""
+    order, position = request.order, request.start_cursor().position
+    first_step = order.batch_of(position // order.global_batch_size)
+    return first_step, planner.num_steps(request.num_epochs) if request.num_epochs else None

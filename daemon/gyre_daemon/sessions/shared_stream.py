@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
 from gyre_daemon.access.limits import Limits
@@ -21,7 +21,7 @@ from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.fetching.batch_group import BatchGroup, Fetch
 from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
 from gyre_daemon.fetching.timing import BatchTiming, BatchTimings
-from gyre_daemon.memory.arena import Arena, Slot
+from gyre_daemon.memory.arena import Slot
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.arenas import Arenas
 from gyre_daemon.memory.budget import Budget
@@ -31,6 +31,7 @@ from gyre_daemon.monitoring.occupancy import StorageShare
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.sessions import instructions
+from gyre_daemon.sessions.data_rank import DataRank
 from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import Consumer, Group, Stream
 from gyre_daemon.storage.delays import Delays
@@ -78,21 +79,6 @@ class DaemonResources:
         return self.streams.setdefault(spec.key, SharedStreams(spec, self))
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """The session behind a consumer.
-
-    Attributes:
-        flow: its job, which pays for the reads of the streams that it owns.
-        wake: called when the consumer's next step is ready.
-        end: called with the reason when the consumer's stream cannot continue.
-    """
-
-    flow: Flow
-    wake: Callable[[], None]
-    end: Callable[[GyreError], None]
-
-
 class SharedStreams:
     """All shared streams of one spec: tells a `StreamState` what happens, and does what it says.
 
@@ -100,7 +86,7 @@ class SharedStreams:
         spec: what makes the batches equal.
         state: decides which consumers share a stream and what each stream fetches.
         running: the task of each open stream.
-        members: the sessions behind the consumers.
+        ranks: the data ranks behind the consumers; the job of the owner pays for the reads.
         resources: what all streams of the daemon have in common.
     """
 
@@ -108,12 +94,12 @@ class SharedStreams:
         self.spec = spec
         self.state = StreamState()
         self.running: dict[Stream, SharedStream] = {}
-        self.members: dict[Consumer, Member] = {}
+        self.ranks: dict[Consumer, DataRank] = {}
         self.resources = resources
 
-    def join(self, consumer: Consumer, member: Member) -> None:
-        """Let a session begin to read, together with others or by itself."""
-        self.members[consumer] = member
+    def join(self, consumer: Consumer, rank: DataRank) -> None:
+        """Let a data rank begin to read, together with others or by itself."""
+        self.ranks[consumer] = rank
         self.state.join(consumer)
         self.execute()
 
@@ -141,14 +127,14 @@ class SharedStreams:
         self.state.release(consumer, first_step)
         self.execute()
 
-    def release_all(self, consumer: Consumer) -> None:
-        """Release all batches that a consumer holds."""
-        for step in list(consumer.held):
-            self.release(consumer, step)
+    def are_open(self, consumer: Consumer, steps: Iterable[int]) -> bool:
+        """Whether some of the batches that a consumer took at these steps lie in an open stream."""
+        taken = [consumer.held[step] for step in steps if step in consumer.held]
+        return any(group.stream in self.running for _, group in taken)
 
-    def are_held(self, consumer: Consumer) -> bool:
-        """Whether a consumer holds batches of a stream that goes on."""
-        return any(group.stream in self.running for _, group in consumer.held.values())
+    def num_sharing(self, consumer: Consumer) -> int:
+        """How many sessions have a stream in common with a consumer's, now or later."""
+        return sum(len(self.ranks[each].peers) for each in consumer.sharing)
 
     def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
         """See `StreamState.set_starved`."""
@@ -161,11 +147,11 @@ class SharedStreams:
         self.execute()
 
     def leave(self, consumer: Consumer) -> None:
-        """Let a session leave; the batches that it holds stay in memory until it releases them."""
+        """Let a data rank leave; batches that it holds stay in memory until it releases them."""
         self.state.leave(consumer)
         self.execute()
-        del self.members[consumer]
-        if not self.members:
+        del self.ranks[consumer]
+        if not self.ranks:
             del self.resources.streams[self.spec.key]
 
     def arenas_of(self, consumer: Consumer) -> Arenas:
@@ -177,15 +163,6 @@ class SharedStreams:
         owned = self.state.owned_by(consumer)
         return max((self.running[stream].arenas.first_bytes for stream in owned), default=0)
 
-    def held_in(self, consumer: Consumer, arena: Arena) -> list[int]:
-        """The first steps of the batches that a consumer holds in an arena."""
-        return [
-            step
-            for step, (_, group) in consumer.held.items()
-            if group.stream in self.running
-            and self.running[group.stream].slots[group].arena is arena
-        ]
-
     def execute(self) -> None:
         """Carry out the instructions of the state."""
         left = self.state.instructions
@@ -196,7 +173,7 @@ class SharedStreams:
                 case instructions.Free(group):
                     self.running[group.stream].free(group)
                 case instructions.Wake(consumer):
-                    self.members[consumer].wake()
+                    self.ranks[consumer].wake()
                 case instructions.Open(stream):
                     self.running[stream] = SharedStream(stream, self)
                 case instructions.Close(stream):
@@ -206,7 +183,7 @@ class SharedStreams:
                 case instructions.Rewind(stream):
                     self.running[stream].rewind()
                 case instructions.Detached(consumer):
-                    name, job = self.spec.dataset.name, self.members[consumer].flow.name
+                    name, job = self.spec.dataset.name, self.ranks[consumer].flow.name
                     log_event("reader falls behind", {"dataset": name, "job": job})
 
 
@@ -250,7 +227,7 @@ class SharedStream:
     @property
     def _flow(self) -> Flow:
         """The job of the owner: it pays for the reads as it does for the memory."""
-        return self._streams.members[self.stream.owner].flow
+        return self._streams.ranks[self.stream.owner].flow
 
     def result(self, step: int) -> GroupResult:
         """What was read for a step that is ready."""
@@ -345,13 +322,13 @@ class SharedStream:
             slot.arena.release()
         if self.stream.is_closed:
             return
-        total_s, spec, members = clock() - began, self._spec, self._streams.members
+        total_s, spec, ranks = clock() - began, self._spec, self._streams.ranks
         self.storage_share.add(delays.storage_s, total_s)
         timing = BatchTiming(
             spec.dataset.name,
             self._flow.name,
             self._flow.user,
-            frozenset(members[segment.consumer].flow.user for segment in self.stream.segments),
+            frozenset(ranks[segment.consumer].flow.user for segment in self.stream.segments),
             spec.rank,
             spec.world_size,
             spec.order.step_of(fetch.plan.first_step),
@@ -388,4 +365,4 @@ class SharedStream:
             facts = {"dataset": self._spec.dataset.name, "error": repr(error)}
             log_event("prefetch failed", facts, logging.ERROR)
         for segment in list(self.stream.segments):
-            self._streams.members[segment.consumer].end(reason)
+            self._streams.ranks[segment.consumer].end(reason)

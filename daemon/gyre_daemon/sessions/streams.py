@@ -79,12 +79,12 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """A session's part in shared streams: it reads the steps `[next_step, end_step)`.
+    """A data rank's part in shared streams: it reads the steps `[next_step, end_step)`.
 
     Attributes:
         next_step: the step that it is sent next.
         end_step: the first step that it does not want; None if it reads without end.
-        share: the memory that its session has reserved.
+        share: the memory that its sessions have reserved.
         is_starved: its client may soon run out of batches, and none is ready for it.
         segments: the streams from which it takes its steps, in their order; empty once it has left.
         held: the batches that were sent and not released: the steps that were sent together and
@@ -149,9 +149,9 @@ class Consumer:
         return sum(len(steps) for steps, _ in self.held.values())
 
     @property
-    def num_sharing(self) -> int:
-        """How many consumers have a stream in common with it, now or later; 0 once it has left."""
-        return len({other.consumer for each in self.segments for other in each.stream.segments})
+    def sharing(self) -> set["Consumer"]:
+        """The consumers that have a stream in common with it, now or later; none once it left."""
+        return {other.consumer for each in self.segments for other in each.stream.segments}
 
     def cost_s(self, now: float) -> float:
         """The seconds that others have waited for it, less what is forgiven."""

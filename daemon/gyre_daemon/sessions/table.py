@@ -26,7 +26,7 @@ from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.sessions.allowance import Taken, allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
-from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.session import Session, joinable_rank
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.weights import weights_of
 
@@ -39,7 +39,7 @@ _PLANNED_BYTES, _ANSWERED_BYTES = 1 << 20, 64 << 20
 
 
 class SessionTable:
-    """The sessions of a daemon, by id; a rank of a user's job has at most one."""
+    """The sessions of a daemon, by id; each peer of a rank of a user's job has at most one."""
 
     def __init__(self, resources: DaemonResources, weights: Mapping[str, float]) -> None:
         """A table without sessions.
@@ -70,10 +70,10 @@ class SessionTable:
         self.resources.limits.count_job_request(owner.name, job)
 
     async def open(self, request: SessionRequest) -> Session:
-        """Open a session, which begins to fetch; its user's older one of the same rank is fenced.
+        """Open a session, which begins to fetch; its user's older one of the same peer is fenced.
 
         Raises:
-            Fenced: a newer generation of this rank is here already.
+            Fenced: a newer generation of this peer is here already.
             Draining: the daemon takes no new session.
             Overloaded: its user or its job has as many sessions as it may, or the daemon has too
                 few descriptors left.
@@ -89,13 +89,16 @@ class SessionTable:
         plan = partial(_plan, request, resources)
         planner = await self.compute(request.owner.name, plan, _PLANNED_BYTES)
         check_descriptors()
-        await make_room(request, self._sessions.values(), resources)
         reader, owner = request.reader, request.owner
+        key = JobKey(owner.name, reader.job)
+        flow = self._flow(key)
+        if joinable_rank(request, planner, flow, resources) is None:
+            await make_room(request, self._sessions.values(), resources)
         for other in self:
             theirs = other.request.reader
             if other.request.owner.name != owner.name:
                 continue
-            if (theirs.fence, theirs.rank) != (reader.fence, reader.rank):
+            if (theirs.fence, theirs.rank, theirs.peer) != (reader.fence, reader.rank, reader.peer):
                 continue
             if theirs.generation > reader.generation:
                 raise Fenced(
@@ -110,8 +113,7 @@ class SessionTable:
         self._check_number(request)
         taken = Taken(self._sessions.values(), resources.budget)
         allowed = list(allowances(request, taken, resources))
-        key = JobKey(owner.name, reader.job)
-        session = Session(request, planner, self._flow(key), resources, allowed)
+        session = Session(request, planner, flow, resources, allowed)
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = resources.metrics.jobs.open(key)
         self._empty.clear()
@@ -123,7 +125,7 @@ class SessionTable:
         audit_event("session open", _facts(session))
         facts = {"session": session.handle, "first_step": session.first_step}
         facts |= {"window": session.window_size, "sharing": session.num_sharing}
-        debug_event("session reads", facts | {"reserved_bytes": session.share.reserved_bytes})
+        debug_event("session reads", facts | {"reserved_bytes": session.reserved_bytes})
         return session
 
     async def compute(
@@ -288,7 +290,7 @@ def _facts(session: Session) -> dict[str, object]:
         "dataset": request.dataset.name,
         "job": request.reader.job,
         "rank": request.reader.rank,
-    }
+    } | ({} if request.reader.peer is None else {"peer": request.reader.peer})
 
 
 def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
@@ -318,4 +320,5 @@ def _in_words(planner: BatchPlanner) -> str:
 
 
 def _who(reader: Reader) -> str:
-    return f"rank {reader.rank} of job {reader.job!r}"
+    peer = "" if reader.peer is None else f", peer {reader.peer},"
+    return f"rank {reader.rank}{peer} of job {reader.job!r}"

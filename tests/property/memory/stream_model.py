@@ -272,7 +272,7 @@ class StreamModel(RuleBasedStateMachine):
 
     @invariant()
     def two_consumers_count_each_other_equally(self) -> None:
-        counts = [reader.consumer.num_sharing for reader in self.runner.present]
+        counts = [len(reader.consumer.sharing) for reader in self.runner.present]
         assert len(counts) != 2 or counts[0] == counts[1] >= 1
 
     @invariant()

@@ -28,7 +28,7 @@ def test_a_consumer_that_stops_is_detached_when_the_time_has_run_out() -> None:
         num_turns += 1
         assert num_turns < 100
     assert num_turns >= stream_state.STALL_S / 0.1, "others waited for it that long"
-    assert fast.consumer.num_sharing == stopped.consumer.num_sharing
+    assert len(fast.consumer.sharing) == len(stopped.consumer.sharing)
     assert len(runner.state.streams) == 2
     assert fast.num_detached == 0
     before = stopped.next_step
@@ -64,7 +64,7 @@ def test_a_consumer_that_comes_a_little_late_catches_up() -> None:
     runner, (first,) = reading_together(6)
     late = runner.join(max(0, first.next_step - 12), None, share_for(6))
     assert len(runner.state.streams) == 2
-    assert [each.consumer.num_sharing for each in (first, late)] == [2, 2], "from the start"
+    assert [len(each.consumer.sharing) for each in (first, late)] == [2, 2], "from the start"
     for _ in range(30):
         runner.turn([first, late])
     assert first.consumer.stream is late.consumer.stream
