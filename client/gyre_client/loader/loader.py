@@ -19,6 +19,7 @@ from gyre_common.counts import counted
 from gyre_common.foreign_command import foreign_command
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
+from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.batches.batch import Position
 from gyre_client.batches.device import parse_device
@@ -33,8 +34,9 @@ from gyre_client.loader.functions import declare_functions, declared_or_function
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place, Stream
-from gyre_client.loader.ranks import join_run, rank_and_world_size
+from gyre_client.loader.ranks import join_run, ranks_of_loader
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
+from gyre_client.loader.sequence_cut import cut_of
 from gyre_client.loader.steps import LoaderSteps
 from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
 from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps
@@ -101,6 +103,13 @@ class Loader(LoaderSteps):
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
+        peer: int | None = None,
+        cp_rank: int | None = None,
+        cp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        data_dims: Sequence[str] | None = None,
+        cp_dim: str | None = None,
+        cp_cut: str = "contiguous",
         address: str | None = None,
         daemon_user: int | str | None = None,
         tail: str = "wrap",
@@ -137,6 +146,20 @@ class Loader(LoaderSteps):
             rank: This process's rank, in [0, world_size). If rank and world size are None, they are
                 torch.distributed's, or 0 and 1 where it is not used.
             world_size: The number of ranks that share each batch.
+            peer: With `rank`, tells processes apart that were given the same rank and so get the
+                same batches, such as those of a tensor-parallel group: any number that only one of
+                them has, also after a restart. If None, the rank that the launcher gave.
+            cp_rank: With `rank`, the slice of each sequence that this process reads, in [0,
+                cp_size); None for whole sequences. See `cp_dim`.
+            cp_size: The number of these slices.
+            mesh: A DeviceMesh with named dims, in place of `rank`, `peer` and `cp_rank`.
+            data_dims: The dims of `mesh` along which batches differ. Ranks along all other dims are
+                peers: they get the same batches, which are in memory once.
+            cp_dim: The dim of `mesh` along which ranks read slices of the same sequences. Fields
+                with one value per token become [B, L / cp]; `labels` is added, the next token of
+                each or -100; see docs/meshes.md.
+            cp_cut: `contiguous`, or `zigzag`: the sequence has 2 cp chunks, of which a rank reads
+                one from each half, so that causal attention costs all ranks the same.
             address: `unix:/path.sock`, `tcp:host:port` or `tls:host:port`. If None, a dataset's
                 name is looked up at the environment's GYRE_ADDRESS; a path or URI is read by a
                 private daemon, one for all loaders of all ranks of a run on a machine, which ends
@@ -211,8 +234,10 @@ class Loader(LoaderSteps):
         """
         refuse_unknown(unknown)
         accelerated.wrap_accelerate(Loader)
-        rank, world_size = rank_and_world_size(rank, world_size)
-        if rank == 0:
+        explicit = rank, world_size, peer, cp_rank, cp_size
+        ranks = ranks_of_loader(mesh, data_dims, cp_dim, explicit)
+        rank, world_size = ranks.rank, ranks.world_size
+        if rank == 0 and not ranks.peer:
             _warn_of_foreign_command()
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
         self._restart = flag("restart", restart)
@@ -227,7 +252,7 @@ class Loader(LoaderSteps):
             order=order_spec(
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
-            reader=reader(job, rank, world_size),
+            reader=reader(job, ranks.rank, world_size, ranks.peer),
             # 0: the daemon reads ahead beyond the end of an iteration
             num_epochs=(self._num_epochs or 0) if restart else 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
@@ -252,6 +277,7 @@ class Loader(LoaderSteps):
             )
             # A dtype that cannot hold the ids is refused here and not with the first batch.
             widened(self._description.fields, token_dtype)
+            cut = cut_of(self._description, ranks, cp_cut)
             if tail == "drop" and self.num_samples < batch_size:
                 raise InvalidRequest(
                     f"an epoch of {counted(self.num_samples, 'sample')} has no whole batch of "
@@ -272,7 +298,7 @@ class Loader(LoaderSteps):
             stall_timeout_s=stall_timeout_s,
             agreement=Agreement(key, rank, is_private=target.private is not None),
         )
-        self._place = Place(self._resources, self._request, self._description, tail, open_here)
+        self._place = Place(self._resources, self._request, self._description, tail, open_here, cut)
 
     def __iter__(self) -> EpochIterator:
         refuse_stacking(sys._getframe().f_back)

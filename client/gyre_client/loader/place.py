@@ -11,6 +11,7 @@ from gyre_client.batches.device import DeviceStream
 from gyre_client.batches.stream import BatchStream
 from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.resources import LoaderResources
+from gyre_client.loader.sequence_cut import SequenceCut
 
 Stream = BatchStream | DeviceStream
 
@@ -38,6 +39,7 @@ class Place:
         description: pb.DatasetDescription,
         tail: str,
         open_stream: Callable[[pb.OpenSessionRequest, Iterator[int], list[BatchStream]], Stream],
+        cut: SequenceCut | None = None,
     ) -> None:
         """Stands before the first batch, and opens nothing.
 
@@ -47,12 +49,14 @@ class Place:
             description: Of the dataset; it grows with the dataset.
             tail: What happens to samples that do not fill an epoch's last batch.
             open_stream: Opens a session by a request; see `opening.open_stream`.
+            cut: Makes a context-parallel rank's slice of each batch; None for whole batches.
         """
         self._resources = resources
         self._request = request
         self._description = description
         self._tail = tail
         self._open_stream = open_stream
+        self._cut = cut
         self._generations = itertools.count(request.reader.generation + 1)
         self._mixture_digest = 0  # that of the last batch of the streams before
         self._count([(0, description.num_samples)])
@@ -99,7 +103,8 @@ class Place:
         if found is None:
             raise StopIteration
         batch, behind = found
-        return stream, batch.tensors, behind
+        tensors = batch.tensors
+        return stream, self._cut(tensors) if self._cut else tensors, behind
 
     def locate(self) -> None:
         """Opens the stream if nothing was read yet: the daemon says where a job begins."""

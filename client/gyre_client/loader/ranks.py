@@ -1,15 +1,110 @@
-"""Finds out which part of each batch this process reads, and for which job."""
+"""Finds out which part of each batch this process reads, which slice of it, and for which job.
+
+A *data rank* is a part of each global batch. *Peers* are processes that read the same part: the
+ranks along the tensor-, pipeline- or context-parallel dims of a mesh.
+"""
 
 import hashlib
+import logging
 import os
+import re
 import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch.distributed
 from gyre_protos.v1 import loader_pb2 as pb
+from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.messages.arguments import MAX_UINT32, whole
+from gyre_client.messages.arguments import MAX_UINT32, shown, whole
 from gyre_client.targets.run import launched_as, ordinal, this_run
+
+_log = logging.getLogger("gyre_client")
+# Parts of the names of dims along which batches usually differ. Experts lie inside them.
+_DATA_DIM = re.compile(r"(^|_)(dp|ddp|fsdp|hsdp|data|batch|replicate|shard|ep|expert|experts)(_|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which part of each batch a process reads.
+
+    Attributes:
+        rank: The data rank, in [0, world_size).
+        world_size: The number of data ranks.
+        peer: Tells processes of one data rank apart; None where there is only one.
+        cp_rank: The slice of each sequence, in [0, cp_size).
+        cp_size: The number of slices; None where sequences are not cut.
+    """
+
+    rank: int
+    world_size: int
+    peer: int | None = None
+    cp_rank: int = 0
+    cp_size: int | None = None
+
+
+def ranks_of_loader(
+    mesh: DeviceMesh | None,
+    data_dims: Sequence[str] | None,
+    cp_dim: str | None,
+    explicit: tuple[int | None, int | None, int | None, int | None, int | None],
+) -> Ranks:
+    """Returns the ranks that a `Loader`'s arguments mean.
+
+    Args:
+        mesh: See `Loader`, as for the others.
+        data_dims: See `Loader`.
+        cp_dim: See `Loader`.
+        explicit: `rank`, `world_size`, `peer`, `cp_rank` and `cp_size`.
+
+    Raises:
+        InvalidRequest: They contradict each other, or see `ranks_of` and `ranks_of_mesh`.
+    """
+    if mesh is None:
+        if data_dims is not None or cp_dim is not None:
+            key = "cp_dim" if data_dims is None else "data_dims"
+            raise InvalidRequest(f"{key}: names dims of a mesh, and there is none. Pass mesh=")
+        return ranks_of(*explicit)
+    if any(each is not None for each in explicit):
+        raise InvalidRequest(
+            "mesh: says which ranks read which batches. Leave out rank, world_size, peer, cp_rank "
+            "and cp_size"
+        )
+    return ranks_of_mesh(mesh, data_dims, cp_dim)
+
+
+def ranks_of(
+    rank: int | None,
+    world_size: int | None,
+    peer: int | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Ranks:
+    """Returns the ranks as given, as torch.distributed says, or those of a process alone.
+
+    Raises:
+        InvalidRequest: The numbers are out of range, only one of a pair is given, `peer` or a slice
+            is given without a rank, or this process was launched as one of several ranks and
+            torch.distributed is not initialised.
+    """
+    number, num = rank_and_world_size(rank, world_size)
+    if (cp_rank is None) != (cp_size is None):
+        raise InvalidRequest("cp_rank and cp_size go together: give both or neither")
+    if rank is None:
+        if peer is not None or cp_size is not None:
+            raise InvalidRequest(
+                f"{'cp_rank' if peer is None else 'peer'} needs rank and world_size: peers read "
+                "one rank's part. Pass rank= and world_size= of the data-parallel group, or mesh="
+            )
+        return Ranks(number, num)
+    peer = _default_peer(num) if peer is None else whole("peer", peer, 0, MAX_UINT32)
+    if cp_rank is None or cp_size is None:
+        return Ranks(number, num, peer)
+    cp_size = whole("cp_size", cp_size, 1, MAX_UINT32)
+    return Ranks(number, num, peer, whole("cp_rank", cp_rank, 0, cp_size - 1), cp_size)
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -35,6 +130,115 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
     return whole("rank", rank, 0, world_size - 1), world_size
 
 
+def ranks_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | None, cp_dim: str | None) -> Ranks:
+    """Returns the ranks of this process in a mesh.
+
+    Raises:
+        InvalidRequest: The mesh has no names or is no mesh, this process is not in it, or it has no
+            such dims.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidRequest(
+            f"mesh: not a DeviceMesh (got {shown(mesh)}). Make one with init_device_mesh"
+        )
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names:
+        raise InvalidRequest(
+            "mesh: its dims have no names. Pass mesh_dim_names=('dp', 'tp') to init_device_mesh"
+        )
+    if coordinates is None:
+        raise InvalidRequest(
+            "mesh: this process is not in it. Make the Loader on the ranks of the mesh only"
+        )
+    sizes = dict(zip(names, map(int, mesh.shape), strict=True))
+    place = dict(zip(names, coordinates, strict=True))
+    world_size = torch.distributed.get_world_size()
+    return ranks_at(sizes, place, data_dims, cp_dim, mesh.get_rank(), world_size)
+
+
+def ranks_at(
+    sizes: Mapping[str, int],
+    place: Mapping[str, int],
+    data_dims: Sequence[str] | None,
+    cp_dim: str | None,
+    global_rank: int,
+    world_size: int,
+) -> Ranks:
+    """Returns the ranks of one process of a mesh. Warns where data dims seem to be left out.
+
+    Args:
+        sizes: The size of each dim, in the order of the mesh.
+        place: The process's coordinate along each dim.
+        data_dims: The dims along which batches differ.
+        cp_dim: The dim along which sequences are cut; None for none.
+        global_rank: The process's rank in the whole job.
+        world_size: The number of processes in the whole job, of which the mesh may be a part.
+
+    Raises:
+        InvalidRequest: There are no such dims, or the sequence is cut along a data dim.
+    """
+    has = f"the mesh has the dims {', '.join(sizes)}"
+    if data_dims is None:
+        raise InvalidRequest(
+            f"data_dims: missing, and {has}. Name those along which batches differ, as in "
+            f"data_dims=({next(iter(sizes))!r},)"
+        )
+    dims = (data_dims,) if isinstance(data_dims, str) else tuple(data_dims)
+    for name in (*dims, *(() if cp_dim is None else (cp_dim,))):
+        if name not in sizes:
+            key = "data_dims" if name in dims else "cp_dim"
+            raise InvalidRequest(f"{key}: {has} (got {shown(name)}). Name one of these")
+    if cp_dim in dims:
+        raise InvalidRequest(
+            f"cp_dim: {cp_dim!r} is in data_dims, along which batches differ. Take it out of "
+            "data_dims: ranks along cp_dim share a batch"
+        )
+    ordered = [name for name in sizes if name in dims]
+    rank = 0
+    for name in ordered:
+        rank = rank * sizes[name] + place[name]
+    num_data = prod(sizes[name] for name in ordered)
+    _tell(sizes, place, ordered, num_data)
+    peer = global_rank if num_data < world_size else None
+    if cp_dim is None:
+        return Ranks(rank, num_data, peer)
+    return Ranks(rank, num_data, peer, place[cp_dim], sizes[cp_dim])
+
+
+def _tell(
+    sizes: Mapping[str, int], place: Mapping[str, int], ordered: Sequence[str], num_data: int
+) -> None:
+    """Says on the first rank of the mesh how many batches there are; warns where it looks wrong."""
+    if any(place.values()):
+        return
+    what = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    summary = f"mesh {what} with data_dims {tuple(ordered)}: {num_data} distinct batches a step"
+    left_out = [name for name in sizes if name not in ordered and _DATA_DIM.search(name)]
+    if any(sizes[name] > 1 for name in left_out):
+        warnings.warn(
+            f"{summary}. Batches usually differ along {', '.join(left_out)}, too: if so, take "
+            f"data_dims={tuple(name for name in sizes if name in (*ordered, *left_out))}",
+            stacklevel=5,
+        )
+    else:
+        _log.info("%s", summary)
+
+
+def _default_peer(world_size: int) -> int | None:
+    """Tells this process from others that were given the same rank.
+
+    That is its rank among all that were launched, which it has again after a restart. None where
+    each process has a rank for itself, or nothing launched it.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        num_launched, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    elif (rank := os.environ.get("RANK", "")).isdecimal():
+        num_launched, number = int(os.environ.get("WORLD_SIZE", "1")), int(rank)
+    else:
+        return None
+    return number if num_launched > world_size else None
+
+
 def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
     """Makes a reader whose job has no name one of the job of its run.
 
@@ -47,7 +251,8 @@ def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
         its ranks are others than those of the run.
     """
     reader, key = request.reader, ""
-    if (reader.rank, reader.world_size) == launched_as():
+    has_peers = reader.HasField("peer")
+    if has_peers or (reader.rank, reader.world_size) == launched_as():
         same = pb.OpenSessionRequest()
         same.CopyFrom(request)
         for field in ("reader", "prefetch_batches"):

@@ -139,8 +139,10 @@ def _bucket(values: Mapping[str, object]) -> pb.Bucket:
     return message
 
 
-def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
+def reader(job: str | None, rank: int, world_size: int, peer: int | None = None) -> pb.Reader:
     """Returns the identity of one reader: a rank of a job; without a name, it is a job by itself.
+
+    `peer` tells it from other readers of the same rank.
 
     Its generation is the time in milliseconds, so that a restarted process is newer than the one
     before, and fences it off.
@@ -156,6 +158,7 @@ def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
         rank=rank,
         world_size=world_size,
         generation=generation,
+        peer=peer,
     )
 
 
