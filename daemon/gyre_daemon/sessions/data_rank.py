@@ -45,6 +45,9 @@ class Streams(Protocol):
     def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
         """Note that a consumer may soon run out of batches, or that it does not any more."""
 
+    def resize(self, consumer: Consumer, share: Share) -> None:
+        """Note that a consumer has less memory from now on."""
+
     def leave(self, consumer: Consumer) -> None:
         """Let a consumer read no more."""
 
@@ -58,7 +61,8 @@ class _Part:
         batches: the batches, or the error.
         num_waiting: how many peers are still to be sent some of them.
         num_held: how many times peers hold some of them.
-        is_leased: whether their arena stays although its stream may end.
+        is_leased: whether their arena stays although its stream may end; once it does, until they
+            are dropped.
     """
 
     steps: range
@@ -254,6 +258,11 @@ class DataRank:
         for step in list(peer.held):
             self.release(peer, step)
 
+    def resize(self, share: Share) -> None:
+        """Use less memory from now on."""
+        self.streams.resize(self.consumer, share)
+        self._drop_excess()
+
     def set_starved(self, peer: RankPeer, *, is_starved: bool) -> None:
         """Note that a peer's client may soon run out of batches.
 
@@ -308,9 +317,10 @@ class DataRank:
         return part
 
     def _settle(self, part: _Part) -> None:
-        """Drop or retain a part that is not needed; lease its arena while it is to be sent."""
-        if part.num_waiting or part.num_held:
-            part.lease(is_wanted=part.num_waiting > 0)
+        """Drop or retain a part that is not needed; lease the arena of one that is to be sent."""
+        if part.num_waiting:
+            part.lease(is_wanted=True)
+        if part.num_waiting or part.num_held:  # who was sent it just now may not map the arena yet
             return
         if not (self.peers and self.num_retained and part.can_be_sent):
             self._drop(part)
@@ -318,6 +328,9 @@ class DataRank:
         part.lease(is_wanted=True)
         self._retained.append(part)
         self._retained.sort(key=lambda each: each.steps.start)
+        self._drop_excess()
+
+    def _drop_excess(self) -> None:
         num_over = sum(len(each.steps) for each in self._retained) - self.num_retained
         while num_over > 0:
             oldest = self._retained.pop(0)

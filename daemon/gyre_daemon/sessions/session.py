@@ -375,7 +375,7 @@ class Session:
         share = self.request.wanted_share(max(before // 2, self.least_bytes), scarce=True)
         if self._ended or share.reserved_bytes >= before:
             return False
-        self._streams.resize(self.rank.consumer, share)
+        self.rank.resize(share)
         self._resources.budget.give_back(before - share.reserved_bytes)
         return True
 
