@@ -1,5 +1,6 @@
 """One session from attaching to its end: the control stream, the payload stream, and a watchdog."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,10 @@ HEARTBEATS_PER_LEASE = 4
 # still has the other half to go on with. All of it would stall the daemon; a small part would cost
 # a message per batch.
 MESSAGES_PER_GRANT = 2
+# A peer that computes longer than this between two batches is rare; one that reads no more is not.
+_PEER_S = 30.0
+
+_log = logging.getLogger("gyre_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class Attachment:
         self._next_step = opened.first_step
         self._num_received = 0
         self._stalled_s = 0.0
+        self._has_told_of_peer = False
         self._last_layout = b"", Layout([], 0)  # as it came, and as it was read
         self._num_granted = opened.max_queued_batches
         self._max_kept = opened.max_kept_batches
@@ -283,6 +289,14 @@ class Attachment:
             self._stalled_s = 0.0
             return
         self._stalled_s += silent_s
+        if waiting_for.startswith("peer") and self._stalled_s > _PEER_S:
+            if not self._has_told_of_peer:
+                _log.warning(
+                    "step %d waits for %s: all peers of a rank must read every batch",
+                    self._next_step,
+                    printable(waiting_for),
+                )
+            self._has_told_of_peer = True
         if self._stalled_s > self._session.stall_timeout_s:
             reason = f"; it says that it waits for {printable(waiting_for)}" if waiting_for else ""
             raise DaemonFault(

@@ -88,9 +88,14 @@ _MORE_COLUMNS = (
     _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
+_PEER = _Column("PEER", 0, lambda row: _peer(row.session.reader))
 _FILLED = _Column("FILLED", 0, lambda row: _share(row.session, "filled"))
 _SPREAD = _Column("SPREAD", 0, lambda row: _share(row.session, "spread"))
 _SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
+
+
+def _peer(reader: pb.Reader) -> str:
+    return str(reader.peer) if reader.HasField("peer") else _UNKNOWN
 
 
 def _share(session: pb.SessionState, name: Literal["filled", "spread"]) -> str:
@@ -109,6 +114,8 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
     parts = [facts(_daemon_facts(status), num_columns)]
     if status.sessions:
         columns = [*_COLUMNS, *_MORE_COLUMNS]
+        if any(session.reader.HasField("peer") for session in status.sessions):
+            columns.append(_PEER)
         if any(session.stages for session in status.sessions):
             columns.append(_SAMPLES)
         if any(session.HasField("filled") for session in status.sessions):
@@ -221,9 +228,9 @@ def _memory(status: pb.DaemonStatus) -> str:
 
 
 def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str]]:
-    """Returns one row per session, ordered by job and rank."""
+    """Returns one row per session, ordered by job, rank and peer."""
     sessions = sorted(
-        status.sessions, key=lambda session: (session.reader.job, session.reader.rank)
+        status.sessions, key=lambda each: (each.reader.job, each.reader.rank, each.reader.peer)
     )
     rows = [_Row(session, session_rates(session)) for session in sessions]
     return [[column.read(row) for column in columns] for row in rows]

@@ -63,7 +63,7 @@ async def responses(
                     news = await session.next_news(max_batches(session))
             except TimeoutError:
                 before, times = times, session.totals.times
-                yield pb.StreamResponse(heartbeat=_heartbeat(times - before))
+                yield pb.StreamResponse(heartbeat=_heartbeat(times - before, session.held_up_by))
                 continue
             if isinstance(news, LeftArenas):
                 yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
@@ -84,8 +84,10 @@ async def responses(
     await listening  # the client reads the rest of its payload and hangs up
 
 
-def _heartbeat(times: WindowTimes) -> pb.Heartbeat:
+def _heartbeat(times: WindowTimes, held_up_by: str) -> pb.Heartbeat:
     """A heartbeat that says what the next batch waited for longest since the last one."""
+    if held_up_by:
+        return pb.Heartbeat(waiting_for=held_up_by)
     waits = {
         "the storage": times.wait_storage_s,
         "a processor": times.wait_processor_s,

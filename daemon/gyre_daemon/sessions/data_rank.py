@@ -273,6 +273,12 @@ class DataRank:
         any_starved = any(each.is_starved for each in self.peers)
         self.streams.set_starved(self.consumer, is_starved=are_level and any_starved)
 
+    def held_up_by(self, peer: RankPeer) -> RankPeer | None:
+        """The peer that another one waits for, because what it is still to be sent fills memory."""
+        slowest = max(self.peers, key=lambda each: each.num_taken, default=peer)
+        waits = not peer.is_ready and self.consumer.segments and self.consumer.stream.is_full
+        return slowest if waits and slowest.num_taken else None
+
     def fed(self, peer: RankPeer) -> None:
         """Note that a peer waits no more."""
         peer.is_starved = False

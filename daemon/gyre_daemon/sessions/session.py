@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from gyre_common.counts import counted
+
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
@@ -152,6 +154,16 @@ class Session:
     def num_sharing(self) -> int:
         """How many sessions, with itself, take batches from the same shared streams, or will."""
         return self._streams.num_sharing(self.rank.consumer)
+
+    @property
+    def held_up_by(self) -> str:
+        """The peer that it waits for, for people; empty if it waits for none."""
+        peer = self.rank.held_up_by(self.peer)
+        return (
+            f"peer {peer.number}, which is {counted(peer.num_taken, 'batch')} behind"
+            if peer
+            else ""
+        )
 
     @property
     def num_in_flight(self) -> int:

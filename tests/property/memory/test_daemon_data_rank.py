@@ -270,6 +270,8 @@ def test_a_peer_that_stops_is_waited_for_and_not_detached() -> None:
     for _ in range(100):
         model.turn([fast], [])
     num_slots = fast.peer.rank.share.num_bytes // PAGE
+    assert fast.peer.rank.held_up_by(fast.peer) is stopped.peer
+    assert fast.peer.rank.held_up_by(stopped.peer) is None
     assert fast.next_step <= before + num_slots
     assert len(model.streams.runner.state.streams) == 1
     stopped.peer.rank.leave(stopped.peer)  # its lease has run out
