@@ -158,8 +158,8 @@ class Loader(LoaderSteps):
             cp_dim: The dim of `mesh` along which ranks read slices of the same sequences. Fields
                 with one value per token become [B, L / cp]; `labels` is added, the next token of
                 each or -100; see docs/meshes.md.
-            cp_cut: `contiguous`, or `zigzag`: the sequence has 2 cp chunks, of which a rank reads
-                one from each half, so that causal attention costs all ranks the same.
+            cp_cut: `contiguous`, or `zigzag`: the sequence has 2 cp chunks, and a rank reads one
+                from each half, so that causal attention costs all ranks the same.
             address: `unix:/path.sock`, `tcp:host:port` or `tls:host:port`. If None, a dataset's
                 name is looked up at the environment's GYRE_ADDRESS; a path or URI is read by a
                 private daemon, one for all loaders of all ranks of a run on a machine, which ends

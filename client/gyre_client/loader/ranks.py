@@ -23,7 +23,7 @@ from gyre_client.messages.arguments import MAX_UINT32, shown, whole
 from gyre_client.targets.run import launched_as, ordinal, this_run
 
 _log = logging.getLogger("gyre_client")
-# Parts of the names of dims along which batches usually differ. Experts lie inside them.
+# Parts of the names of dims along which batches usually differ. Experts are inside them.
 _DATA_DIM = re.compile(r"(^|_)(dp|ddp|fsdp|hsdp|data|batch|replicate|shard|ep|expert|experts)(_|$)")
 
 
@@ -172,7 +172,7 @@ def ranks_at(
         data_dims: The dims along which batches differ.
         cp_dim: The dim along which sequences are cut; None for none.
         global_rank: The process's rank in the whole job.
-        world_size: The number of processes in the whole job, of which the mesh may be a part.
+        world_size: The number of processes in the whole job; the mesh may be a part of it.
 
     Raises:
         InvalidRequest: There are no such dims, or the sequence is cut along a data dim.

@@ -4,8 +4,8 @@
 [rL/n, (r+1)L/n). *Zig-zag*: the sequence has 2n chunks, and rank r has chunks r and 2n-1-r, so that
 causal attention costs every rank the same.
 
-Targets are shifted before the cut: the label of a token is the next token, also where that one lies
-in another rank's slice.
+Targets are shifted before the cut: the label of a token is the next token, also where another
+rank's slice has it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from gyre_client.messages.arguments import choice, shown
 from gyre_client.messages.layouts import MASK, OFFSETS_SUFFIX
 
 LABELS = "labels"
-NO_TARGET = -100  # what torch.nn.functional.cross_entropy ignores by default
+NO_TARGET = -100  # ignored by torch.nn.functional.cross_entropy
 NO_DOCUMENT = -1
 _TOKENS, _LOSS_MASK = "tokens", "loss_mask"
 _DOCUMENT_ID, _CU_SEQLENS = "document_id", "cu_seqlens"
@@ -132,7 +132,7 @@ class SequenceCut:
         return by_begin[torch.searchsorted(begins, everywhere.to(begins.dtype), right=True) - 1]
 
     def _bounds(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`cu_seqlens` of contiguous slices that lie one after the other."""
+        """`cu_seqlens` of contiguous slices, one after the other."""
         begins, (here,) = batch[_CU_SEQLENS][:-1], self._ranges
         num_rows, size = len(batch[self.field]), len(here)
         rows, columns = begins // self.length, begins % self.length

@@ -198,7 +198,7 @@ class Arena:
         if not self.is_kept:
             self._files.add(self.descriptor, self._file_gone)
         descriptor = self._file.open_for_reading()
-        if self.is_closed:  # and leased by what a slow peer is still to be sent
+        if self.is_closed:  # and leased: a slow peer is still to be sent a batch
             if self.is_kept:
                 self._budget.regain(self.num_bytes, self._users)
             self._budget.abandon(self.num_bytes, self._users | {user})

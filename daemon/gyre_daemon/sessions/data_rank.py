@@ -7,7 +7,7 @@ A session without peers is the only peer of its data rank.
 
 The fastest peer takes batches from the stream. They stay in memory until every peer was sent them
 and has released them. So a slow peer stops the others when memory is full, as it does in the next
-collective operation. A peer that dies, or whose lease runs out, leaves and stops nobody.
+collective operation. A peer that dies, or whose lease runs out, leaves and stops no other.
 
 A peer joins at a step that is still here with all that follow. Peers open their sessions one after
 the other, and one that is started again comes later still. So the newest batches that all have
@@ -73,7 +73,7 @@ class _Part:
 
     @property
     def arena(self) -> Arena | None:
-        """Where they lie; None for an error."""
+        """Their arena; None for an error."""
         return self.batches.slot.arena if isinstance(self.batches, BatchGroup) else None
 
     @property

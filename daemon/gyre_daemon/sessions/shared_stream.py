@@ -128,7 +128,7 @@ class SharedStreams:
         self.execute()
 
     def are_open(self, consumer: Consumer, steps: Iterable[int]) -> bool:
-        """Whether some of the batches that a consumer took at these steps lie in an open stream."""
+        """Whether some of the batches that a consumer took at these steps are of an open stream."""
         taken = [consumer.held[step] for step in steps if step in consumer.held]
         return any(group.stream in self.running for _, group in taken)
 
