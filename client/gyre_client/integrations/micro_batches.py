@@ -34,7 +34,7 @@ class TokenBatch:
     def split(self, size: int) -> "Iterator[TokenBatch]":
         """Yields views of `size` rows each."""
         fields = (self.tokens, self.targets, self.counts, self.position)
-        for parts in zip(*(each.split(size) for each in fields), strict=True):
+        for parts in zip(*(torch.split(each, size) for each in fields), strict=True):
             yield TokenBatch(*parts)
 
 

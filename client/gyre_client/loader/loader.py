@@ -148,7 +148,8 @@ class Loader(LoaderSteps):
             world_size: The number of ranks that share each batch.
             peer: With `rank`, tells processes apart that were given the same rank and so get the
                 same batches, such as those of a tensor-parallel group: any number that only one of
-                them has, also after a restart. If None, the rank that the launcher gave.
+                them has, also after a restart. If None, the rank that the launcher gave, or the
+                number of the process.
             cp_rank: With `rank`, the slice of each sequence that this process reads, in [0,
                 cp_size); None for whole sequences. See `cp_dim`.
             cp_size: The number of these slices.

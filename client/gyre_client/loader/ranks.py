@@ -227,15 +227,15 @@ def _tell(
 def _default_peer(world_size: int) -> int | None:
     """Tells this process from others that were given the same rank.
 
-    That is its rank among all that were launched, which it has again after a restart. None where
-    each process has a rank for itself, or nothing launched it.
+    That is its rank among all that were launched, which it has again after a restart; without a
+    launcher, the number of the process. None where each process has a rank for itself.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         num_launched, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
     elif (rank := os.environ.get("RANK", "")).isdecimal():
         num_launched, number = int(os.environ.get("WORLD_SIZE", "1")), int(rank)
     else:
-        return None
+        return os.getpid()
     return number if num_launched > world_size else None
 
 

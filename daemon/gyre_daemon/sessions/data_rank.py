@@ -165,12 +165,19 @@ class DataRank:
         streams: where it takes them.
         consumer: its place there; its share is the memory of all peers.
         flow: its job.
+        fence: tells its run from others of the same name.
         peers: the sessions, in the order of joining. Until it leaves, the first of them stands for
             the memory.
     """
 
     def __init__(
-        self, streams: Streams, consumer: Consumer, flow: Flow, *, may_have_peers: bool
+        self,
+        streams: Streams,
+        consumer: Consumer,
+        flow: Flow,
+        fence: str,
+        *,
+        may_have_peers: bool,
     ) -> None:
         """A data rank without peers; the consumer has not joined the streams yet.
 
@@ -178,11 +185,12 @@ class DataRank:
             streams: where it takes batches.
             consumer: stands at its first step.
             flow: its job.
+            fence: see `DataRank`.
             may_have_peers: whether more than one session may join, so that batches are retained.
         """
         self.streams = streams
         self.consumer = consumer
-        self.flow = flow
+        self.flow, self.fence = flow, fence
         self.peers: list[RankPeer] = []
         self._may_have_peers = may_have_peers
         self._parts: dict[int, _Part] = {}  # by each of their steps

@@ -120,7 +120,13 @@ class Session:
             self._streams = resources.streams_of(_spec(request, planner))
             consumer = Consumer(self.first_step, self.num_steps, share)
             may_have_peers = request.reader.peer is not None
-            rank = DataRank(self._streams, consumer, flow, may_have_peers=may_have_peers)
+            rank = DataRank(
+                self._streams,
+                consumer,
+                flow,
+                request.reader.fence,
+                may_have_peers=may_have_peers,
+            )
         else:
             self._streams = resources.streams[_spec(request, planner).key]
         self.rank, self._granted = rank, rank.share
@@ -447,7 +453,14 @@ def joinable_rank(
     ranks = streams.ranks.values() if streams else ()
     number, steps = request.reader.peer, _steps(request, planner)
     return next(
-        (each for each in ranks if each.flow is flow and each.may_join(number, *steps)), None
+        (
+            each
+            for each in ranks
+            if each.flow is flow
+            and each.fence == request.reader.fence
+            and each.may_join(number, *steps)
+        ),
+        None,
     )
 
 

@@ -135,5 +135,5 @@ def test_a_private_daemon_finds_it_next_to_the_script(
     (tmp_path / "my_formats.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     check(Loader(records, format="my_formats:RECORDS", batch_size=4, epochs=1), "record")
-    with pytest.raises(GyreError, match="my_formats:ABSENT .* cannot be loaded: Attribute"):
+    with pytest.raises(GyreError, match=r"my_formats:ABSENT .* cannot be loaded: Attribute"):
         Loader(records, format="my_formats:ABSENT", batch_size=4)

@@ -213,7 +213,7 @@ def test_a_command_of_another_distribution_is_told(tmp_path: Path, wheel: Path) 
     (site / "installed.pth").write_text(f"import site; site.addsitedir({installed!r})")
     install(wheel, environment)
     np.arange(800, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    read = [environment / "bin/python", "-c", READ, tmp_path / "tokens.bin"]
+    read: list[str | Path] = [environment / "bin/python", "-c", READ, tmp_path / "tokens.bin"]
     result = run(read)
     assert (result.returncode, result.stdout, result.stderr) == (0, "4\n4\n", "")
 

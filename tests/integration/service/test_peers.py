@@ -108,13 +108,13 @@ def test_a_state_moves_from_one_mesh_to_another(daemon: Daemon, tmp_path: Path) 
             labels = torch.cat((targets[one], targets[other]), dim=1).tolist()
             assert second[rank][0][step] == (ids, cut, labels)
     # 2 data ranks of half a batch have reserved memory; then 1 of a whole batch
-    with open_peer(daemon.address, 0, 0) as one:
-        next(one)
+    with open_peer(daemon.address, 0, 0) as loader:
+        next(loader)
         assert first[0][2] == 2 * status(daemon).memory_reserved_bytes
     with Loader(
         "tokens", batch_size=BATCH, seed=3, address=daemon.address, prefetch_batches=4
-    ) as one:
-        next(one)
+    ) as loader:
+        next(loader)
         assert second[0][2] == status(daemon).memory_reserved_bytes
 
 
@@ -188,7 +188,12 @@ def test_a_peer_that_holds_batches_gets_them_all_after_the_others_have_left(
 
 
 def test_peers_join_a_running_job_together(daemon: Daemon) -> None:
-    arguments = {"rank": 0, "world_size": 2, "batch_size": BATCH, "address": daemon.address}
+    arguments: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 2,
+        "batch_size": BATCH,
+        "address": daemon.address,
+    }
     with (
         Loader("tokens", peer=0, join="rotate", job="late", **arguments) as first,
         Loader("tokens", peer=1, join="rotate", job="late", **arguments) as second,

@@ -136,7 +136,7 @@ def test_changed_code_is_refused_unless_said(data: Path) -> None:
         (never_ends, "python"),
     ],
 )
-def test_a_sample_that_fails_is_named(data: Path, function: object, told: str) -> None:
+def test_a_sample_that_fails_is_named(data: Path, function: Any, told: str) -> None:
     """The first samples that fields are learnt from are not the last one of the file."""
     arguments: dict[str, Any] = {"batch_size": 4, "order": "sequential"}
     with (

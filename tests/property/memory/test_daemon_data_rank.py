@@ -142,7 +142,7 @@ class RankModel(RuleBasedStateMachine):
         if rank is None:
             consumer, _ = self.streams.join(step, ahead)
             flow = Flow("job", "user")
-            rank = DataRank(self.streams, consumer, flow, may_have_peers=True)
+            rank = DataRank(self.streams, consumer, flow, "run", may_have_peers=True)
             self.ranks.append(rank)
         peer = rank.join(number, step, lambda: None, lambda _: None)
         self.clients.append(Client(peer, step))

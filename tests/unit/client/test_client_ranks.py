@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_given_ranks_tell_peers_apart_by_the_launcher(monkeypatch: pytest.Monkey
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(
-    arguments: dict[str, object], complaint: str
+    arguments: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         Loader("d", batch_size=8, address=NOWHERE, **arguments)

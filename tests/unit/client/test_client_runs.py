@@ -86,7 +86,10 @@ def test_the_first_rank_decides_and_no_rank_waits() -> None:
     """Through torch's private name of the default store, whose parent a fork never talks to."""
     assert agreed("key", "alone") == "alone"
     torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+        "gloo",
+        rank=0,
+        world_size=1,
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
     )
     try:
         assert launched_as() == (0, 1)

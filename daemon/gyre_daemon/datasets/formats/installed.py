@@ -1,8 +1,8 @@
 """Formats of other packages, which declare them as entry points of the group `gyre.formats`.
 
-A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script. Loading
-one runs code of its package. So a format is loaded only when a dataset's configuration
-names it, and never to find out which format some files have.
+A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script.
+Loading a format runs code of its package. So it is loaded only when a dataset's configuration names
+it, and never to find out which format some files have.
 """
 
 from importlib.metadata import EntryPoint, entry_points
