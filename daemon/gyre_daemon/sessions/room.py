@@ -74,7 +74,10 @@ class _Room:
 
         0 where that is less than one batch.
         """
-        num_own = 1 + sum(each.request.owner.name == self._user for each in self._sessions)
+        num_own = 1 + sum(
+            each.request.owner.name == self._user and each.reserved_bytes > 0
+            for each in self._sessions
+        )
         most_bytes = self._most_bytes
         fair_bytes = min(self._resources.arena_limit_bytes, self._part_bytes // num_own)
         needed_bytes = self._request.wanted_share(fair_bytes, scarce=True).reserved_bytes

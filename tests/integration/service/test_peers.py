@@ -108,13 +108,13 @@ def test_a_state_moves_from_one_mesh_to_another(daemon: Daemon, tmp_path: Path) 
             labels = torch.cat((targets[one], targets[other]), dim=1).tolist()
             assert second[rank][0][step] == (ids, cut, labels)
     # 2 data ranks of half a batch have reserved memory; then 1 of a whole batch
-    with open_peer(daemon.address, 0, 0) as loader:
-        next(loader)
+    with open_peer(daemon.address, 0, 0) as reading:
+        next(reading)
         assert first[0][2] == 2 * status(daemon).memory_reserved_bytes
     with Loader(
         "tokens", batch_size=BATCH, seed=3, address=daemon.address, prefetch_batches=4
-    ) as loader:
-        next(loader)
+    ) as reading:
+        next(reading)
         assert second[0][2] == status(daemon).memory_reserved_bytes
 
 

@@ -68,6 +68,15 @@ def test_the_occupancy_of_the_window_tells_the_bottleneck(
     assert found.meaning == meaning
 
 
+def test_peers_are_shown_where_there_are_some() -> None:
+    first, second, alone = session("a"), session("b"), session("c", job="other")
+    first.reader.peer, second.reader.peer = 5, 3
+    lines = full_text(answer(alone, first, second), 300).splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.endswith("PEER"))
+    assert [line.split()[-1] for line in lines[begin + 1 : begin + 4]] == ["-", "3", "5"]
+    assert "PEER" not in full_text(answer(alone), 300)
+
+
 def test_a_session_at_its_end_is_idle() -> None:
     found = session_rates(session(batches_per_s=1.0))
     assert found
