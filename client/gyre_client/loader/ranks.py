@@ -218,7 +218,7 @@ def _tell(
         warnings.warn(
             f"{summary}. Batches usually differ along {', '.join(left_out)}, too: if so, take "
             f"data_dims={tuple(name for name in sizes if name in (*ordered, *left_out))}",
-            stacklevel=6,
+            stacklevel=7,
         )
     else:
         _log.info("%s", summary)
