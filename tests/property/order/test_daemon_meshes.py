@@ -15,7 +15,7 @@ from gyre_daemon.order.balance import Balance, CostRule
 from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.cursor import Cursor, decode_cursor
 from gyre_daemon.order.planner import BatchPlanner, Order
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DIMS = ("pp", "dp", "ep", "cp", "tp")
@@ -67,6 +67,7 @@ def test_every_mesh_has_its_data_ranks_and_tells_all_peers_apart(
 
 
 @pytest.mark.parametrize("name", ORDERS)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(MESHES), st.sampled_from(DATA_DIMS), st.integers(1, 4)),
