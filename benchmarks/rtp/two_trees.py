@@ -54,7 +54,11 @@ def _step_of(what: str) -> Callable[[], object]:
     }
     if what not in hows:
         sharded = what.startswith("FSDP2 ")
-        built = models._fully_sharded if sharded else partial(models._rotated)
+        built = (
+            models._fully_sharded
+            if sharded
+            else partial(models._rotated, **_every_size(models._rotated))
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         rows = torch.randint(1, models._VOCABULARY, (2, 64), generator=generator)
         return models._Training(built(what.removeprefix("FSDP2 ")), rows).step
