@@ -2,6 +2,9 @@
 
 Prints a table and fails if a rate is above the one in `.ci/english.txt`. A change that lowers rates
 stores them: `python .ci/english.py --store`. For "what", the aim is 1.5.
+
+Also fails if less than nine in ten error messages and help texts say the problem, their first
+sentence, in 120 characters. `python .ci/english.py --long` prints the longer ones.
 """
 
 import ast
@@ -27,6 +30,9 @@ COUNTED = {
     "so many": r"\bso many\b",
     "of which": r"\bof which\b",
 }
+PROBLEM_CHARS, FITTING_SHARE = 120, 0.9
+VALUE = "x" * 8  # in place of what a message fills in
+END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"])|\n")
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -46,13 +52,21 @@ def main() -> int:
     }
     table = drawn(rates, list(words))
     print(table, end="")
+    problems = [END_OF_SENTENCE.split(message)[0] for message in messages()]
+    long = [problem for problem in problems if len(problem) > PROBLEM_CHARS]
+    share = 1 - len(long) / len(problems)
+    print(f"problems in {PROBLEM_CHARS} characters: {share:.1%} of {len(problems)} messages")
+    if "--long" in sys.argv[1:]:
+        print(*sorted(long, key=len, reverse=True), sep="\n")
     if "--store" in sys.argv[1:]:
         STORED.write_text(table)
         return 0
     higher = [key for key, limit in stored().items() if rates.get(key, 0.0) > limit]
     for name, kind in higher:
         print(f'"{name}" in {kind}: above the rate in {STORED.relative_to(ROOT)}. Rewrite some.')
-    return bool(higher)
+    if share < FITTING_SHARE:
+        print("Too many problems are long. Make the fix a second sentence; see --long.")
+    return bool(higher) or share < FITTING_SHARE
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -88,6 +102,30 @@ def texts_of_code(source: str) -> Iterator[tuple[str, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield "comments", re.sub(r"`[^`]*`", "x", token.string.lstrip("#"))
+
+
+def messages() -> Iterator[str]:
+    """Yield the texts of errors that are raised, and of flags' help, with VALUE for values."""
+    for path in (each for folder in CODE[:4] for each in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                found = node.exc.args
+            elif isinstance(node, ast.Call):
+                found = [each.value for each in node.keywords if each.arg == "help"]
+            else:
+                continue
+            yield from (text for each in found if len((text := filled(each)).split()) >= 3)
+
+
+def filled(node: ast.expr) -> str:
+    """The text of a string, with VALUE for each value in it; empty for other expressions."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            VALUE if isinstance(each, ast.FormattedValue) else filled(each) for each in node.values
+        )
+    return ""
 
 
 def drawn(rates: dict[tuple[str, str], float], kinds: list[str]) -> str:

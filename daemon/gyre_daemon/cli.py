@@ -329,5 +329,5 @@ def _index_dir(config: DaemonConfig, socket_dir: Path | None = None) -> Path:
             return Path(config.index_dir or socket_dir or "") / "index"
         raise ConfigError(
             "there is no place for indexes: HOME and XDG_CACHE_HOME are not set, and the "
-            "daemon's user has no home folder; set `index_dir`, or XDG_CACHE_HOME"
+            "daemon's user has no home folder. Set `index_dir`, or XDG_CACHE_HOME."
         ) from error

@@ -55,8 +55,8 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
             unknown = sorted(stored.keys() - {each.names[0] for each in targets})
             if unknown:
                 raise CheckpointRejected(
-                    f"{path} has {unknown[0]}, which the adapter {name!r} does not have; load it "
-                    "into a model with the adapters that it was saved from"
+                    f"{path} has {unknown[0]}, which the adapter {name!r} does not have. Load it "
+                    "into a model with the adapters that it was saved from."
                 )
             read_targets(targets, stored, path)
 
@@ -99,7 +99,7 @@ def _targets(model: nn.Module, name: str) -> list[Target]:
         if id(tensor) not in own:
             raise RotationError(
                 f"{key} of the adapter {name!r} is no parameter of the model, so it cannot be "
-                "saved by shards; save it by peft's save_pretrained"
+                "saved by shards. Save it by peft's save_pretrained."
             )
     return [target for key in chosen for target in targets_of({key: chosen[key]})]
 

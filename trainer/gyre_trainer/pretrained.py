@@ -170,8 +170,8 @@ def _targets(model: nn.Module) -> list[Target]:
     for path, module in model.named_modules():
         if is_quantized(module):
             raise RotationError(
-                f"{path} has quantized weights, which no file of the library's layout holds; load "
-                "before quantize_frozen, and save adapters by peft's save_pretrained"
+                f"{path} has quantized weights, which no file of the library's layout holds. Load "
+                "before quantize_frozen, and save adapters by peft's save_pretrained."
             )
     return targets_of(model.state_dict(keep_vars=True))
 
@@ -281,8 +281,8 @@ def _converted(
             found |= _values(group.convert(name, model=model, config=model.config))
         except Exception as error:  # of the library's operations
             raise CheckpointRejected(
-                f"{path} has tensors from which {name} cannot be made by parts: {error}; make the "
-                "model by from_pretrained of transformers, and rotate it then"
+                f"{path} has tensors from which {name} cannot be made by parts: {error}. Make the "
+                "model by from_pretrained of transformers, and rotate it then."
             ) from error
     return found
 
@@ -307,9 +307,9 @@ def _of_files(model: nn.Module, tensors: dict[str, Joined]) -> dict[str, Joined]
     except Exception as error:  # of the library's operations
         raise RotationError(
             f"{own_class(model).__name__} cannot be saved by parts: transformers needs whole "
-            f"tensors to write its weights ({error}); gather them by "
+            f"tensors to write its weights ({error}). Gather them by "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load "
-            "them into a model that is not rotated, and call its save_pretrained"
+            "them into a model that is not rotated, and call its save_pretrained."
         ) from error
 
 
@@ -357,9 +357,9 @@ def _is_in(stored: Mapping[str, object], target: Target) -> bool:
 def _require_none(unexpected: Sequence[str], path: object, model: nn.Module) -> None:
     if unexpected:
         raise CheckpointRejected(
-            f"{path} has {_first_of(unexpected)}, which {own_class(model).__name__} does not have; "
-            "use the model that it was saved from, key_mapping for other names, or strict=False to "
-            "leave them out"
+            f"{path} has {_first_of(unexpected)}, which {own_class(model).__name__} does not have. "
+            "Use the model that it was saved from, key_mapping for other names, or strict=False to "
+            "leave them out."
         )
 
 

@@ -416,8 +416,8 @@ def _require_new(module: nn.Module) -> None:
         if hooks and not any(parameter in each for each in averaging):
             raise RotationError(
                 f"{type(module).__name__}.{name} has a hook on its gradient, which the sharded "
-                "parameter in its place would not call; register hooks after rotating, for "
-                "gradients that are DTensors"
+                "parameter in its place would not call. Register hooks after rotating, for "
+                "gradients that are DTensors."
             )
 
 

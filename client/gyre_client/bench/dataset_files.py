@@ -140,9 +140,9 @@ def token_stride(
     counts = [max(0, (size - length) // stride + 1) for size in sizes]
     if sum(counts) != description.num_samples:
         raise InvalidRequest(
-            f"the samples of the dataset at {description.uri} do not begin every {stride} tokens: "
-            "name its files with --format tokens and the --option stride=... and "
-            "--option header_bytes=... that it has"
+            f"the samples of the dataset at {description.uri} do not begin every {stride} tokens. "
+            "Name its files with --format tokens and the --option stride=... and "
+            "--option header_bytes=... that it has."
         )
     return stride
 

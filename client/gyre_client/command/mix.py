@@ -112,8 +112,8 @@ def _names(daemons: Daemons, jobs: Sequence[str]) -> dict[str, str]:
     """The name by which to ask each daemon for the job; empty for the only one that there is."""
     if len(jobs) > 1 and len(jobs) != len(daemons):
         raise InvalidRequest(
-            f"--job was given {len(jobs)} times and --address {len(daemons)} times; give --job "
-            "once, or once for each --address, in the same order"
+            f"--job was given {len(jobs)} times and --address {len(daemons)} times. Give --job "
+            "once, or once for each --address, in the same order."
         )
     names = jobs if len(jobs) > 1 else [*jobs, ""][:1] * len(daemons)
     return dict(zip(daemons, names, strict=True))
@@ -148,7 +148,7 @@ def _check_all(
         ranks = "rank" if len(absent) == 1 else "ranks"
         where = "this daemon" if len(daemons) == 1 else "these daemons"
         raise InvalidRequest(
-            f"{ranks} {', '.join(absent)} of {size} of the job do not read at {where} now; give "
+            f"{ranks} {', '.join(absent)} of {size} of the job do not read at {where} now. Give "
             "--address once for each daemon of the job, or wait until all ranks read; "
             f"{_UNCHANGED}"
         )

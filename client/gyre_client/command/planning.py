@@ -77,7 +77,7 @@ def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     if args.transforms is not None and (args.sources or args.cost):
         raise InvalidRequest(
             "--transforms belongs to --step without --sources: neither costs nor what sources "
-            "contribute are planned with the transforms of a script; leave it out"
+            "contribute are planned with the transforms of a script. Leave it out."
         )
     if args.sources:
         return plan_mixture(connection, args, _order(args, args.world_size, args.order))

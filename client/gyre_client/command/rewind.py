@@ -82,7 +82,7 @@ def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
         if key in _OF_THE_CALLER and value:
             raise InvalidRequest(
                 f"{args.run_path} has `{key}` in its data.options, which is not taken from a run's "
-                f"files: give it again, with --option '{key}=...'"
+                f"files. Give it again, with --option '{key}=...'"
             )
         yield key, value
 

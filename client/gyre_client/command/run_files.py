@@ -72,7 +72,7 @@ def read_run(path: Path) -> RunFiles:
         if not latest.is_file():
             raise InvalidRequest(
                 f"{path} is no folder of a run with a checkpoint, no checkpoint, and no file with "
-                "the cursor of a state: write state_dict()['cursor'] to a file, and name that"
+                "the cursor of a state. Write state_dict()['cursor'] to a file, and name that."
             )
         return _of_run(path, path / "checkpoints" / latest.read_text().strip())
     except (OSError, UnicodeDecodeError) as error:

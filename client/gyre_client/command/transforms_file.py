@@ -69,7 +69,7 @@ def _of_toml(path: Path, data: bytes) -> Any:
     if table.keys() != {_KEY}:
         keys = ", ".join(map(repr, table)) or "none"
         raise InvalidRequest(
-            f"--transforms {path} must have the key {_KEY!r} and no other, and has {keys}; write "
-            f"each transform as a table [[{_KEY}]]"
+            f"--transforms {path} must have the key {_KEY!r} and no other, and has {keys}. Write "
+            f"each transform as a table [[{_KEY}]]."
         )
     return table[_KEY]

@@ -54,8 +54,8 @@ def columns_of(description: pb.DatasetDescription) -> list[Column]:
     if lengths := [f"{each.length:,}" for each in description.packing.lengths]:
         raise InvalidRequest(
             f"`{description.name}` is packed into sequences of several lengths, "
-            f"{', '.join(lengths)}, and all samples of what is written have one; give `pack` one "
-            "length, or convert the documents"
+            f"{', '.join(lengths)}, and all samples of what is written have one. Give `pack` one "
+            "length, or convert the documents."
         )
     names = {field.name for field in description.fields}
 

@@ -56,9 +56,9 @@ class PreparedLoader:
         if self.batch_size not in (None, local_size):
             raise InvalidRequest(
                 f"the Loader makes the batches, of {counted(local_size, 'sample')} on each rank, "
-                f"but a batch size of {self.batch_size} is asked for: use "
+                f"but a batch size of {self.batch_size} is asked for. Use "
                 "DataLoader(loader, batch_size=None), "
-                f"or per_device_train_batch_size={local_size} in a Trainer"
+                f"or per_device_train_batch_size={local_size} in a Trainer."
             )
 
     @property
@@ -69,9 +69,9 @@ class PreparedLoader:
             InvalidRequest: Always; a Loader is resumed by its state.
         """
         raise InvalidRequest(
-            "a Loader is resumed by its state, not by `skip_first_batches`: call `load_state_dict` "
+            "a Loader is resumed by its state, not by `skip_first_batches`. Call `load_state_dict` "
             "or `Accelerator.load_state`, or give a Trainer the callback "
-            "gyre_client.integrations.huggingface.LoaderState"
+            "gyre_client.integrations.huggingface.LoaderState."
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -177,6 +177,6 @@ def check_reader(loader: object) -> None:
     if is_read and not isinstance(active, PreparedLoader):
         raise InvalidRequest(
             "accelerate would share out the batches of this Loader, of which each rank reads its "
-            "own part already: import accelerate before you make the Loader, and read what "
-            "`Accelerator.prepare` then makes of it"
+            "own part already. Import accelerate before you make the Loader, and read what "
+            "`Accelerator.prepare` then makes of it."
         )

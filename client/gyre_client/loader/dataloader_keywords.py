@@ -66,7 +66,7 @@ def refuse_stacking(caller: FrameType | None) -> None:
     collates = getattr(fetcher, "auto_collation", None) is True
     if collates and getattr(fetcher, "collate_fn", None) is default_collate:
         raise InvalidRequest(
-            "a Loader makes the batches, and this DataLoader would stack several into one: use "
+            "a Loader makes the batches, and this DataLoader would stack several into one. Use "
             "DataLoader(loader, batch_size=None), or give it a `collate_fn` that takes a list of "
-            "batches"
+            "batches."
         )

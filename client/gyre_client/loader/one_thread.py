@@ -40,8 +40,8 @@ class OneThread:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 raise ConcurrentUse(
                     f"thread {threading.current_thread().name!r} uses {self._what} while thread "
-                    f"{names.get(self._last, 'that has just ended')!r} does: "
-                    "use it in one thread at a time, or give each thread one of its own"
+                    f"{names.get(self._last, 'that has just ended')!r} does. "
+                    "Use it in one thread at a time, or give each thread one of its own."
                 )
             self._last = get_ident()
 

@@ -122,8 +122,8 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise InvalidRequest(
                 "this process was launched as one of several ranks, but torch.distributed is not "
-                "initialised: call init_process_group before making a Loader, or pass rank and "
-                "world_size"
+                "initialised. Call init_process_group before making a Loader, or pass rank and "
+                "world_size."
             )
         return 0, 1
     world_size = whole("world_size", world_size, 1, MAX_UINT32)

@@ -219,7 +219,7 @@ def _absolute(path: str) -> str:
     except RuntimeError as error:
         raise InvalidRequest(
             f"the path {path!r} begins with `~`, and there is no such home folder (HOME is not "
-            "set, or no user has this name); write the whole path"
+            "set, or no user has this name). Write the whole path."
         ) from error
 
 

@@ -147,7 +147,7 @@ def target_of_dataset(
     if address is None:
         raise InvalidRequest(
             "no address was given, and a private daemon knows no dataset by the name "
-            f"{os.fspath(dataset)!r}, and there is no folder of that name: give the address of a "
+            f"{os.fspath(dataset)!r}, and there is no folder of that name. Give the address of a "
             f"daemon (or set {ENVIRONMENT_VARIABLE})"
         )
     return find_target(address, daemon_user)

@@ -105,8 +105,8 @@ def parse_admin(entries: Sequence[str], key: str = "admin") -> Rules:
     rules = _parse(entries, key)
     if rules.anyone or rules.jobs:
         raise ConfigError(
-            f"{key} has an entry `anyone` or `job:`, and an operator may read and see everything; "
-            "name users, groups, tokens or certificates"
+            f"{key} has an entry `anyone` or `job:`, and an operator may read and see everything. "
+            "Name users, groups, tokens or certificates."
         )
     return rules if rules.admits_somebody else own_user()
 

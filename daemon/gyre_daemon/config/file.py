@@ -36,8 +36,8 @@ def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(
-                    f"cannot read the configuration {path}: it is a pipe, a socket or a device; "
-                    "name a regular file, which a reload can read again"
+                    f"cannot read the configuration {path}: it is a pipe, a socket or a device. "
+                    "Name a regular file, which a reload can read again."
                 )
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:

@@ -156,8 +156,8 @@ def parse_pack(table: object, where: str) -> PackConfig:
     wrong = _misfit(config.lengths)
     if wrong:
         raise ConfigError(
-            f"{where}.length is {list(config.lengths)}: {wrong}; give one length, or several from "
-            "the shortest to the longest, each a divisor of the next, such as [1024, 2048, 8192]"
+            f"{where}.length is {list(config.lengths)}: {wrong}. Give one length, or several from "
+            "the shortest to the longest, each a divisor of the next, such as [1024, 2048, 8192]."
         )
     return config if len(config.lengths) > 1 else replace(config, length=config.longest)
 

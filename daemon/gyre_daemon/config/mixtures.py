@@ -97,11 +97,11 @@ def _check_source(name: str, datasets: Mapping[str, DatasetConfig], above: tuple
         if config.mixture and config.mixture.schedule:
             raise ConfigError(
                 f"{where} has the source `{source}`, a mixture with a schedule, whose steps would "
-                f"be none of the job's; put the schedule into {where}"
+                f"be none of the job's. Put the schedule into {where}"
             )
         if config.pack:
             raise ConfigError(
-                f"{where} has the source `{source}` with `pack`, which cannot be mixed; name it a "
-                f"second time without it, and give {where} `pack`"
+                f"{where} has the source `{source}` with `pack`, which cannot be mixed. Name it a "
+                f"second time without it, and give {where} `pack`."
             )
         _check_source(source, datasets, (*above, source))

@@ -41,8 +41,8 @@ def bucket_lengths(dataset: Dataset, order: Order) -> LengthsOf | None:
     if packed := dataset.packed:
         if not packed.has_lengths:
             raise InvalidRequest(
-                "`bucket` does not go with a `pack` of one length, because all sequences have it; "
-                "leave one of the two out, or give `pack` several lengths"
+                "`bucket` does not go with a `pack` of one length, because all sequences have it. "
+                "Leave one of the two out, or give `pack` several lengths."
             )
         name = packed.stored.name
         _check_field(packed, order.bucket.field, "bucket", f"name {name!r:.100}, or leave it out")

@@ -80,7 +80,7 @@ def pack_sources(
         raise InvalidRequest(
             f"a mixture is packed into sequences of one length, and `pack` has "
             f"{len(rule.lengths)}, because its sources begin again each by itself: there is no "
-            f"epoch whose samples could be sorted by length; give one length, such as {rule.length}"
+            f"epoch whose samples could be sorted by length. Give one length, such as {rule.length}"
         )
     packed: list[Sequences] = []
     for name, (first, stop) in zip(names, _ranges(mixture, 0), strict=True):

@@ -200,8 +200,8 @@ def _shared(fields: Sequence[Sequence[FieldSpec]], parts: Sequence[Part]) -> lis
             if _kind(first[name]) != _kind(other[name]):
                 raise ConfigError(
                     f"the field `{name}` is {_shown(first[name])} in `{parts[0].name}` and "
-                    f"{_shown(other[name])} in `{part.name}`; make them equal with `cast`, or give "
-                    "one another name with `rename`"
+                    f"{_shown(other[name])} in `{part.name}`. Make them equal with `cast`, or give "
+                    "one another name with `rename`."
                 )
     return names
 

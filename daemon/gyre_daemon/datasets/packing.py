@@ -133,8 +133,8 @@ class Packed:
     def blocks(self, io_block_bytes: int) -> NoReturn:
         """See `BlockIndex.blocks`: the documents of a sequence lie all over the dataset."""
         raise InvalidRequest(
-            "a packed dataset has no blocks, because the documents of a sequence lie all over it; "
-            "use the order `full` or `sequential`"
+            "a packed dataset has no blocks, because the documents of a sequence lie all over it. "
+            "Use the order `full` or `sequential`."
         )
 
     def fingerprint(self, documents: str, transforms: str) -> str:
@@ -214,7 +214,7 @@ def _mask_column(fields: Sequence[FieldSpec], num_made: int) -> int | None:
             return column
     raise InvalidRequest(
         f"the samples have a field {LOSS_MASK!r} that is no mask of a transform such as `chat`, "
-        "and packed batches have one of their own: leave it out with `columns`, or rename it"
+        "and packed batches have one of their own. Leave it out with `columns`, or rename it."
     )
 
 

@@ -79,8 +79,8 @@ class DatasetOpener:
             there = ", ".join(made) or "none"
             raise InvalidRequest(
                 f"`pack` names the field {pack.field!r:.100}, which the transforms do not make; of "
-                f"those whose samples differ in length they make {there}; name one of these, or "
-                "leave the transforms out"
+                f"those whose samples differ in length they make {there}. Name one of these, or "
+                "leave the transforms out."
             )
         dataset = await self._measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset

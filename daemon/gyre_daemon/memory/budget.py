@@ -46,8 +46,8 @@ class Allowance:
         if num_bytes > self.free_bytes:
             raise Overloaded(
                 f"{purpose} needs {num_bytes} bytes, but {self.who} has {self.taken_bytes} and may "
-                f"have {self.limit_bytes} now ({self.key}); close a session, lower the batch "
-                "size, or end what is kept by clients whose sessions are over",
+                f"have {self.limit_bytes} now ({self.key}). Close a session, lower the batch "
+                "size, or end what is kept by clients whose sessions are over.",
                 {
                     "needed_bytes": num_bytes,
                     "free_bytes": max(0, self.free_bytes),
@@ -103,8 +103,8 @@ class Budget:
             raise Overloaded(
                 f"{purpose} needs {num_bytes} bytes, but of the daemon's memory_budget of "
                 f"{self.limit_bytes} bytes only {max(0, self.free_bytes)} are free"
-                f"{self._kept(only_user)}; "
-                "close a session, lower the batch size or raise memory_budget",
+                f"{self._kept(only_user)}. "
+                "Close a session, lower the batch size or raise memory_budget.",
                 {
                     "needed_bytes": num_bytes,
                     "free_bytes": max(0, self.free_bytes),
@@ -128,7 +128,7 @@ class Budget:
         if num_bytes > self.limit_bytes:
             raise Overloaded(
                 f"{purpose} needs {num_bytes} bytes, more than the daemon's memory_budget of "
-                f"{self.limit_bytes} bytes; lower the batch size or raise memory_budget",
+                f"{self.limit_bytes} bytes. Lower the batch size or raise memory_budget.",
                 {"needed_bytes": num_bytes, "limit_bytes": self.limit_bytes},
             )
 
@@ -160,8 +160,8 @@ class Budget:
         if self._is_overdrawn_by(user):
             raise Overloaded(
                 f"{user} keeps {self.abandoned_by[user]} bytes of arenas that it was asked to "
-                f"unmap, and the daemon's memory_budget of {self.limit_bytes} bytes is used up; "
-                "unmap them and close their descriptors"
+                f"unmap, and the daemon's memory_budget of {self.limit_bytes} bytes is used up. "
+                "Unmap them and close their descriptors."
             )
 
     def abandon(self, num_bytes: int, users: Collection[str]) -> None:

@@ -70,8 +70,8 @@ class CostRule:
         if global_batch_size > _MAX_BATCH_SAMPLES or world_size > _MAX_RANKS:
             raise InvalidRequest(
                 f"`balance` shares out at most {_MAX_BATCH_SAMPLES} samples to {_MAX_RANKS} ranks, "
-                f"and there are {global_batch_size} and {world_size}; lower the batch size, or "
-                "leave `balance` out"
+                f"and there are {global_batch_size} and {world_size}. Lower the batch size, or "
+                "leave `balance` out."
             )
 
     def cost(self, lengths: Int64Array) -> Float64Array:

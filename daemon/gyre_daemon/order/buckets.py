@@ -68,7 +68,7 @@ class BucketRule:
         if mode == "block":
             raise InvalidRequest(
                 "`bucket` sorts samples of the whole dataset, and the order `block` reads a few "
-                "blocks at a time; use the order `full` or `sequential`"
+                "blocks at a time. Use the order `full` or `sequential`."
             )
         if tail == "wrap":
             raise InvalidRequest(
@@ -83,7 +83,7 @@ class BucketRule:
             raise InvalidRequest(
                 f"a window of {self.window_batches} batches of {global_batch_size} has "
                 f"{num_samples} samples, and `bucket` sorts at most {_MAX_WINDOW_SAMPLES} "
-                "together; lower its window_batches"
+                "together. Lower its window_batches."
             )
 
 

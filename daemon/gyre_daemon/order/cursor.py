@@ -252,7 +252,7 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
     if before(wanted, step) != before(theirs, step):
         raise CursorRejected(
             f"the cursor does not fit: {both}, but it stands at step {step} and has read those "
-            "before it; resume from an earlier state, or leave out steps from there on",
+            "before it. Resume from an earlier state, or leave out steps from there on.",
             {"differs": "the skipped steps"},
         )
     if wanted[-1][1] * size > MAX_START_POSITION:

@@ -46,8 +46,8 @@ def planner_for(
         return BatchPlanner(order, index.num_samples, blocks, corrupt, stages, balance, lengths_of)
     if order.bucket:
         raise InvalidRequest(
-            "`bucket` does not go with a mixture, whose sources begin again each by itself; read "
-            "its sources with a loader each, or leave `bucket` out"
+            "`bucket` does not go with a mixture, whose sources begin again each by itself. Read "
+            "its sources with a loader each, or leave `bucket` out."
         )
     planners = [
         planner_for(source_order(order, source.name), source.ordered, source.corrupt)

@@ -52,8 +52,8 @@ def check_descriptors() -> None:
     except OSError as error:
         raise Overloaded(
             f"a session needs {_NUM_FOR_SESSION} file descriptors, but the daemon has only "
-            f"{len(taken)} left; close a session, or raise its limit (LimitNOFILE= of the unit, or "
-            "ulimit -n)",
+            f"{len(taken)} left. Close a session, or raise its limit (LimitNOFILE= of the unit, or "
+            "ulimit -n).",
             {"needed_descriptors": _NUM_FOR_SESSION, "free_descriptors": len(taken)},
         ) from error
     finally:

@@ -86,8 +86,8 @@ def check_memory_budget(budget_bytes: int, limit_bytes: int | None) -> None:
     if limit_bytes is not None and budget_bytes > limit_bytes:
         raise ConfigError(
             f"memory_budget is {budget_bytes} bytes, but this process's control group may use "
-            f"{limit_bytes}: lower memory_budget to leave some for the daemon itself, or raise the "
-            "limit (MemoryMax=, --memory)"
+            f"{limit_bytes}. Lower memory_budget to leave some for the daemon itself, or raise the "
+            "limit (MemoryMax=, --memory)."
         )
 
 

@@ -77,8 +77,8 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     if not (address.is_tls or address.is_loopback):
         raise ConfigError(
             f"address {text!r} is open to other hosts, but `tcp:` has neither encryption nor "
-            f"authentication; listen on tls:{rest} with `tls_certificate`, `tls_key`, and `tokens` "
-            "or `tls_client_ca`; or on 127.0.0.1 or a Unix socket"
+            f"authentication. Listen on tls:{rest} with `tls_certificate`, `tls_key`, and `tokens` "
+            "or `tls_client_ca`; or on 127.0.0.1 or a Unix socket."
         )
     return address
 
@@ -106,8 +106,8 @@ def check_tls(
             )
         if not (address.is_loopback or has_credentials):
             raise ConfigError(
-                f"address {text!r} is open to other hosts, and nothing says who may call; set "
-                "`tls_client_ca` for clients with certificates, or `tokens` for clients with tokens"
+                f"address {text!r} is open to other hosts, and nothing says who may call. Set "
+                "`tls_client_ca` for clients with certificates, or `tokens`."
             )
 
 
@@ -131,7 +131,7 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
     if not is_public and not _is_loopback(address.host):
         raise ConfigError(
             f"metrics_listen is {text!r}, which is open to other hosts: they would learn what each "
-            "job reads and how fast; listen on 127.0.0.1, or set metrics_public = true"
+            "job reads and how fast. Listen on 127.0.0.1, or set metrics_public = true."
         )
     return address
 
@@ -246,8 +246,8 @@ class SocketClaim:
         if _is_listening(self._path):
             raise ConfigError(
                 f"another process listens on {self._path}, although the lock file beside it is "
-                "free, perhaps because the file was removed; stop that process or listen on "
-                "another path"
+                "free, perhaps because the file was removed. Stop that process or listen on "
+                "another path."
             )
         self._path.unlink(missing_ok=True)
 

@@ -55,8 +55,8 @@ class Callers:
         if not token:
             raise NotAllowed(
                 "the daemon cannot tell which user calls: over a Unix socket a client first "
-                "connects to the socket beside it, whose name ends in .side; give the client "
-                "access to that socket, and use one of the daemon's version",
+                "connects to the socket beside it, whose name ends in .side. Give the client "
+                "access to that socket, and use one of the daemon's version.",
                 {_FACT: "missing"},
             )
         peer = next((peer for each in self._side_channels if (peer := each.peer(token))), None)

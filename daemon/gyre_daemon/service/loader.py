@@ -320,8 +320,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         if not self._policy.is_admin(caller):
             audit_event("drain refused", facts)
             raise NotAllowed(
-                f"{caller.name} is no operator of this daemon; ask one of those that `admin` in "
-                "its configuration names, by default its own user and root"
+                f"{caller.name} is no operator of this daemon. Ask one of those that `admin` in "
+                "its configuration names, by default its own user and root."
             )
         audit_event("drain asked", facts)
         return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())

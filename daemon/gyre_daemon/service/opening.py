@@ -211,7 +211,7 @@ class SessionOpener(DatasetOpener):
         if dataset.mixture and request.join == pb.JOIN_ROTATE:
             raise InvalidRequest(
                 f"a job cannot join another one on the mixture `{dataset.name}`, because its "
-                'sources begin again each by itself; leave join="rotate" out'
+                'sources begin again each by itself. Leave join="rotate" out.'
             )
         if request.join != pb.JOIN_ROTATE:
             return order

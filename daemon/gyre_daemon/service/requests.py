@@ -143,7 +143,7 @@ def _by_row_length(order: Order, packed: Packed) -> Order:
         lengths = ", ".join(map(str, packed.config.lengths))
         raise InvalidRequest(
             f"`pack` has the lengths {lengths}, and steps of one length need epochs that end with "
-            "a whole batch; use the tail `drop` or `pad`"
+            "a whole batch. Use the tail `drop` or `pad`."
         )
     rule = default_rule(packed.stored.name, order.global_batch_size)
     rule.check(order.mode, order.tail, order.global_batch_size)

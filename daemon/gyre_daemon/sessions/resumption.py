@@ -140,8 +140,8 @@ class Resumption:
             others = [name for name in then | now if then.get(name) != now.get(name)]
             raise CursorRejected(
                 f"the shards that were added to `{its.name}` change the fields of a sample: "
-                f"{', '.join(others)}; name the fields to serve in the dataset's table, or begin "
-                "a new run",
+                f"{', '.join(others)}. Name the fields to serve in the dataset's table, or begin "
+                "a new run.",
                 {"differs": "fields"},
             )
         return prefix

@@ -250,20 +250,20 @@ class SessionTable:
                 raise InvalidRequest(
                     f"{_who(theirs.reader)} leaves out the steps {in_words(theirs.order.skipped)} "
                     f"of `{its.name}`, and rank {reader.rank} would leave out "
-                    f"{in_words(request.order.skipped)}; end all ranks, and give all of them one "
-                    "state and the same skip_steps"
+                    f"{in_words(request.order.skipped)}. End all ranks, and give all of them one "
+                    "state and the same skip_steps."
                 )
             if other.planner.phases != planner.phases:
                 raise InvalidRequest(
                     f"{_who(theirs.reader)} reads `{its.name}` with other weights than rank "
-                    f"{reader.rank} would: they were changed between them; end all ranks, and "
-                    "resume them from one state"
+                    f"{reader.rank} would: they were changed between them. End all ranks, and "
+                    "resume them from one state."
                 )
             if other.planner.stages.all != planner.stages.all:
                 raise InvalidRequest(
                     f"{_who(theirs.reader)} reads {_in_words(other.planner)} of `{its.name}`, and "
                     f"rank {reader.rank} would read {_in_words(planner)}: the dataset has changed "
-                    "between them; end all ranks, and resume them from one state"
+                    "between them. End all ranks, and resume them from one state."
                 )
 
     def _check_number(self, request: SessionRequest) -> None:

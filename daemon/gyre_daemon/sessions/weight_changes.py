@@ -115,8 +115,8 @@ class WeightChanges:
                     raise CursorRejected(
                         f"the change of the weights of `{key.mixture}` at step {phase.first_step} "
                         f"was withdrawn from the job `{key.job}`, and this state of step "
-                        f"{position // size} read on with it; end all ranks, and resume them from "
-                        "an earlier state",
+                        f"{position // size} read on with it. End all ranks, and resume them from "
+                        "an earlier state.",
                         {"differs": "the weights"},
                     )
                 cursor = _without(cursor, phase)
@@ -127,7 +127,7 @@ class WeightChanges:
                 raise CursorRejected(
                     f"the job `{key.job}` was given other weights of `{key.mixture}` from step "
                     f"{phase.first_step} on, and this state of step {position // size} read on "
-                    "without them; end all ranks, and resume them from one state",
+                    "without them. End all ranks, and resume them from one state.",
                     {"differs": "the weights"},
                 )
             cursor = changed(cursor, phase)
@@ -193,7 +193,7 @@ class WeightChanges:
         if (num_bytes := self._num_bytes[user]) >= most_bytes:
             raise Overloaded(
                 f"{user} has {num_bytes} bytes of changes of weights in {self._path}, and may have "
-                f"{most_bytes}; ask the operator to remove the file when no job needs it"
+                f"{most_bytes}. Ask the operator to remove the file when no job needs it."
             )
 
     def _write(self, key: JobOnMixture, change: list[int] | dict[str, list[int]] | None) -> None:

@@ -216,7 +216,7 @@ class StorageOpener:
         if len(location.paths) > 1 or any(letter in location.paths[0] for letter in "*?["):
             raise InvalidRequest(
                 f"{location.text} is a pattern; the single files of one folder are a dataset, with "
-                "those of all folders below it: name that folder, or a manifest"
+                "those of all folders below it. Name that folder, or a manifest."
             )
         settings, options = await self._in_thread(take_http_options, settings)
         path = location.paths[0]
@@ -396,8 +396,8 @@ class StorageOpener:
             if isinstance(error, NotImplementedError):
                 raise InvalidRequest(
                     f"the storage cannot list {location.text}: the driver of "
-                    f"{location.scheme}:// lists nothing; name every shard, for example with a "
-                    "brace list"
+                    f"{location.scheme}:// lists nothing. Name every shard, for example with a "
+                    "brace list."
                 ) from raised
             if isinstance(error, ValueError):
                 raise InvalidRequest(

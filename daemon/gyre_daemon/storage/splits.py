@@ -43,8 +43,8 @@ def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:
     )
     patterns = " or ".join(f"{root}/*{word}{pattern}" for word in by_word)
     raise InvalidRequest(
-        f"the folder {root} holds {found}, which are probably several datasets: name "
-        f"{patterns}, or {root}/{pattern} for all of them"
+        f"the folder {root} holds {found}, which are probably several datasets. Name "
+        f"{patterns}, or {root}/{pattern} for all of them."
     )
 
 

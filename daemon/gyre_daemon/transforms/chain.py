@@ -71,9 +71,9 @@ class Chain:
         for name, field in self.made.items():
             if None in field.shape[1:]:
                 raise ValueError(
-                    f"the samples of {name!r:.100} differ in shape {_shown(field)}; end with a "
+                    f"the samples of {name!r:.100} differ in shape {_shown(field)}. End with a "
                     "transform that gives them one, such as random_resized_crop or crop_or_pad, or "
-                    "with flatten"
+                    "with flatten."
                 )
         self.ragged = [name for name, field in self.made.items() if None in field.shape]
         if len(self.ragged) > _MAX_RAGGED:

@@ -202,15 +202,15 @@ def cut(steps: Sequence[Step], random: Sequence[int], drawing: Sequence[str] = (
     if drawing:
         raise ConfigError(
             f"{where} is behind {drawing[0]} of a source, which draws random numbers: every epoch "
-            f"has others, so it would be cached in vain; put `{STEP}` into the transforms of the "
-            "sources, before those that draw"
+            f"has others, so it would be cached in vain. Put `{STEP}` into the transforms of the "
+            "sources, before those that draw."
         )
     before = [place for place in random if place < first]
     if before:
         raise ConfigError(
             f"{where} is behind transforms[{before[0]}] ({steps[before[0]].name}), which draws "
-            "random numbers: every epoch has others, so it would be cached in vain; put "
-            f"`{STEP}` before it"
+            "random numbers: every epoch has others, so it would be cached in vain. Put "
+            f"`{STEP}` before it."
         )
     return first
 

@@ -88,8 +88,8 @@ def to_steps(
         path = options.get(_FILES.get(name, ""))
         if isinstance(path, str) and "/" in path and not allow_files:
             raise NotAllowed(
-                f"transforms[{place}] ({name}): this daemon opens no files that clients name; ask "
-                "its operator to declare the transform with the dataset, or use a private daemon"
+                f"transforms[{place}] ({name}): this daemon opens no files that clients name. Ask "
+                "its operator to declare the transform with the dataset, or use a private daemon."
             )
         steps.append(Step(name, _target(place, name, installed, allow_modules), options))
     return steps
@@ -108,9 +108,9 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
             raise ConfigError(f"transforms[{place}]: {name!r:.100} is not of the form MODULE:CLASS")
         if not allow_modules:
             raise NotAllowed(
-                f"transforms[{place}]: this daemon runs no code that clients name ({name:.100}); "
-                f"ask its operator to install a package with an entry point of the group {GROUP}, "
-                "or use a private daemon"
+                f"transforms[{place}]: this daemon runs no code that clients name ({name:.100}). "
+                f"Ask its operator to install a package with an entry point of the group {GROUP}, "
+                "or use a private daemon."
             )
         return name
     found = {entry.value for entry in entry_points(group=GROUP, name=name)}

@@ -90,7 +90,7 @@ FILES = {
     ),
     "pack of no lengths": (
         DATASET + 'pack = {{ field = "x", length = [] }}',
-        r"datasets.x.pack.length is \[\]: it names no length; give one length, or several",
+        r"datasets.x.pack.length is \[\]: it names no length. Give one length, or several",
     ),
     "pack of falling lengths": (
         DATASET + 'pack = {{ field = "x", length = [8, 4] }}',

@@ -274,7 +274,7 @@ def adapters_of_a_shard() -> None:
     [
         (magnitudes, ["DoRA", "Embedding", "use_dora=False"]),
         (magnitudes_of_codes, ["DoRA", "quantized", "use_dora=False"]),
-        (adapters_inside_a_block, ["after it was rotated", "adapters", "change the model first"]),
+        (adapters_inside_a_block, ["after it was rotated", "adapters", "Change the model first"]),
         (adapters_of_a_shard, ["q_proj", "12 output features", "get_peft_model first"]),
     ],
 )

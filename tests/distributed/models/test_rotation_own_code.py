@@ -211,7 +211,7 @@ def told() -> list[str]:
 def test_what_slices_cannot_compute_is_told_by_name(ranks: StartRanks) -> None:
     for hook, output, pair, bias in ranks(2).run(told):
         assert hook.startswith("Sequential.0.weight has a hook on its gradient")
-        assert "register hooks after rotating" in hook
+        assert "Register hooks after rotating" in hook
         assert "returns Output; a rotated module must return floating-point tensors" in output
         assert "returns Output" in pair
         assert "find_blocks=False" in pair

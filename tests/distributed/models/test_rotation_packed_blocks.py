@@ -235,7 +235,7 @@ def adapters_inside(family: str) -> str:
 @pytest.mark.parametrize("family", SIZES)
 def test_adapters_inside_of_packed_blocks_are_refused(ranks: StartRanks, family: str) -> None:
     for text in ranks(2).run(adapters_inside, family):
-        assert "change the model first, then rotate it" in text
+        assert "Change the model first, then rotate it" in text
 
 
 @pytest.mark.parametrize(

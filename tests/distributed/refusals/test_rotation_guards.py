@@ -231,7 +231,7 @@ def test_an_optimizer_that_was_made_before_rotating_is_refused(ranks: StartRanks
         assert "AdamW holds 1 parameter, first down.weight of" in of_a_layer
         assert "AdamW holds 4 parameters" in on_meta
         for text in (of_all, of_a_norm, of_a_layer, on_meta):
-            assert "make the optimizer after these" in text
+            assert "Make the optimizer after these" in text
 
 
 def told_of_an_added_layer() -> str:

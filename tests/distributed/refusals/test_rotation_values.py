@@ -60,4 +60,4 @@ def materialized_by_rank() -> str:
 def test_seeds_that_differ_are_refused(ranks: StartRanks) -> None:
     for rank, told in enumerate(ranks(2).run(materialized_by_rank)):
         assert f"materialize got the seed {2**63 + rank} on rank {rank}" in told
-        assert "pass the same seed on all ranks" in told
+        assert "Pass the same seed on all ranks" in told

@@ -64,7 +64,7 @@ def refusal_after(what: str) -> str:
 def test_a_module_that_was_changed_after_it_was_rotated_is_refused(ranks: StartRanks) -> None:
     refusal = (
         "RotatedMLP was changed after it was rotated, such as by adapters: its parameter "
-        "up.weight is gone; change the model first, then rotate it, or rotate it with "
+        "up.weight is gone. Change the model first, then rotate it, or rotate it with "
         "find_blocks=False"
     )
     for what in ("replaced", "deleted", "without its weight"):

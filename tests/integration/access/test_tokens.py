@@ -189,10 +189,10 @@ def test_what_the_check_refuses_does_not_start(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tokens": {}}, "nothing says who may call; set `tls_client_ca`"),
+        ({"tokens": {}}, "nothing says who may call. Set `tls_client_ca`"),
         ({"tls_certificate": "", "tls_key": ""}, "set `tls_certificate` and `tls_key`"),
         ({"tls_key": ""}, "tls_certificate and tls_key go together"),
-        ({"listen": ["tcp:0.0.0.0:0"]}, "listen on tls:0.0.0.0:0 with `tls_certificate`"),
+        ({"listen": ["tcp:0.0.0.0:0"]}, "Listen on tls:0.0.0.0:0 with `tls_certificate`"),
         ({"tokens": {"a b": "ci"}}, "the name 'a b' must have"),
         ({"tokens": {"ci": "shared"}}, "others may use"),
         ({"tokens": {"ci": "ci", "two": "ci"}}, "is also one of tokens.ci"),

@@ -33,7 +33,7 @@ with loader() as early:
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     prepared = accelerator.prepare(DataLoader(early, batch_size=None))
-    refused(prepared, "import accelerate before you make the Loader")
+    refused(prepared, "Import accelerate before you make the Loader")
 
 with loader() as reading, loader() as plain:
     expected = [batch["sample_id"].tolist() for batch, _ in zip(plain.stream(), range(20))]

@@ -70,7 +70,7 @@ def test_a_torch_dataloader_that_would_stack_batches_is_refused(
 ) -> None:
     with Loader("numbers", batch_size=10, address=numbers) as loader:
         stacking: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size)
-        with pytest.raises(InvalidRequest, match=r"use DataLoader\(loader, batch_size=None\)"):
+        with pytest.raises(InvalidRequest, match=r"Use DataLoader\(loader, batch_size=None\)"):
             iter(stacking)
         listing: DataLoader[Batch] = DataLoader(loader, batch_size=batch_size, collate_fn=list)
         assert len(next(iter(listing))) == batch_size

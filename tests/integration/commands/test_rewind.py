@@ -281,7 +281,7 @@ def test_the_options_of_a_run_are_those_of_its_data(tmp_path: Path, rewind: Rewi
         write_run(run, cursor, ids, {**place, "options": json.dumps(options | mine)})
         status, text = rewind(run, "--step", "1")
         (key,) = mine
-        assert (status, f"give it again, with --option '{key}=...'" in text) == (2, True), text
+        assert (status, f"Give it again, with --option '{key}=...'" in text) == (2, True), text
     status, text = rewind(run, "--step", "1", "--option", "follow_links=true")
     assert (status, "the history has the same samples" in text) == (0, True), text
     write_run(run, cursor, ids, {**place, "options": "[1]"})

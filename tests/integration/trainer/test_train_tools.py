@@ -133,7 +133,7 @@ def test_a_plan_of_experts_says_what_it_assumes_of_the_tokens(
     assert len(rows(said)["peak"]) == 6  # all strategies
     assert "Assumed: every expert is chosen equally often." in said
     assert main([*model, "1", *rates]) == 2
-    assert "choose 2 experts in a step, but there are 4; plan with more" in capsys.readouterr().err
+    assert "choose 2 experts in a step, but there are 4. Plan with more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_dataset_that_grows_keeps_the_epoch_that_has_begun() -> None:
         (Order("full", "wrap", 0, 8, bucket=RULE), "use the tail `drop` or `pad`"),
         (Order("full", "drop", 0, 8, bucket=BucketRule("tokens", 1)), "window_batches = 1"),
         (Order("full", "drop", 0, 8, bucket=BucketRule("tokens", 1 << 20)), "must be 2 to 65536"),
-        (Order("full", "drop", 0, 1 << 20, bucket=RULE), "lower its window_batches"),
+        (Order("full", "drop", 0, 1 << 20, bucket=RULE), "Lower its window_batches"),
     ],
 )
 def test_orders_that_have_no_buckets_are_refused(order: Order, message: str) -> None:

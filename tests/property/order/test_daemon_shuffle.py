@@ -248,7 +248,10 @@ def test_the_order_passes(test: Test, num_keys: int, num_samples: int) -> None:
     assert test(orders_of(gyre, num_keys, num_samples)) > ALPHA
 
 
-@pytest.mark.parametrize(("test", "num_keys", "num_samples"), CASES, ids=name_of)
+FIRST_CASES = list({case[0]: case for case in reversed(CASES)}.values())  # of each test
+
+
+@pytest.mark.parametrize(("test", "num_keys", "num_samples"), FIRST_CASES, ids=name_of)
 def test_a_uniform_order_passes(test: Test, num_keys: int, num_samples: int) -> None:
     """The tests are right about what is uniform."""
     assert test(orders_of(uniform, num_keys, num_samples)) > ALPHA

@@ -156,7 +156,7 @@ def test_more_can_be_left_out_ahead_and_nothing_else() -> None:
         (): r"leaves out the steps \[\(10, 20\), \(60, 70\)\], and skip_steps says \[\]",
         ((10, 20), (60, 69)): "name these steps too",
         ((10, 21), (60, 70)): "stands at step 50 and has read those before it",
-        ((10, 20), (49, 70)): "resume from an earlier state",
+        ((10, 20), (49, 70)): "Resume from an earlier state",
     }
     for wanted, message in refused.items():
         with pytest.raises(CursorRejected, match=message):

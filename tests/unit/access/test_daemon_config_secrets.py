@@ -200,7 +200,7 @@ def test_other_variables_are_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (os.mkfifo, "it is a pipe, a socket or a device; name a regular file"),
+        (os.mkfifo, "it is a pipe, a socket or a device. Name a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a pipe, a socket or a device"),
         (lambda path: path.write_bytes(b"#" * (4 << 20) + b"\n"), "is larger than 4 MiB"),
         (lambda path: path.write_bytes(b"x = '\xff" + SECRET.encode()), "byte 5 is not UTF-8"),

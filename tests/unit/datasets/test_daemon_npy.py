@@ -36,10 +36,13 @@ def declared(descr: str = "'<f4'", order: str = "False", shape: str = "(2, 3)") 
     return with_header(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}")
 
 
+DTYPES = ["?", "u1", "<i2", ">i4", "<i8", ">u2", "<f2", "<f4", ">f8", "<c8", "<c16"]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (5,), (0, 7), (1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize(
-    "dtype", ["?", "u1", "<i2", ">i4", "<i8", ">u2", "<f2", "<f4", ">f8", "<c8", "<c16"]
+    ("dtype", "shape"), [*((each, (2, 3)) for each in DTYPES), *(("<f4", each) for each in SHAPES)]
 )
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (0, 7), (1, 2, 3, 4)])
 def test_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, dtype)
     for version in ((1, 0), (2, 0), (3, 0)):

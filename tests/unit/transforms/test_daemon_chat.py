@@ -260,7 +260,7 @@ def test_templates_that_are_none_are_refused(tmp_path: Path, template: object, r
     [
         (
             "{{ messages | length }}{{ messages[1].content if messages[1] }}" + TEMPLATE,
-            'message 1 otherwise when others follow, .* set turns = "last"',
+            'message 1 otherwise when others follow, .* Set turns = "last"',
         ),
         ("{{ raise_exception('no user') }}", "the chat template refuses it: no user"),
         ("{{ messages.append(1) }}", "the chat template refuses it"),

@@ -194,7 +194,7 @@ def _even_choices(chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     if chosen.numel() < num_experts:
         raise ConfigError(
             f"a rank's tokens choose {chosen.numel()} experts in a step, but there are "
-            f"{num_experts}; plan with more tokens, so that each expert gets one"
+            f"{num_experts}. Plan with more tokens, so that each expert gets one."
         )
     with unset_fake_temporarily():
         rows = [size for index, size in enumerate(chosen.shape) if index != dim % chosen.ndim]

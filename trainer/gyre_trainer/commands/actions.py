@@ -34,7 +34,7 @@ def _require_beginning(options: argparse.Namespace) -> None:
     if options.resume is not None:
         raise ConfigError(
             "--init-from begins a run at step 0 with the weights of a folder, and --resume "
-            "continues one with all that its checkpoint has; leave one of them out"
+            "continues one with all that its checkpoint has. Leave one of them out."
         )
     if not options.init_from.is_dir():
         raise ConfigError(

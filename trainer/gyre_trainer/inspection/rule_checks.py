@@ -103,8 +103,8 @@ class _DropoutOutside(TorchFunctionMode):
                 where = "after its last layer" if self._after else "before its first layers"
                 raise RotationError(
                     f"{self._name} drops out {where}, with {getattr(func, '__name__', 'dropout')}: "
-                    "each slice would draw another mask; keep that dropout outside of the rotated "
-                    "module, or give its rule drops_out=True"
+                    "each slice would draw another mask. Keep that dropout outside of the rotated "
+                    "module, or give its rule drops_out=True."
                 )
         return func(*args, **kwargs or {})
 
@@ -135,7 +135,7 @@ def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
                 f"{rotation.name} drops out a tensor of shape {one.shape} that "
                 f"{'every slice has whole' if is_whole else 'is cut'}, "
                 f"{'between' if is_whole else 'after'} its layers, so its rule does not know which "
-                "slices must drop the same entries; keep that dropout outside of the rotated module"
+                "slices must drop the same entries. Keep that dropout outside the rotated module."
             )
 
 
@@ -180,9 +180,9 @@ def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[s
     if watch.found(outputs):
         raise RotationError(
             f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
-            "backward by hooks of its own, which does not work with a slice of its parameters; "
-            'leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
-            "rotate one by one (no rule for the module)"
+            "backward by hooks of its own, which does not work with a slice of its parameters. "
+            'Leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
+            "rotate one by one (no rule for the module)."
         )
 
 
@@ -209,8 +209,8 @@ def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[st
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
             f"the output of {rotation.name} is not linear in {', '.join(names)}, "
-            "so its slices do not add up to it; keep residuals, norms, activations and dropout "
-            "after the last layer outside of the rotated module"
+            "so its slices do not add up to it. Keep residuals, norms, activations and dropout "
+            "after the last layer outside of the rotated module."
         )
 
 

@@ -248,8 +248,8 @@ class AttentionRule(Rule):
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads{queries}, "
-                f"which {num_slices} ranks cannot share; use a number that divides them, "
-                f"or rotate its layers {names} one by one instead"
+                f"which {num_slices} ranks cannot share. Use a number that divides them, "
+                f"or rotate its layers {names} one by one instead."
             )
         require_counts(reader, self.counts, heads.num_heads)
         require_counts(reader, self.kv_counts, self.num_kv_heads)
@@ -264,8 +264,8 @@ class AttentionRule(Rule):
         if max(map(sizes.numel, range(num_slices))) > sizes.numel(0):
             raise RotationError(
                 f"{type(module).__name__} has heads of which slice 0 would not have the most "
-                f"elements on {num_slices} ranks; use a number of ranks that divides its "
-                f"{self.num_kv_heads} key/value heads or {heads.num_heads} query heads"
+                f"elements on {num_slices} ranks. Use a number of ranks that divides its "
+                f"{self.num_kv_heads} key/value heads or {heads.num_heads} query heads."
             )
         return found
 

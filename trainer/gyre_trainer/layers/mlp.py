@@ -138,9 +138,9 @@ def refuse_dropout(
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and not is_allowed:
             raise RotationError(
                 f"{type(module).__name__}.{name} drops out with p={child.p}; "
-                "each slice would draw its own mask: set p=0, or set p before the model is rotated "
+                "each slice would draw its own mask. Set p=0, or set p before the model is rotated "
                 "if its blocks are found, or let the rule know of it: drops_out=True, or "
-                "MLPRule(dropouts=...) if it acts on the hidden width"
+                "MLPRule(dropouts=...) if it acts on the hidden width."
             )
 
 

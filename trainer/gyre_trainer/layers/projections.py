@@ -146,9 +146,9 @@ def require_changeable(module: nn.Module, counts: tuple[str, ...]) -> None:
             holder = type(getattr(module, owner)).__name__ if owner else "the module"
             raise RotationError(
                 f"{type(module).__name__}.{count} cannot be set, because {holder} is frozen or has "
-                "it from elsewhere, but a slice has another number; let the forward read it from "
+                "it from elsewhere, but a slice has another number. Let the forward read it from "
                 "the weights (view(..., -1, head_dim)) or from an attribute of the module, or let "
-                f"{holder} take another value"
+                f"{holder} take another value."
             ) from error
 
 

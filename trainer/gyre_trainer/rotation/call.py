@@ -252,8 +252,8 @@ class Call:
         if any(each.is_changed for each in kept):
             raise RotationError(
                 f"a tensor that {self._rotation.name} was called with was written to before its "
-                "backward, which computes the module again from it; give the module a copy "
-                '(clone()), or take RotationPolicy(recompute="none")'
+                "backward, which computes the module again from it. Give the module a copy "
+                '(clone()), or take RotationPolicy(recompute="none").'
             )
         cache: dict[Any, Tensor] = {}
         self._set_inputs(

@@ -84,8 +84,8 @@ class RotatedModule(ShardedModule):
             raise RotationError(
                 f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
                 "was rotated as a whole: it would be called for each slice, with a part of what "
-                "the module computes; register it on the module itself, or let the layers inside "
-                "rotate one by one (find_blocks=False, and no rule for the module)"
+                "the module computes. Register it on the module itself, or let the layers inside "
+                "rotate one by one (find_blocks=False, and no rule for the module)."
             )
 
     def rotation_by(self, rule: Rule) -> Rotation:

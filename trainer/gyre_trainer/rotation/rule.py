@@ -222,8 +222,8 @@ def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:
     if inside is None or last not in inside._parameters:
         raise RotationError(
             f"{type(module).__name__} was changed after it was rotated, such as by adapters: "
-            f"its parameter {path}{'.' if path else ''}{last} is gone; "
-            "change the model first, then rotate it, or rotate it with find_blocks=False"
+            f"its parameter {path}{'.' if path else ''}{last} is gone. "
+            "Change the model first, then rotate it, or rotate it with find_blocks=False."
         )
     parameters: dict[str, Any] = inside._parameters
     return parameters

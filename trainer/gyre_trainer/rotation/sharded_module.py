@@ -167,7 +167,7 @@ def _require_convertible(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
         return
     raise RotationError(
         f"{place.name} is rotated as {shard.dtype} on {shard.device} and cannot become "
-        f"{result.dtype} on {result.device}; move or convert a model before it is rotated"
+        f"{result.dtype} on {result.device}. Move or convert a model before it is rotated."
     )
 
 

@@ -92,7 +92,7 @@ class Gathered:
         if sharded is None or not self.parameter.dtype.is_floating_point:
             raise RotationError(
                 f"{self.name} is read by a forward that does not call the module with it, but it "
-                "rests in a form that cannot be read; keep that module whole by a rule of None"
+                "rests in a form that cannot be read. Keep that module whole by a rule of None."
             )
         return sharded
 

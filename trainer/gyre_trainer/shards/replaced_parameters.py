@@ -56,7 +56,7 @@ class _Replaced:
                 f"{type(optimizer).__name__} holds {counted(len(names), 'parameter')}, first "
                 f"{names[0]}, that the model has no more: rotate_all, rotate, materialize "
                 "or a conversion, such as bfloat16(), has replaced them, so a step would not "
-                "train it; make the optimizer after these"
+                "train it. Make the optimizer after these."
             )
 
 

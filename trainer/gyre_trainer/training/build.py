@@ -105,7 +105,7 @@ def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path 
         if given:
             raise ConfigError(
                 f"--init-from {given}: `model` is a GPT of Gyre's own, and only weights of models "
-                "of transformers are exported; continue its run with --resume"
+                "of transformers are exported. Continue its run with --resume."
             )
         return None, None
     own = Path(model.pretrained) if model.pretrained else None

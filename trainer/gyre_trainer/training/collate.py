@@ -151,7 +151,7 @@ class Collator:
         if positions is None and self._inside_documents:
             raise DataRejected(
                 f"`model.inside_documents` needs packed rows, and those of {self._data.dataset!r} "
-                "do not say where documents begin; pack the dataset, or leave the option out"
+                "do not say where documents begin. Pack the dataset, or leave the option out."
             )
         return Examples(
             rows[:, :-1],

@@ -256,7 +256,7 @@ class TrainConfig:
         if max(num_tokens * width, num_scores) > _MAX_NUMEL:
             raise ConfigError(
                 f"`data.batch_size` times `data.sequence_length` is {num_tokens} tokens, whose "
-                "activations no memory holds; make one of them, or the model, smaller"
+                "activations no memory holds. Make one of them, or the model, smaller."
             )
 
     def require_divisible(self, world_size: int, batch_key: str = "`data.batch_size`") -> None:

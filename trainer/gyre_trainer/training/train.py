@@ -116,8 +116,8 @@ class Training:
         if self._loader.num_batches != self.step:
             raise CheckpointRejected(
                 f"checkpoint {path} cannot be read: `step` is {self.step}, but its place in the "
-                f"data is before step {self._loader.num_batches}; "
-                "resume from another one with --resume CHECKPOINT"
+                f"data is before step {self._loader.num_batches}. "
+                "Resume from another one with --resume CHECKPOINT."
             )
         if self.step > self._config.run.steps:
             raise CheckpointRejected(
@@ -260,7 +260,7 @@ def require_one_place(cursor: bytes) -> None:
         raise DataRejected(
             f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(others)} would read other data, "
             "or from another place, than most ranks: their daemons have other shards of the "
-            "dataset, or another configuration of it; compare `gyre describe` at their addresses"
+            "dataset, or another configuration of it. Compare `gyre describe` at their addresses."
         )
 
 
@@ -293,8 +293,8 @@ def require_one_mixture(digest: int, step: int) -> None:
     others = ", ".join(str(rank) for rank, each in enumerate(everyone) if each != usual)
     raise DataRejected(
         f"the ranks read other weights of the mixture at step {step}: {others} differ from most; "
-        "a daemon has no change of weights that others have, or has one more; end the run, give "
-        "all daemons of its ranks the change with one `gyre mix`, and resume it"
+        "a daemon has no change of weights that others have, or has one more. End the run, give "
+        "all daemons of its ranks the change with one `gyre mix`, and resume it."
     )
 
 

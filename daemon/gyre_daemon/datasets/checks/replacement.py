@@ -110,8 +110,8 @@ def check_limit(
     raise CorruptSample(
         f"dataset `{name}` has {num} corrupt samples of {num_samples}, and max_corrupt = "
         f"{max_corrupt} allows {limit}; the first is sample {first.sample_id} (shard "
-        f"{first.shard}, byte {first.offset}): {first.reason}; repair the shards, or raise "
-        "max_corrupt",
+        f"{first.shard}, byte {first.offset}): {first.reason}. Repair the shards, or raise "
+        "max_corrupt.",
         {
             "dataset": name,
             "num_corrupt": num,

@@ -82,8 +82,8 @@ def _one_frame(reader: "_Reader", start: int) -> tuple[int, bytes]:
         num_bytes += len(data)
         if num_bytes > MAX_FRAME_BYTES:
             raise ValueError(
-                f"the frame at byte {start} has more than {MAX_FRAME_BYTES >> 30} GiB; compress "
-                "the file in several frames (`pzstd`, or the seekable format), or in parts"
+                f"the frame at byte {start} has more than {MAX_FRAME_BYTES >> 30} GiB. Compress "
+                "the file in several frames (`pzstd`, or the seekable format), or in parts."
             )
         found.append(data)
     reader.give_back(decoder.unused_data)

@@ -106,8 +106,8 @@ class UnpackedShards:
             unfinished.replace(target)
         except OSError as error:
             raise Overloaded(
-                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}; "
-                "free some space, set `unpack_dir`, or store the shard uncompressed",
+                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}. "
+                "Free some space, set `unpack_dir`, or store the shard uncompressed.",
                 {"shard": shard.name, "reason": error.strerror or "unknown"},
             ) from error
         finally:
@@ -124,8 +124,8 @@ class UnpackedShards:
             needed, limit = self._limit_bytes + excess, self._limit_bytes
             raise Overloaded(
                 f"there is no room to unpack shard {shard.name}: the unpacked shards in "
-                f"{self._folder} would take {needed} bytes, and unpack_disk is {limit}; raise it, "
-                "or store the shards uncompressed",
+                f"{self._folder} would take {needed} bytes, and unpack_disk is {limit}. Raise it, "
+                "or store the shards uncompressed.",
                 {"shard": shard.name, "needed_bytes": needed, "limit_bytes": limit},
             )
 

@@ -146,7 +146,7 @@ class SidecarStore:
         place, error = failures[0]
         raise Overloaded(
             f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {place}: "
-            f"{error.strerror}; free some space, or set `index_dir` to another folder",
+            f"{error.strerror}. Free some space, or set `index_dir` to another folder.",
             {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
         ) from error
 

@@ -121,7 +121,7 @@ def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
     if asked and config.append:
         raise ConfigError(
             f"the filter {config.filter!r:.200} compares what only the samples have, and a "
-            "dataset with `append` is filtered by its index alone; leave one of them out"
+            "dataset with `append` is filtered by its index alone. Leave one of them out."
         )
     return asked
 

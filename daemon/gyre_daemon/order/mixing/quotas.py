@@ -214,5 +214,5 @@ def _check_shares(phase: Phase, names: Sequence[str], block: int) -> None:
         if 0 < weight * block < total:
             raise InvalidRequest(
                 f"the source `{name}` has {weight / total:.3g} of all weights, which is less than "
-                f"one position in a block of {block}; raise `block`, its weight, or make it 0"
+                f"one position in a block of {block}. Raise `block`, its weight, or make it 0."
             )

@@ -181,7 +181,7 @@ def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:
     if not root.follow_links:
         raise NotAllowed(
             f"{root.folder / path} is a link to a folder; links to folders are followed only where "
-            "`follow_links` is set: set it, move the folder, or make it a dataset of its own",
+            "`follow_links` is set. Set it, move the folder, or make it a dataset of its own.",
             {"path": root.folder / path},
         )
     around = [root.folder / above for above in PurePath(path).parents]

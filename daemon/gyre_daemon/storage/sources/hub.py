@@ -128,8 +128,8 @@ class HubClient:
                 )
         if options.roots:
             raise ConfigError(
-                f"{CA_FILE} is not for datasets of the hub: set SSL_CERT_FILE and "
-                "REQUESTS_CA_BUNDLE to that file in the daemon's environment"
+                f"{CA_FILE} is not for datasets of the hub. Set SSL_CERT_FILE and "
+                "REQUESTS_CA_BUNDLE to that file in the daemon's environment."
             )
         hub = self._hub = library()
         self.token: str = _token(settings) or hub.get_token() or ""
@@ -212,9 +212,9 @@ class HubClient:
                 there = ", ".join(sorted(commit.name for commit in commits))
                 raise ShardMissing(
                     f"{why}, and the hub's cache {cache} has no snapshot of {repository} at "
-                    f"{revision:.100}{'; it has the commits ' * bool(there)}{there}; run `hf "
+                    f"{revision:.100}{'; it has the commits ' * bool(there)}{there}. Run `hf "
                     f"download --repo-type dataset {repository}` where there is a way to the hub, "
-                    "with the same HF_HOME",
+                    "with the same HF_HOME.",
                     {"location": location.text},
                 ) from error
         files = tuple(f"{folder}/{path.name}" for path in paths)

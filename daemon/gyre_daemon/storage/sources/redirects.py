@@ -54,8 +54,8 @@ class RedirectPolicy:
             )
         if places[0] != places[1] and not self._lists(after, places[1]):
             raise Refused(
-                f"{places[0]} redirects to another host or port, {places[1]}; name that one in the "
-                f'URI, or list it: {KEY} = ["{places[1]}"] in the `storage` table of the dataset'
+                f"{places[0]} redirects to another host or port, {places[1]}. Name that one in the "
+                f'URI, or list it: {KEY} = ["{places[1]}"] in the `storage` table of the dataset.'
             )
         return target
 

@@ -120,9 +120,9 @@ def check_no_proxy(path: str, policy: RedirectPolicy) -> bool:
         return True
     if ANY_HOST not in policy.hosts:
         raise NotAllowed(
-            f"{path} would be read through a proxy, where redirects cannot be refused; set "
+            f"{path} would be read through a proxy, where redirects cannot be refused. Set "
             f'{KEY} = ["{ANY_HOST}"] in the `storage` table of the dataset to follow all, or put '
-            "the host into `no_proxy`",
+            "the host into `no_proxy`.",
             {"location": path},
         )
     return False

@@ -75,8 +75,8 @@ class DecodeBoxes(Transform):
         if not fields[self.image].is_whole:
             raise ValueError(
                 f"boxes are places in the file of an image, and {self.image!r:.100} is no longer "
-                "what its file has; put decode_boxes behind decode_image, which must have no "
-                "min_size, and before what cuts, resizes or mirrors"
+                "what its file has. Put decode_boxes behind decode_image, which must have no "
+                "min_size, and before what cuts, resizes or mirrors."
             )
         stored = fields[self.field]
         if _is_json(stored):

@@ -54,7 +54,7 @@ def moved_field(name: str, fields: Mapping[str, Field], image: str) -> Field:
     if field.image not in ("", image) and not field.is_whole and fields[image].is_whole:
         raise ValueError(
             f"the boxes {name!r:.100} have moved with {field.image!r:.100}, and {image!r:.100} has "
-            "not; take a copy of the boxes along, made where the image was copied"
+            "not. Take a copy of the boxes along, made where the image was copied."
         )
     return replace(field, image=image, is_whole=False)
 

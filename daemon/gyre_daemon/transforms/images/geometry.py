@@ -284,7 +284,7 @@ class RandomCrop(_Crop):
         if any(lacking) and not self.pad_if_needed:
             raise ValueError(
                 f"an image of {image.shape[1]} x {image.shape[0]} pixels is smaller than the crop "
-                f"of {width} x {height}; set pad_if_needed, or resize before"
+                f"of {width} x {height}. Set pad_if_needed, or resize before."
             )
         sides = [(self.padding + more,) * 2 for more in lacking]
         spare = [

@@ -94,7 +94,7 @@ def check_image(name: str, field: Field) -> int:
         shape = ", ".join("*" if length is None else str(length) for length in field.shape)
         raise ValueError(
             f"{name!r:.100} is {field.dtype.name} [{shape}], and an image is uint8 [height, width, "
-            "channels] with 1 or 3 channels; begin with decode_image"
+            "channels] with 1 or 3 channels. Begin with decode_image."
         )
     return field.shape[2]
 

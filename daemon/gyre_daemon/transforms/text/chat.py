@@ -134,8 +134,8 @@ def _span_inside(messages: list[_Message], number: int, render: Renderer, whole:
     if not is_exact:
         raise ValueError(
             f"the chat template renders message {number} otherwise when others follow, and which "
-            'of its tokens count cannot be told; set turns = "last", or put {% generation %} and '
-            "{% endgeneration %} around what counts in the template"
+            'of its tokens count cannot be told. Set turns = "last", or put {% generation %} and '
+            "{% endgeneration %} around what counts in the template."
         )
     return len(before), end
 
@@ -156,7 +156,7 @@ def _beginning(messages: list[_Message], num: int, render: Renderer, whole: Rend
     if not whole.text.startswith(text):
         raise ValueError(
             "the chat template renders the messages before the last turn otherwise when it "
-            'follows, so that `turns = "last"` cannot be told; leave it out'
+            'follows, so that `turns = "last"` cannot be told. Leave it out.'
         )
     return text
 

@@ -52,8 +52,8 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     for name, parameter in layer._parameters.items():
         if parameter is not None and parameter.requires_grad:
             raise RotationError(
-                f"{path}.{name} trains, and only frozen weights can be {to}: freeze it "
-                "(requires_grad_(False)) or name it in `keep`"
+                f"{path}.{name} trains, and only frozen weights can be {to}. Freeze it "
+                "(requires_grad_(False)) or name it in `keep`."
             )
     weight = local_of(layer.weight)
     if not weight.isfinite().all():

@@ -80,8 +80,8 @@ def linear_cross_entropy(
     """
     if is_quantized(linear):
         raise RotationError(
-            "the head has quantized weights, which a loss by slices of the vocabulary cannot read; "
-            "name it in the `keep` of quantize_frozen"
+            "the head has quantized weights, which a loss by slices of the vocabulary cannot read. "
+            "Name it in the `keep` of quantize_frozen."
         )
     flat = targets.flatten()
     counted = flat != ignore_index

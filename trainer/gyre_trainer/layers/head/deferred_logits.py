@@ -260,7 +260,7 @@ class _Source:
         if self._now() != self._versions:
             raise RotationError(
                 "the logits were not computed, and the head's weights, or its input, have changed "
-                f"since: read them before the optimizer's step, or {_WHAT_TO_DO}"
+                f"since. Read them before the optimizer's step, or {_WHAT_TO_DO}"
             )
 
 

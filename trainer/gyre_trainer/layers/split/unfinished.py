@@ -87,6 +87,6 @@ def with_first(output: Any, change: Callable[[Tensor], Any]) -> Any:
         return type(output)((change(output[0]), *output[1:]))
     raise RotationError(
         f"the core of a block returns {type(output).__name__}, but it must return a tensor, or a "
-        "tuple or list that begins with one, for the block's last layer; let its layers rotate one "
-        "by one (find_blocks=False, and no rule for the module)"
+        "tuple or list that begins with one, for the block's last layer. Let its layers rotate one "
+        "by one (find_blocks=False, and no rule for the module)."
     )

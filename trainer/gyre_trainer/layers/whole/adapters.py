@@ -35,7 +35,7 @@ def adapters_of(module: nn.Module) -> list[nn.Module]:
         raise RotationError(
             f"peft adapts the parameter {module.parameter_name!r} of a {_inmost(base)} "
             "by itself (target_parameters), and puts another one in its place while the model "
-            "runs, which rotation does not see; adapt layers (target_modules)"
+            "runs, which rotation does not see. Adapt layers (target_modules)."
         )
     for found in _magnitudes(module):
         if own_class(found).__name__ != "DoraLinearLayer" or not isinstance(base, nn.Linear):
@@ -90,7 +90,7 @@ class NormsOfShards:
         if not weight.is_floating_point():
             raise RotationError(
                 "an adapter with a magnitude vector (DoRA) reads the weights of a layer that are "
-                "quantized; use LoRA (use_dora=False), or name the layer in `keep`"
+                "quantized. Use LoRA (use_dora=False), or name the layer in `keep`."
             )
         if isinstance(bias, DTensor):
             bias = bias.full_tensor()
@@ -136,8 +136,8 @@ def require_whole(model: nn.Module) -> None:
             if isinstance(adapter, nn.Linear) and adapter.out_features != base.out_features:
                 raise RotationError(
                     f"the adapter of {path} has {adapter.out_features} output features, but the "
-                    f"layer has {base.out_features}: peft took this rank's shard for the layer; "
-                    "call get_peft_model first, then rotate"
+                    f"layer has {base.out_features}: peft took this rank's shard for the layer. "
+                    "Call get_peft_model first, then rotate."
                 )
 
 

@@ -108,8 +108,8 @@ class ReplicatedGradients:
             if id(parameter) not in known and sharded_parameters_of(parameter) is None:
                 raise RotationError(
                     f"{name} is another parameter than the model was rotated with, so its gradient "
-                    "would not be averaged; write to the parameter that is there (copy_, "
-                    "load_state_dict without assign)"
+                    "would not be averaged. Write to the parameter that is there (copy_, "
+                    "load_state_dict without assign)."
                 )
 
     def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
@@ -168,8 +168,8 @@ class ReplicatedGradients:
             name = next(name for name, p in model.named_parameters() if p in different)
             raise RotationError(
                 f"{name} of {own_class(model).__name__} has other values on one rank than on "
-                "another, so they would train different models; give all ranks the same values, "
-                "with one seed, one checkpoint or sync_from=0"
+                "another, so they would train different models. Give all ranks the same values, "
+                "with one seed, one checkpoint or sync_from=0."
             )
         if others := list(compress(buffers, differs[num_parameters:])):
             warnings.warn(
@@ -204,8 +204,8 @@ class ReplicatedGradients:
             raise RotationError(
                 f"a parameter of shape {tuple(parameter.shape)} that every rank has whole was "
                 "written to outside of an optimizer's step, and has other values on one rank than "
-                "on another now, so they would train different models; write the same values on "
-                "all ranks"
+                "on another now, so they would train different models. Write the same values on "
+                "all ranks."
             )
 
     def touched(self) -> None:
@@ -274,8 +274,8 @@ class ReplicatedGradients:
                 raise RotationError(
                     f"a parameter of shape {tuple(parameter.shape)} that every rank has whole "
                     f"trains on {num:.0f} of {self.ring.num_parts} ranks, and its gradients were "
-                    "mixed up with those of others; freeze and unfreeze the same parameters on all "
-                    "ranks (requires_grad_)"
+                    "mixed up with those of others. Freeze and unfreeze the same parameters on all "
+                    "ranks (requires_grad_)."
                 )
 
 

@@ -148,8 +148,8 @@ def _whole(adapted: Any, what: str) -> Iterator[None]:
     names = _sharded(rotated)
     if not all(rotated._parameters[name].is_floating_point() for name in names):
         raise RotationError(
-            f"{what} the weights of {own_class(rotated).__name__}, which are quantized; use an "
-            "adapter that does not read them and do not merge it, or name the layer in `keep`"
+            f"{what} the weights of {own_class(rotated).__name__}, which are quantized. Use an "
+            "adapter that does not read them and do not merge it, or name the layer in `keep`."
         )
     plain = rotated
     if names:

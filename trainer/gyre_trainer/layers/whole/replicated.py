@@ -210,7 +210,7 @@ def _watch(module: nn.Module, _args: Any) -> None:
             if parameter not in adapters:
                 raise RotationError(
                     f"{name} was added to {type(module).__name__} after it was rotated, so its "
-                    "gradient would never be averaged; add layers first, then rotate the model"
+                    "gradient would never be averaged. Add layers first, then rotate the model."
                 )
         require_whole(module)
         averaging.add(list(added.values()))

@@ -31,6 +31,6 @@ def _resized(
         return embedding
     raise RotationError(
         f"{own_class(module).__name__} was rotated with an embedding of {size} tokens, of which "
-        f"each rank has its shard, so resize_token_embeddings({new_num_tokens}) cannot change it; "
-        "resize the model first, then rotate it"
+        f"each rank has its shard, so resize_token_embeddings({new_num_tokens}) cannot change it. "
+        "Resize the model first, then rotate it."
     )

@@ -106,7 +106,7 @@ def dropout_inside(
     if isinstance(masks, DropoutMasks) and masks.equal:
         raise RotationError(
             'RotationPolicy(dropout="equal") has no masks for dropout inside of a module that '
-            "rotates as a whole; name dropout of an MLP's hidden width, MLPRule(dropouts=...)"
+            "rotates as a whole. Name dropout of an MLP's hidden width, MLPRule(dropouts=...)."
         )
     closing = {id(tensor) for name, tensor in weights.items() if name in last}
     opening = {id(tensor) for tensor in weights.values()} - closing

@@ -121,8 +121,8 @@ class Weighing:
         if any(weighted() is tensor for weighted in self._weighted):
             raise RotationError(
                 "a hook is registered for the gradient of what an expert returned, or retain_grad, "
-                "after it was multiplied by weights; do it before, or take "
-                'RotationPolicy(recompute="none")'
+                "after it was multiplied by weights. Do it before, or take "
+                'RotationPolicy(recompute="none").'
             )
 
     def weighted(self, one: Any, other: Any) -> Tensor | None:

@@ -218,8 +218,8 @@ class _Closed(torch.autograd.Function):
     def backward(_: Any, *_grads: Any) -> Any:
         raise RotationError(
             "a gradient would have to flow through keys and values of a cache into a module that "
-            "rotates as a whole; compute the loss of the model's other outputs, or let the layers "
-            "inside rotate one by one (find_blocks=False, and no rule for the module)"
+            "rotates as a whole. Compute the loss of the model's other outputs, or let the layers "
+            "inside rotate one by one (find_blocks=False, and no rule for the module)."
         )
 
 

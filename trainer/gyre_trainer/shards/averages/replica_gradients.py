@@ -286,8 +286,8 @@ def _require_equal_replicas(flat: Tensor, ring: Ring, name: str) -> None:
     if differs.item():
         raise RotationError(
             f"{name} has other values in one replica of the ring than in another, so they would "
-            "train different models; give all ranks the same values, with one seed, one checkpoint "
-            "or sync_from=0"
+            "train different models. Give all ranks the same values, with one seed, one checkpoint "
+            "or sync_from=0."
         )
 
 

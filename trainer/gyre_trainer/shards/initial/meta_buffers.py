@@ -87,7 +87,7 @@ def _made_again(
     reason = "" if failed is None else f" ({type(failed).__name__}: {failed})"
     raise RotationError(
         f"buffer {name} is on meta, and {_own_class(module).__name__} cannot be made again from "
-        f"the config that it, or a module around it, keeps; create it on a real device{reason}"
+        f"the config that it, or a module around it, keeps. Create it on a real device{reason}"
     )
 
 
@@ -183,7 +183,7 @@ def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> N
             if found is None or (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
                 raise RotationError(
                     f"buffer {name} of {type(module).__name__} is on meta, and its constructor "
-                    f"now makes another one of that name; create it on a real device"
+                    f"now makes another one of that name. Create it on a real device."
                 )
             module._buffers[name] = taken(found)
     for name, value in vars(module).items():

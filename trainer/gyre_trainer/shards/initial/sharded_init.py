@@ -155,7 +155,7 @@ def _require_one_seed(model: nn.Module, seed: int) -> None:
         return  # a dry run has no other ranks
     raise RotationError(
         f"materialize got the seed {seed} on rank {dist.get_rank()} and another one on another "
-        "rank, so the shards would be of different models; pass the same seed on all ranks"
+        "rank, so the shards would be of different models. Pass the same seed on all ranks."
     )
 
 

@@ -193,7 +193,7 @@ def library_model(model: LibraryConfig) -> nn.Module:
         raise ConfigError(
             f"{where}: a {kind} sees the tokens that it is to predict (masked models are not "
             f"trained by gyre-train). Set {_causal_key(described)} = true in its configuration, or "
-            f"{_BY_SCRIPT}"
+            f"{_BY_SCRIPT}."
         )
     return cast("nn.Module", built)
 

@@ -180,8 +180,8 @@ class RunRecorder:
         except OSError as error:
             where = error.filename or self._out
             raise RecordsFailed(
-                f"the records of the run cannot be written: {where}: {error.strerror or error}; "
-                "make room, or correct its permissions, and continue with --resume-if-any"
+                f"the records of the run cannot be written: {where}: {error.strerror or error}. "
+                "Make room, or correct its permissions, and continue with --resume-if-any."
             ) from error
 
     def _record(self, step: int, seen: GlobalStep) -> StepRecord:

@@ -43,7 +43,7 @@ def scan_compressed(wanted: Wanted, file: BinaryIO) -> Arrays:
         elif message.is_dictionary and stop:
             raise ConfigError(
                 "the file has dictionaries behind its first record batch, which is not read where "
-                "batches are compressed; write it as Parquet, or without compression"
+                "batches are compressed. Write it as Parquet, or without compression."
             )
         elif message.batch:
             stop = stop or message.offset

@@ -102,7 +102,7 @@ class ArrowFormat:
         if len(compressed) < len(pairs):
             raise ConfigError(
                 f"the record batches of some shards are compressed, such as those of "
-                f"{compressed[0]}, and others are not; serve them as two datasets"
+                f"{compressed[0]}, and others are not. Serve them as two datasets."
             )
         empty = chunk_arrays([], [], [], [])
         scans = [scan if _is_chunked(scan) else empty for scan in inspected]

@@ -115,8 +115,8 @@ def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:
         if not _is_addressable(kind):
             raise ConfigError(
                 f"column {column.name!r:.100} has the type {kind!s:.200}, which an Arrow file does "
-                "not store as ranges of bytes; leave it out: name the others in `columns`, or cast "
-                "it when you write the file"
+                "not store as ranges of bytes. Leave it out: name the others in `columns`, or cast "
+                "it when you write the file."
             )
         columns.append(column)
     return columns

@@ -203,8 +203,8 @@ def _num_buffers(kind: Any) -> int:
     """
     if types.is_string_view(kind) or types.is_binary_view(kind):
         raise ConfigError(
-            "the file has columns of string views, of which no rows can be found; cast them to "
-            "string or binary when you write the file"
+            "the file has columns of string views, of which no rows can be found. Cast them to "
+            "string or binary when you write the file."
         )
     if types.is_null(kind) or types.is_run_end_encoded(kind):
         return 0

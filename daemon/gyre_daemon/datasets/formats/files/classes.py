@@ -53,7 +53,7 @@ def class_numbers(paths: Texts, *, is_last: bool) -> tuple[tuple[str, ...], npt.
     if sum(map(len, ordered)) > _MAX_CHARS:
         raise ConfigError(
             f"the files have {len(names)} classes, whose names are longer than {_MAX_CHARS} "
-            'characters together; leave `class` out of `fields`: fields = ["file", "path"]'
+            'characters together. Leave `class` out of `fields`: fields = ["file", "path"].'
         )
     place = np.empty(len(names), np.int32)
     place[[names[name] for name in ordered]] = np.arange(len(names), dtype=np.int32)

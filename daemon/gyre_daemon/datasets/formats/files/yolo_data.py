@@ -121,15 +121,15 @@ def _split(name: str, document: dict[str, Any], split: str) -> list[str]:
         splits = [each for each in ("train", "val", "test") if _is_given(document.get(each))]
         raise ConfigError(
             f"{name} has no folders of the split {split!r:.100}, but of "
-            f"{', '.join(splits) or 'none'}; set the option `split` to one of these, or list the "
-            "folders of images in the option `images`"
+            f"{', '.join(splits) or 'none'}. Set the option `split` to one of these, or list the "
+            "folders of images in the option `images`."
         )
     for each in folders:
         parts = each.removeprefix("../").split("/")
         if each.startswith("/") or "://" in each or ".." in parts or each.endswith(".txt"):
             raise ConfigError(
                 f"{name} says {each!r:.200} of the split {split!r:.100}, which is no folder in "
-                "that of the dataset; list the folders of images in the option `images`"
+                "that of the dataset. List the folders of images in the option `images`."
             )
     return folders
 

@@ -153,8 +153,8 @@ class TextFormat:
             return ChunkIndex(shards, inspected, self._frames, _NOUN, identity)
         if compressed:
             raise ConfigError(
-                f"some shards are compressed with zstd, such as {compressed[0]}, and some are not; "
-                "compress all of them or none, or name those that are meant"
+                f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
+                "Compress all of them or none, or name those that are meant."
             )
         nothing = np.empty(0, np.int64)
         return SampleTable(
@@ -342,8 +342,8 @@ def _check_alike(
         )
     if known and not owners:
         raise ConfigError(
-            "no key of the objects has a value other than null; leave `columns` out to get the "
-            "documents as they are, or name the kinds of the keys in `types`"
+            "no key of the objects has a value other than null. Leave `columns` out to get the "
+            "documents as they are, or name the kinds of the keys in `types`."
         )
 
 

@@ -69,8 +69,8 @@ def any_compressed(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bool
     compressed = [shard.name for shard, scan in pairs if "raw_bytes" in scan]
     if compressed and len(compressed) < len(shards):
         raise ConfigError(
-            f"some shards are compressed with zstd, such as {compressed[0]}, and some are not; "
-            "compress all of them or none, or name those that are meant"
+            f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
+            "Compress all of them or none, or name those that are meant."
         )
     return bool(compressed)
 

@@ -80,8 +80,8 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
         if spec is None:
             raise ConfigError(
                 f"column {name!r:.100} has the type {column.type!s:.200}, which becomes no "
-                "tensor; leave it out: name the others in `columns`, or write it as numbers, "
-                "text or bytes"
+                "tensor. Leave it out: name the others in `columns`, or write it as numbers, "
+                "text or bytes."
             )
         feature, is_file = (
             features.get(name),

@@ -221,8 +221,8 @@ def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: A
     if len(outside):
         raise ValueError(
             f"column {column.name!r:.100} has no bytes in row {outside[0]}, only the path "
-            f"{paths[int(outside[0])]!s:.200}; write the files into the table "
-            "(`Dataset.to_parquet` of `datasets` does)"
+            f"{paths[int(outside[0])]!s:.200}. Write the files into the table "
+            "(`Dataset.to_parquet` of `datasets` does)."
         )
 
 

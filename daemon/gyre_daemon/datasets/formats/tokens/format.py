@@ -209,7 +209,7 @@ def _common_dtype(
     if not (declared.dtype or options.dtype):
         raise ConfigError(
             f"`dtype` is missing: shard {first.name} of this tokens dataset has no header that "
-            f"says how its ids are stored; set it to one of {', '.join(DTYPES)}"
+            f"says how its ids are stored. Set it to one of {', '.join(DTYPES)}"
         )
     if declared.dtype and options.dtype and declared.dtype != options.dtype:
         raise ConfigError(
@@ -235,15 +235,15 @@ def _check_shard(shard: Shard, header: TokenHeader, dtype: np.dtype[np.generic])
         wider = "int32, uint32 or int64" if dtype.itemsize == 2 else "int64 or uint64"
         raise not_ids(
             shard,
-            f"every second {dtype.name} at its beginning is next to 0, as where ids are {wider}; "
-            f"correct `dtype`, or set `header_bytes` to 0 if they really are {dtype.name}",
+            f"every second {dtype.name} at its beginning is next to 0, as where ids are {wider}. "
+            f"Correct `dtype`, or set `header_bytes` to 0 if they really are {dtype.name}",
         )
     num_bytes = header.stop - header.start
     if num_bytes % dtype.itemsize:
         where = f" behind its {header.start} header bytes" if header.start else ""
         raise CorruptSample(
             f"shard {shard.name} has {num_bytes} bytes{where}, no multiple of the "
-            f"{dtype.itemsize} bytes of a {dtype.name} token; correct the dataset's dtype or "
-            "restore the shard",
+            f"{dtype.itemsize} bytes of a {dtype.name} token. Correct the dataset's dtype or "
+            "restore the shard.",
             {"shard": shard.name},
         )

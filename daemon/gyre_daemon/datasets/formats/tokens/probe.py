@@ -60,7 +60,7 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
             raise not_ids(
                 shards[0],
                 f"the {INDEX_SUFFIX} file next to it is an old index of Megatron-LM or fairseq "
-                "(TNTIDX), which is not read; write the dataset again with Megatron-LM's "
+                "(TNTIDX), which is not read. Write the dataset again with Megatron-LM's "
                 f"preprocess_data.py, or serve all ids back to back: {HEADER_BYTES_HINT}",
             )
         if first and first.pieces[0].startswith(IDX_MAGIC):

@@ -42,8 +42,8 @@ def format_by_name(location: str, names: Sequence[str]) -> str | None:
     if len(found) > 1:
         each = ", ".join(f"{its[0]} ({name}, {len(its)} such)" for name, its in found.items())
         raise InvalidRequest(
-            f"the files of {location} have several formats: {each}; say which one is meant, as "
-            f"`format`, or name the files by a pattern"
+            f"the files of {location} have several formats: {each}. Say which one is meant, as "
+            f"`format`, or name the files by a pattern."
         )
     if manifest := next((names[0] for names in found.values() if _MANIFESTS.issuperset(names)), ""):
         path = f"{location.rstrip('/')}/{manifest}"

@@ -226,7 +226,7 @@ def _wids(source: _Source) -> FolderDescription:
     if kind != _WIDS or not source.keys.get("shardlist"):
         raise InvalidRequest(
             f"{source.path} is no list of shards as wids has it: its `__kind__` is {kind!r:.99} "
-            f"and not {_WIDS}, or it has no `shardlist`; name the shards"
+            f"and not {_WIDS}, or it has no `shardlist`. Name the shards."
         )
     shards = source.shards_of("shardlist", ListedShard)
     return source.listed("the list of wids", "webdataset", shards)
@@ -314,7 +314,7 @@ def _litdata(source: _Source) -> FolderDescription | None:
         )
     raise source.refusal(
         "a dataset that LitData optimized",
-        "Gyre does not read its chunks: write the samples in one of Gyre's formats, such as "
+        "Gyre does not read its chunks. Write the samples in one of Gyre's formats, such as "
         "Parquet, MDS, or flat files of token ids.",
     )
 
