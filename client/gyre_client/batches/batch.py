@@ -327,7 +327,7 @@ def _place(tensor: pb.Tensor) -> TensorPlace:
         ) from None
     if tensor.offset_bytes % dtype.itemsize:
         raise DaemonFault(
-            f"the tensor {tensor.name!r} lies at byte {tensor.offset_bytes}, "
+            f"the tensor {tensor.name!r} starts at byte {tensor.offset_bytes}, "
             f"which is not aligned for {tensor.dtype}"
         )
     own = torch.bfloat16 if tensor.dtype == BFLOAT16 else None

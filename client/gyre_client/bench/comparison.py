@@ -99,7 +99,7 @@ def compare(
         field = gyre.ask("differing", num_batches)
         if field:
             raise InvalidRequest(
-                f"the files at {description.uri} do not hold what the daemon serves: "
+                f"the files at {description.uri} differ from the daemon's data: "
                 f"the field {field!r} differs, so they cannot be compared"
             )
         rounds: list[dict[Contender, Results]] = []

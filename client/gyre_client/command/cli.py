@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--daemon-user",
         metavar="USER",
-        help="whose daemon to trust beside root's and one's own; GYRE_DAEMON_USER if absent",
+        help="also trust the daemon of this user (GYRE_DAEMON_USER)",
     )
     common.add_argument("--json", action="store_true", help="print one JSON document")
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])

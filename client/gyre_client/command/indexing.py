@@ -40,7 +40,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         default="local",
         metavar="local|ray|ray://HOST:PORT",
-        help="what scans the shards: the daemon's processes, a Ray of its machine, or a cluster",
+        help="scan the shards with the daemon's processes, a Ray on its machine, or a Ray cluster",
     )
 
 

@@ -51,7 +51,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, default=1, help="the number of ranks (1)")
 
     add = parser.add_argument_group("the sources of a mixture (--sources --step A:B)").add_argument
-    add("--sources", action="store_true", help="draw what each source contributes to the steps")
+    add("--sources", action="store_true", help="draw each source's contribution to the steps")
     add("--job", default="", help="a running job, with the weights that it was given")
 
     add = parser.add_argument_group("what each order costs (--cost)").add_argument
@@ -69,7 +69,7 @@ def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns samples of steps, what sources contribute to them, or costs of orders."""
     if args.cost == (args.step is not None) or (args.cost and args.sources):
         raise InvalidRequest(
-            "what is to be planned? Give --step S or --step A:B for samples, --sources with "
+            "nothing says what to plan. Give --step S or --step A:B for samples, --sources with "
             "--step A:B for what each source of a mixture contributes, or --cost"
         )
     if args.job and not args.sources:

@@ -41,7 +41,7 @@ class OneThread:
                 raise ConcurrentUse(
                     f"thread {threading.current_thread().name!r} uses {self._what} while thread "
                     f"{names.get(self._last, 'that has just ended')!r} does. "
-                    "Use it in one thread at a time, or give each thread one of its own."
+                    "Use it in one thread at a time, or give each thread its own."
                 )
             self._last = get_ident()
 

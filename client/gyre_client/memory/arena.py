@@ -248,7 +248,7 @@ class Arena:
             place = bisect(self._begins, begin)
             before = self._loans[self._begins[place - 1]].end if place else 0
             if before > begin or any(each < end for each in self._begins[place : place + 1]):
-                raise ValueError(f"what lies at bytes [{begin}, {end}) is lent already")
+                raise ValueError(f"the memory at bytes [{begin}, {end}) is lent already")
             loan = Loan(memory, self._returned.append, self, (begin, end), first_step, num_batches)
             self._begins.insert(place, begin)
             self._loans[begin] = loan

@@ -47,7 +47,7 @@ def check_files(address: Address) -> None:
             # In a folder with the sticky bit, only its owner may replace a socket.
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
                 raise UntrustedDaemon(
-                    f"other users may put a socket of their own at {address.text}: the folder "
+                    f"other users could put their socket at {address.text}: the folder "
                     f"{folder} has mode {stat.S_IMODE(found.st_mode):04o}. Take their right to "
                     f"write away: chmod go-w {folder}"
                 )

@@ -154,9 +154,7 @@ class MixedIndex:
 
     def blocks(self, io_block_bytes: int) -> NoReturn:
         """See `SampleIndex.blocks`."""
-        raise InvalidRequest(
-            "a mixture has no blocks of its own; use the order `full` or `sequential`"
-        )
+        raise InvalidRequest("a mixture has no blocks; use the order `full` or `sequential`")
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""

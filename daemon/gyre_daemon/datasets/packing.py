@@ -214,7 +214,7 @@ def _mask_column(fields: Sequence[FieldSpec], num_made: int) -> int | None:
             return column
     raise InvalidRequest(
         f"the samples have a field {LOSS_MASK!r} that is no mask of a transform such as `chat`, "
-        "and packed batches have one of their own. Leave it out with `columns`, or rename it."
+        "and packed batches have their own. Leave it out with `columns`, or rename it."
     )
 
 

@@ -161,7 +161,7 @@ class MadeStorage:
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
-        raise StorageUnavailable("samples that are transformed are no file, and cannot be streamed")
+        raise StorageUnavailable("transformed samples are no file, and cannot be streamed")
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""

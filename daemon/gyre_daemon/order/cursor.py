@@ -156,9 +156,9 @@ def decode_cursor(data: bytes) -> Cursor:
         own = {"order": order, "stages": stages, "mixture": mixture}
         cursor = Cursor(**{**values, **own})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise _rejected("the cursor lacks what its version promises") from error
+        raise _rejected("the cursor lacks fields of its version") from error
     if cursor._version != version or not _are_possible(cursor) or not _is_order(order):
-        raise _rejected("the cursor lacks what its version promises")
+        raise _rejected("the cursor lacks fields of its version")
     if not _is_possible(cursor):
         raise _rejected("the cursor's position is no beginning of a global batch")
     return cursor
@@ -257,7 +257,7 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
         )
     if wanted[-1][1] * size > MAX_START_POSITION:
         raise InvalidRequest(
-            f"skip_steps is {in_words(wanted)}, which lies beyond any training; positions end at "
+            f"skip_steps is {in_words(wanted)}, which is beyond any training; positions end at "
             "2**62"
         )
     more = replace(cursor, order=replace(cursor.order, skipped=wanted))

@@ -119,7 +119,7 @@ def pack_documents(
             "split, truncate or drop."
         )
     if not any(len(its.counts) for its in windows):
-        raise InvalidRequest("there is nothing to pack: no document has a token that is kept")
+        raise InvalidRequest("there is nothing to pack: no document keeps a token")
     parts, counts, capacities = _joined(windows)
     grouped = SequenceLengths(rule.lengths, [len(counts)])
     if rule.shorter:

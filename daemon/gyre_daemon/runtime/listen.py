@@ -245,7 +245,7 @@ class SocketClaim:
         """Remove a socket whose daemon has ended."""
         if _is_listening(self._path):
             raise ConfigError(
-                f"another process listens on {self._path}, although the lock file beside it is "
+                f"another process listens on {self._path}, although the lock file next to it is "
                 "free, perhaps because the file was removed. Stop that process or listen on "
                 "another path."
             )

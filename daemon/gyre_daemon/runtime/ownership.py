@@ -47,7 +47,7 @@ def check_folder(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if not is_ours(found):
         raise NotOurs(
-            f"the folder {path} belongs to user {found.st_uid}, who could exchange what is in it; "
+            f"the folder {path} belongs to user {found.st_uid}, who could exchange its files; "
             f"`chown {os.geteuid()} {path}` or name another folder"
         )
     if found.st_mode & _OTHERS:

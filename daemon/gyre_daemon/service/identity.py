@@ -55,7 +55,7 @@ class Callers:
         if not token:
             raise NotAllowed(
                 "the daemon cannot tell which user calls: over a Unix socket a client first "
-                "connects to the socket beside it, whose name ends in .side. Give the client "
+                "connects to the socket next to it, whose name ends in .side. Give the client "
                 "access to that socket, and use one of the daemon's version.",
                 {_FACT: "missing"},
             )

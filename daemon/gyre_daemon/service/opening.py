@@ -163,7 +163,7 @@ class SessionOpener(DatasetOpener):
         name, config = self.resolve(ref, caller)
         if config.mixture:
             raise InvalidRequest(
-                f"`{name}` is a mixture and has no shards of its own; name one of its sources: "
+                f"`{name}` is a mixture and has no shards; name one of its sources: "
                 f"{', '.join(config.mixture.sources)}"
             )
         return name, config

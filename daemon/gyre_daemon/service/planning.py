@@ -48,7 +48,7 @@ class StepPlanner:
             )
         if request.step * order.global_batch_size > _MAX_POSITION:
             raise InvalidRequest(
-                f"step {request.step} lies beyond any training; positions end at 2**62"
+                f"step {request.step} is beyond any training; positions end at 2**62"
             )
         work = partial(_planned, dataset, order, rule, request)
         return await self._opener.compute(caller, work)

@@ -104,9 +104,7 @@ class SessionRequest:
                 "batches are prefetched"
             )
         if self.step is not None and self.order.position_of(self.step) > MAX_POSITION:
-            raise InvalidRequest(
-                f"step {self.step} lies beyond any training; positions end at 2**62"
-            )
+            raise InvalidRequest(f"step {self.step} is beyond any training; positions end at 2**62")
 
     def start_cursor(self) -> Cursor:
         """Where it begins: at its step, or else at its cursor."""

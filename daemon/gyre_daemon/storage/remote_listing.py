@@ -118,7 +118,7 @@ async def list_tree(
                 sizes.append(int(info["size"]))
                 validators.append(Validators.in_info(info).encoded())
     if not names:
-        raise ShardMissing(f"no file below {redact(folder)} is one of those that are wanted")
+        raise ShardMissing(f"no file below {redact(folder)} is one of those asked for")
     if any(before > after for before, after in itertools.pairwise(names)):
         order = sorted(range(len(names)), key=names.__getitem__)
         names = [names[number] for number in order]

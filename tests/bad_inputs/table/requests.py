@@ -125,8 +125,8 @@ OPENINGS: list[tuple[str, pb.OpenSessionRequest, tuple[str, str], str]] = [
     ("epochs 2^64-1", opening(num_epochs=2**64 - 1), INVALID, "epochs"),
     ("prefetch 2^31", opening(prefetch_batches=1 << 31), INVALID, "prefetch_batches is"),
     ("prefetch 1025", opening(prefetch_batches=1025), INVALID, "prefetch_batches is"),
-    ("step 2^63", opening(step=BEYOND), INVALID, "lies beyond any training"),
-    ("step 2^64-1", opening(step=2**64 - 1), INVALID, "lies beyond any training"),
+    ("step 2^63", opening(step=BEYOND), INVALID, "is beyond any training"),
+    ("step 2^64-1", opening(step=2**64 - 1), INVALID, "is beyond any training"),
     (
         "rank 1 joins",
         opening(join=pb.JOIN_ROTATE, reader=pb.Reader(rank=1, world_size=2)),

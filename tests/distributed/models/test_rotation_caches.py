@@ -390,7 +390,7 @@ def told_of_caches() -> list[str]:
 def test_caches_that_slices_cannot_share_are_refused_by_name(ranks: StartRanks) -> None:
     for own_update, own_layer, heads, static in ranks(2).run(told_of_caches):
         assert "LlamaAttention is called with a OwnUpdate" in own_update
-        assert "its class has an `update` of its own; pass a DynamicCache" in own_update
+        assert "its class has its own `update`; pass a DynamicCache" in own_update
         assert "it has a OwnLayer" in own_layer
         assert "a cache of 3 heads, which are not 2 equal parts" in heads
         assert "a StaticLayer is overwritten, and the call has gradients" in static

@@ -71,7 +71,7 @@ def test_parameters_that_are_replaced_are_refused(
 ) -> None:
     for text in ranks(num_ranks).run(told_of, what, replicate):
         if what in ("assigned", "called with others"):
-            assert "parameter weight no longer lies in its rotated slice" in text
+            assert "parameter weight is no longer in its rotated slice" in text
         else:
             assert f"{what} is another parameter than the model was rotated with" in text
 

@@ -100,7 +100,7 @@ def test_parameters_that_were_replaced_are_refused(ranks: StartRanks) -> None:
         (assigned, "embedding.weight is another parameter than the model was rotated with"),
         (norm_assigned, "norm.weight is another parameter than the model was rotated with"),
         (norm_set, "norm.weight is another parameter than the model was rotated with"),
-        (head_called_with, "parameter weight no longer lies in its rotated slice"),
+        (head_called_with, "parameter weight is no longer in its rotated slice"),
     ):
         for message in ours.run(told, change):
             assert message.startswith(expected), change.__name__

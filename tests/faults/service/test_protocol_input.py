@@ -135,7 +135,7 @@ def changed(**fields: Any) -> pb.OpenSessionRequest:
         (changed(reader__job="j" * 201), "1 to 200 characters"),
         (changed(num_epochs=2**64 - 1), "num_epochs is 18446744073709551615"),
         (changed(prefetch_batches=2**32 - 1), "prefetch_batches is 4294967295"),
-        (changed(step=2**64 - 1), "step 18446744073709551615 lies beyond any training"),
+        (changed(step=2**64 - 1), "step 18446744073709551615 is beyond any training"),
         (changed(order__global_batch_size=2**64 - 1), "global batch size"),
         (changed(reader__rank=2**32 - 1), "rank 4294967295 of world size 1"),
     ],

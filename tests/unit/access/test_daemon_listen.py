@@ -199,7 +199,7 @@ def test_a_removed_lock_file_lets_nobody_take_a_living_daemon_s_socket(tmp_path:
         lock.unlink()
         second = claim_elsewhere(address)
         assert (
-            f"another process listens on {address.path}, although the lock file beside it is free"
+            f"another process listens on {address.path}, although the lock file next to it is free"
             in second.stderr
         )
         with socket.socket(socket.AF_UNIX) as client:

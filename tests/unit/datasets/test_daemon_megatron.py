@@ -42,7 +42,7 @@ def test_a_megatron_file_has_the_dtype_of_its_index(code: int, dtype: str) -> No
     [
         (
             megatron_idx([4000, 999], 2, 8),
-            "is not whole: it has 10000 bytes, and 9998 by the Megatron index beside it",
+            "is not whole: it has 10000 bytes, and 9998 by the Megatron index next to it",
         ),
         (megatron_idx([5000], 2, 7), "Megatron index has version 1 and dtype float32"),
         (megatron_idx([5000], 2, 99), "dtype code 99"),
@@ -99,8 +99,8 @@ def test_documents_need_an_index() -> None:
 @pytest.mark.parametrize(
     ("lengths", "documents", "sentence"),
     [
-        ([4000, 999], [0, 1, 2], "has 10000 bytes, and 9998 by the Megatron index beside it"),
-        ([-1, 5001], [0, 1, 2], "its sequences do not lie one after the other"),
+        ([4000, 999], [0, 1, 2], "has 10000 bytes, and 9998 by the Megatron index next to it"),
+        ([-1, 5001], [0, 1, 2], "its sequences do not follow each other"),
         ([4000, 1000], [0], "does not say where its documents end; serve windows"),
         ([4000, 1000], [0, 1], "does not say where its documents end"),
         ([4000, 1000], [1, 2], "does not say where its documents end"),

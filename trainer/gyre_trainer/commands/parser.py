@@ -82,7 +82,7 @@ def _add_export(exports: argparse.ArgumentParser) -> None:
     exports.add_argument(
         "run", type=Path, metavar="RUN", help="a run directory, or a checkpoint's directory"
     )
-    exports.add_argument("out", type=Path, metavar="DIR", help="the folder that is written")
+    exports.add_argument("out", type=Path, metavar="DIR", help="the folder to write")
     exports.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

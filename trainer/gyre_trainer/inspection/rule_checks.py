@@ -180,7 +180,7 @@ def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[s
     if watch.found(outputs):
         raise RotationError(
             f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
-            "backward by hooks of its own, which does not work with a slice of its parameters. "
+            "backward by its own hooks, which does not work with a slice of its parameters. "
             'Leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
             "rotate one by one (no rule for the module)."
         )

@@ -126,7 +126,7 @@ class ConcatenatedOutputs:
         start, stop = self._bounds[index]
         if output.shape[self._dim] != stop - start:
             raise RotationError(
-                f"a slice's output of shape {tuple(output.shape)} cannot lie beside the others': "
+                f"a slice's output of shape {tuple(output.shape)} does not fit the others': "
                 f"it has to be {stop - start} wide along dim {self._dim}, "
                 f"as the slice of {self._name} is"
             )

@@ -87,7 +87,7 @@ class ShardedParameters:
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         if not (is_own and same_storage(local, self.flat)):
             raise RotationError(
-                f"parameter {name} no longer lies in its rotated slice. "
+                f"parameter {name} is no longer in its rotated slice. "
                 "Move or convert a model before it is rotated, add adapters that repeat layers "
                 "(layer_replication) before, and load states by copying (load_state_dict without "
                 "assign)."

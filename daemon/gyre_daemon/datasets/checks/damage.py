@@ -59,7 +59,7 @@ def from_arrays(arrays: Arrays, num_samples: int) -> list[Damage]:
     """
     samples, offsets = (array_of(arrays, name, np.int64) for name in ("sample", "offset"))
     if len(samples) != len(offsets) or (offsets < 0).any():
-        raise ValueError("its damaged samples lie nowhere")
+        raise ValueError("its list of damaged samples points outside the shard")
     if len(samples) and not (
         samples[0] >= 0 and samples[-1] < num_samples and (np.diff(samples) > 0).all()
     ):

@@ -278,7 +278,7 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     ranges = np.concatenate((pieces, shared.reshape(-1, 2)))
     is_inside = (ranges[:, 0] >= 0) & (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 1] <= file_bytes)
     if shared.shape != (2,) or not is_inside.all() or (pieces[:, 0] == pieces[:, 1]).any():
-        raise ValueError("its chunks do not lie in the shard")
+        raise ValueError("its chunks point outside the shard")
     damaged_chunks(arrays)
     if len(optional) and not (optional.min() >= 0 and optional.max() < len(fields)):
         raise ValueError("its fields are not those of its rows")

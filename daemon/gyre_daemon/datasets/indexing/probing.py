@@ -99,7 +99,7 @@ class ProbeRunner:
             return None
         names = f"{storage.shards[shards[0]].name} to {storage.shards[shards[-1]].name}"
         raise ShardMissing(
-            f"not each of the shards {names} has its {request.suffix} file beside it; restore the "
+            f"not each of the shards {names} has its {request.suffix} file next to it; restore the "
             "missing ones"
         )
 

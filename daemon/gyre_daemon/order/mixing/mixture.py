@@ -68,9 +68,7 @@ class Mixture:
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `BlockIndex.blocks`: adjacent samples of several sources do not lie together."""
-        raise InvalidRequest(
-            "a mixture has no blocks of its own; use the order `full` or `sequential`"
-        )
+        raise InvalidRequest("a mixture has no blocks; use the order `full` or `sequential`")
 
     @property
     def names(self) -> list[str]:

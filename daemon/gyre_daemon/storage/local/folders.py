@@ -181,13 +181,13 @@ def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:
     if not root.follow_links:
         raise NotAllowed(
             f"{root.folder / path} is a link to a folder; links to folders are followed only where "
-            "`follow_links` is set. Set it, move the folder, or make it a dataset of its own.",
+            "`follow_links` is set. Set it, move the folder, or make it a separate dataset.",
             {"path": root.folder / path},
         )
     around = [root.folder / above for above in PurePath(path).parents]
     if any(os.path.samestat(status, above.stat()) for above in around):
         raise NotAllowed(
-            f"{root.folder / path} is a link to a folder that it lies in; remove it",
+            f"{root.folder / path} is a link to a folder around it; remove it",
             {"path": root.folder / path},
         )
     return status

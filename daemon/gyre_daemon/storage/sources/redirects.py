@@ -44,12 +44,12 @@ class RedirectPolicy:
             before, after = urlsplit(url), urlsplit(target)
             places = host_of(before), host_of(after)
         except ValueError as error:
-            raise Refused(f"{redact(url)} redirects to what is no URL") from error
+            raise Refused(f"{redact(url)} redirects to no URL") from error
         if after.scheme not in _PORTS or not after.hostname or not _is_plain(target):
-            raise Refused(f"{redact(url)} redirects to what is no URL of a web server")
+            raise Refused(f"{redact(url)} redirects to no URL of a web server")
         if before.scheme == "https" and after.scheme == "http":
             raise Refused(
-                f"{places[0]} redirects from https to http at {places[1]}, which nobody protects; "
+                f"{places[0]} redirects from https to http at {places[1]}, without protection; "
                 "name a server that stays with https"
             )
         if places[0] != places[1] and not self._lists(after, places[1]):

@@ -105,7 +105,7 @@ class NormsOfShards:
         """The norm of each row of ``weight + scaling * lora_weight``, [rows]; peft detaches it."""
         place = place_of(weight) if isinstance(weight, DTensor) else None
         if place is not None and place.dim != 0:
-            raise RotationError("DoRA beside a rule that cuts columns is not known; use LoRA")
+            raise RotationError("DoRA does not go with a rule that cuts columns; use LoRA")
         here = slice(place.start, place.stop) if place else slice(None)
         rows = local_of(weight) + scaling * lora_weight[here]
         norms: Tensor = torch.linalg.norm(rows, dim=1)

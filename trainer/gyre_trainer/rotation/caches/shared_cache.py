@@ -132,6 +132,6 @@ def _require_own_update(cache: Any, name: str) -> None:
     """Refuse a cache that is updated by other code than the library's layers."""
     library = sys.modules["transformers.cache_utils"]
     if type(cache).update is not library.Cache.update:
-        raise refused(cache, name, "its class has an `update` of its own")
+        raise refused(cache, name, "its class has its own `update`")
     if getattr(cache, "offloading", False):
         raise refused(cache, name, "it moves keys and values to the CPU (offloading=True)")

@@ -193,7 +193,7 @@ def check_scan(arrays: Arrays, file_bytes: int) -> None:
     if any(array.shape != shape for array, shape in shapes):
         raise ValueError("its arrays do not have the sizes of its rows")
     if not set(optional.tolist()) <= set(range(len(columns))):
-        raise ValueError("it has nulls in columns that are not there")
+        raise ValueError("it has nulls in missing columns")
     if count:
         _check_places(arrays, columns, is_bit, ragged, file_bytes)
 
@@ -206,9 +206,9 @@ def _check_places(
     first, ends = arrays["first"], arrays["ends"]
     edges = body.ravel()
     if edges[0] < 0 or edges[-1] > file_bytes or (np.diff(edges) < 0).any():
-        raise ValueError("its record batches do not lie in the shard one after the other")
+        raise ValueError("its record batches are not in sequence")
     if (base < 0).any() or (base > file_bytes).any():
-        raise ValueError("its columns do not lie in the shard")
+        raise ValueError("its columns point outside the shard")
     _check_ends(rows, base[:, ragged], first, ends, file_bytes)
     for place, (_, dtype, shape, is_ragged, *_) in enumerate(columns):
         if not is_ragged and not is_bit[place]:
@@ -221,7 +221,7 @@ def _check_regular(
     """Check that a column whose rows have one size ends within the shard."""
     size = itemsize * math.prod(shape)
     if size < 1 or size > file_bytes or (base > file_bytes - rows * size).any():
-        raise ValueError("its columns do not lie in the shard")
+        raise ValueError("its columns point outside the shard")
 
 
 def _check_ends(
@@ -233,7 +233,7 @@ def _check_ends(
     begin[1:] = ends[:-1]
     begin[last - rows + 1] = first
     if (first < 0).any() or (ends < begin).any() or (ends[last] > file_bytes - base).any():
-        raise ValueError("its rows do not lie in the shard one after the other")
+        raise ValueError("its rows are not in sequence")
 
 
 def _is_column(column: object) -> bool:

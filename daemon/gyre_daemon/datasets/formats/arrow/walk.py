@@ -219,7 +219,7 @@ def _num_buffers(kind: Any) -> int:
 
 def _check(is_inside: bool) -> None:
     if not is_inside:
-        raise ValueError("a record batch has a buffer that is too short")
+        raise ValueError("a record batch has too short a buffer")
 
 
 def _check_elements(are_whole: _Bits) -> None:

@@ -32,7 +32,7 @@ def class_numbers(paths: Texts, *, is_last: bool) -> tuple[tuple[str, ...], npt.
     if (first == stop).any():
         path = paths[int(np.argmax(first == stop))].decode()
         raise ConfigError(
-            f"the file {path} lies in no folder, so it has no class; move it, or leave `class` out "
+            f"the file {path} is in no folder, so it has no class; move it, or leave `class` out "
             'of `fields`: fields = ["file"]'
         )
     end = slashes[stop - 1] if is_last else slashes[first]

@@ -205,7 +205,7 @@ def _columns_of(
     for column in columns:
         if column.name in (_PATH, _FILE):
             raise ConfigError(
-                f"the manifest has a column {column.name} beside the one with paths; rename it"
+                f"the manifest has a column {column.name} next to the one with paths; rename it"
             )
         if not isinstance(column.values, Texts):
             found[column.name] = partial(

@@ -50,7 +50,7 @@ def check_ranges(
         or start[-1] + size[-1] > file_bytes
         or (start[:-1] + size[:-1] > start[1:]).any()
     ):
-        raise ValueError("its ranges do not lie in the shard one after the other")
+        raise ValueError("its ranges are not in sequence")
 
 
 def json_of(arrays: Arrays, name: str) -> Any:

@@ -91,9 +91,7 @@ def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
         spec = replace(spec, categories=_categories(feature), media_type=media_type)
         columns.append(ServedColumn(spec, name, is_file, column.nullable, array is not None))
     if wanted.may_lack and not columns:
-        raise ConfigError(
-            f"it has none of the columns that are served; it has {', '.join(names):.1000}"
-        )
+        raise ConfigError(f"it has none of the columns to serve; it has {', '.join(names):.1000}")
     return columns
 
 

@@ -251,7 +251,7 @@ def _pieces(
                 start = min(start, leaf.dictionary_page_offset)
             stop = start + leaf.total_compressed_size
             if not 0 <= start <= stop <= shard_bytes:
-                raise ValueError("it lies outside of the file")
+                raise ValueError("it is outside the file")
             ranges.append((start, min(stop + _SLACK_BYTES, shard_bytes)))
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -125,9 +125,9 @@ def _check(arrays: Arrays, shards: Sequence[Shard]) -> None:
     if start.shape != sizes.shape or count.shape != sizes.shape or not row_bytes:
         raise ValueError("it does not describe these shards")
     if (start < 0).any() or (count < 0).any() or (count > sizes // row_bytes).any():
-        raise ValueError("its rows do not lie in the shards")
+        raise ValueError("its rows point outside the shards")
     if (start + count * row_bytes != sizes).any():
-        raise ValueError("its rows do not lie in the shards")
+        raise ValueError("its rows point outside the shards")
 
 
 def _read_header(shard: Shard, head: bytes) -> tuple[int, int, list[object]]:

@@ -37,7 +37,7 @@ def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
     if not first or not first.pieces[0].startswith(IDX_MAGIC):
         raise ConfigError(
             f"`samples` is documents, and shard {shards[0].name} has no Megatron index (.idx) "
-            "beside it; serve windows, with `sequence_length`"
+            "next to it; serve windows, with `sequence_length`"
         )
     dtypes: list[str] = []
     places: list[npt.NDArray[np.int64]] = []
@@ -75,7 +75,7 @@ def check_documents(arrays: Arrays, shards: Sequence[Shard]) -> None:
     width, end = np.repeat(itemsizes, num_documents), np.repeat(sizes, num_documents)
     is_outside = (start < 0) | (size < 0) | (size > end) | (start > end - size)
     if (is_outside | (start % width != 0) | (size % width != 0)).any():
-        raise ValueError("its documents lie outside the shards")
+        raise ValueError("its documents point outside the shards")
 
 
 def headers_of(arrays: Arrays, shards: Sequence[Shard]) -> list[TokenHeader]:

@@ -76,7 +76,7 @@ def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIn
     """
     if len(head) < IDX_HEAD_BYTES or not head.startswith(IDX_MAGIC):
         raise not_ids(
-            shard, "the .idx file beside it is no index of Megatron's, unlike the first shard's"
+            shard, "the .idx file next to it is no index of Megatron's, unlike the first shard's"
         )
     _, version, code, num_sequences, num_documents = _IDX_HEAD.unpack_from(head)
     dtype = _IDX_DTYPES.get(code, f"code {code}")
@@ -112,7 +112,7 @@ def megatron_header(
     stop = begin + length * np.dtype(index.dtype).itemsize
     if stop != shard.size_bytes:
         raise not_whole(
-            shard, f"it has {shard.size_bytes} bytes, and {stop} by the Megatron index beside it"
+            shard, f"it has {shard.size_bytes} bytes, and {stop} by the Megatron index next to it"
         )
     return TokenHeader("Megatron", index.dtype, 0, stop, 0)
 
@@ -140,18 +140,18 @@ def read_documents(
     ends: npt.NDArray[np.int64] = np.concatenate(([0], np.cumsum(sizes)))
     if (sizes < 0).any() or (begins != ends[:-1]).any():
         raise not_whole(
-            shard, "by the Megatron index beside it, its sequences do not lie one after the other"
+            shard, "by the Megatron index next to it, its sequences do not follow each other"
         )
     if ends[-1] != shard.size_bytes:
         raise not_whole(
             shard,
-            f"it has {shard.size_bytes} bytes, and {ends[-1]} by the Megatron index beside it",
+            f"it has {shard.size_bytes} bytes, and {ends[-1]} by the Megatron index next to it",
         )
     is_whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
     if not is_whole or (np.diff(documents) < 0).any():
         raise not_ids(
             shard,
-            "the Megatron index beside it does not say where its documents end; serve windows, "
+            "the Megatron index next to it does not say where its documents end; serve windows, "
             "with `sequence_length`",
         )
     found: npt.NDArray[np.int64] = ends[documents]

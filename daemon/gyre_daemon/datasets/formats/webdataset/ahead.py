@@ -68,7 +68,7 @@ def _bounds(index: bytes, shard_bytes: int) -> list[int]:
         raise ValueError(f"it has {len(index)} bytes, which are no numbers of 64 bits")
     offsets = np.frombuffer(index, "<u8")
     if (offsets > shard_bytes).any() or (offsets % tarfile.BLOCKSIZE).any():
-        raise ValueError("it has offsets that are none of a header")
+        raise ValueError("it has offsets without a header")
     if (np.diff(offsets.astype(np.int64)) <= 0).any():
         raise ValueError("its offsets do not rise")
     bounds: list[int] = offsets.tolist()
