@@ -7,6 +7,7 @@ import pytest
 import torch.distributed
 from gyre_client.targets import run
 from gyre_client.targets.run import Run, agreed, launched_as, this_run
+from torch._C._distributed_c10d import HashStore  # torch.distributed does not declare it
 
 LAUNCH = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}
 
@@ -85,12 +86,7 @@ def test_a_process_that_was_started_alone_shares_nothing(
 def test_the_first_rank_decides_and_no_rank_waits() -> None:
     """Through torch's private name of the default store, whose parent a fork never talks to."""
     assert agreed("key", "alone") == "alone"
-    torch.distributed.init_process_group(
-        "gloo",
-        rank=0,
-        world_size=1,
-        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
-    )
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         assert launched_as() == (0, 1)
         assert agreed("key", "first") == "first"
