@@ -250,6 +250,8 @@ def _told(heads: nn.ModuleDict, when: str) -> str:
     try:
         if when == "forward":
             linear_cross_entropy(other if is_first else one, x, targets)
+        elif when == "logits":
+            one(x) if is_first else linear_cross_entropy(one, x, targets)
         else:
             losses = [linear_cross_entropy(head, x, targets) for head in (one, other)]
             torch.autograd.backward(losses[is_first])
@@ -265,13 +267,16 @@ def _told(heads: nn.ModuleDict, when: str) -> str:
         (3, "group", "forward"),
         (3, "memory", "backward"),
         (2, "group", "backward"),
+        (2, "memory", "logits"),
+        (3, "group", "logits"),
     ],
 )
 def test_ranks_that_call_different_heads_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:
+    first = "one (forward" if when == "logits" else f"other ({when}"
     for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when):
-        assert f"rank 0 calls other ({when}" in message
+        assert f"rank 0 calls {first}" in message
         assert "calls one (" in message
 
 
