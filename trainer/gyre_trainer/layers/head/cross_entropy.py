@@ -6,7 +6,7 @@ logits: the log of the sum of their exponentials, the target's logit, and (for l
 their sum. Each slice gives those of its own classes; they are reduced exactly, and the loss is
 computed from them. In backward a slice computes its logits again, unless the head is frozen
 (`gradient_ahead`). Within a slice, tokens are taken in chunks, which bounds even the slice's
-logits.
+logits. Slices go round the ring, or all ranks' tokens do where that is fewer bytes (`by_tokens`).
 
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.encoded.quantized_linear import is_quantized
+from gyre_trainer.layers.head.by_tokens import statistics_by_tokens
 from gyre_trainer.layers.head.gradient_ahead import GradientAhead
 from gyre_trainer.layers.head.logit_functions import LogitChain, LogitFunction
 from gyre_trainer.layers.head.slice_statistics import Asked, Classes, statistics_of, wide
@@ -132,6 +133,9 @@ def _statistics(
 ) -> Tensor:
     if isinstance(linear, RotatedModule):
         whole_bias = _whole_bias(linear)
+        by_tokens = statistics_by_tokens(linear, inputs, asked, whole_bias)
+        if by_tokens is not None:
+            return by_tokens
         # not a field of the rule: a number that differs in each step would make another rule of it
         arguments = (*inputs, *([] if whole_bias is None else [whole_bias])), {"asked": asked}
         statistics: Tensor = run(linear.rotation_by(rule), *arguments)

@@ -1,4 +1,4 @@
-"""The loss of a head by slices of its vocabulary is that of one process, with all its gradients."""
+"""Tokens that visit a head's slices give what one process has, in fewer bytes than slices are."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -122,20 +122,24 @@ class Seen:
     counted: list[int]
 
 
-def by_slices(
+def visited(
     kind: dict[str, bool],
     options: dict[str, Any],
     sizes: Sequence[int],
-    max_logits: int,
+    limits: tuple[int, int],
     policy: RotationPolicy | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> list[Seen]:
-    """The same step twice, with at most so many logits at once."""
+    """The same step twice, with at most so many logits at once, and numbers in a buffer."""
+    max_logits, largest = limits
     model, mesh = made(kind).to(dtype), make_mesh("cpu")
     rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
     rank, ring, found = dist.get_rank(), ring_of(mesh), []
     tokens, targets = batch_of(rank, sizes, options)
-    with patch.object(slice_statistics, "_MAX_LOGITS", max_logits):
+    with (
+        patch.object(slice_statistics, "_MAX_LOGITS", max_logits),
+        patch.object(ring.pool, "largest_whole_numel", largest),
+    ):
         for _ in range(2):
             leaf = model.features(tokens).detach().requires_grad_()
             before = ring.bytes_sent
@@ -153,22 +157,45 @@ def by_slices(
     return found
 
 
+def bytes_sent(rank: int, sizes: Sequence[int], num_statistics: int, width: int = 8) -> int:
+    """Of the head, where tokens travel: numbers of tokens, tokens and results, both ways."""
+
+    def padded(size: int) -> int:
+        return -(-size // 8) * 8
+
+    def tokens(count: int, num_numbers: int) -> int:
+        wide = max(4, width)
+        return padded(count * WIDTH * width) + 8 * count + padded(count * num_numbers * wide)
+
+    def statistics(count: int) -> int:
+        return padded(count * num_statistics * max(4, width))
+
+    num_ranks = len(sizes)
+    total = 16 * (num_ranks - 1)
+    for step in range(1, num_ranks):
+        sent = sizes[(rank + step - 1) % num_ranks]
+        total += tokens(sent, 0) + tokens(sent, 1 + num_statistics)
+        followed = sizes[(rank + step) % num_ranks]
+        total += statistics(followed) + padded(followed * WIDTH * width)
+    return total
+
+
 SIZES = {2: (7, 12), 3: (5, 9, 4)}
-WAYS: dict[str, tuple[dict[str, bool], str, int]] = {
-    "untied": ({}, "mean", 2**23),
-    "untied, with a bias, in chunks": ({"bias": True}, "sum", 2 * NUM_CLASSES),
-    "tied": ({"tied": True}, "none", 2**23),
-    "tied, with a bias": ({"tied": True, "bias": True}, "capped", 2**23),
+WAYS: dict[str, tuple[dict[str, bool], str, tuple[int, int]]] = {
+    "untied": ({}, "mean", (2**23, 0)),
+    "untied, with a bias, in chunks": ({"bias": True}, "sum", (2 * NUM_CLASSES, 0)),
+    "tied": ({"tied": True}, "none", (2**23, 0)),
+    "tied, with a bias, in rounds": ({"tied": True, "bias": True}, "capped", (2**23, 30)),
 }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_slices_give_what_one_process_has(ranks: StartRanks, num_ranks: int, way: str) -> None:
-    kind, name, max_logits = WAYS[way]
+def test_visitors_give_what_one_process_has(ranks: StartRanks, num_ranks: int, way: str) -> None:
+    kind, name, limits = WAYS[way]
     options, sizes = OPTIONS[name], SIZES[num_ranks]
     expected, grads = alone(kind, options, sizes)
-    for rank, seen in enumerate(ranks(num_ranks).run(by_slices, kind, options, sizes, max_logits)):
+    for rank, seen in enumerate(ranks(num_ranks).run(visited, kind, options, sizes, limits)):
         first, second = seen
         assert first.grads.keys() == grads.keys()
         for each in seen:
@@ -179,28 +206,54 @@ def test_slices_give_what_one_process_has(ranks: StartRanks, num_ranks: int, way
             if not (kind.get("tied") and kind.get("bias")):  # such a bias is whole, and averaged
                 assert each.counted[0] == each.counted[1]
         assert second.counted == first.counted
+        if not limits[1]:
+            assert first.counted[0] == bytes_sent(rank, sizes, 3 if name == "none" else 2)
 
 
 def test_a_rank_may_have_no_tokens(ranks: StartRanks) -> None:
     sizes, options = (0, 11), OPTIONS["none"]
     expected, grads = alone({}, options, sizes)
-    for rank, seen in enumerate(ranks(2).run(by_slices, {}, options, sizes, 2**23)):
+    for rank, seen in enumerate(ranks(2).run(visited, {}, options, sizes, (2**23, 0))):
         assert torch.allclose(seen[0].loss, expected[rank], rtol=1e-12, atol=0)
         for key, grad in seen[0].grads.items():
             assert torch.allclose(grad, grads[key], rtol=1e-12, atol=1e-13), key
+        assert seen[0].counted[0] == bytes_sent(rank, sizes, 3)
 
 
-def test_slices_travel_in_bfloat16_and_gradients_add_up_in_float32(ranks: StartRanks) -> None:
+def test_tokens_travel_in_bfloat16_and_gradients_add_up_in_float32(ranks: StartRanks) -> None:
     sizes, policy = SIZES[3], RotationPolicy(torch.bfloat16)
     _, grads = alone({}, OPTIONS["sum"], sizes)
-    arguments: Any = {}, OPTIONS["sum"], sizes, 2**23, policy, torch.float32
-    for seen, again in ranks(3).run(by_slices, *arguments):
+    arguments: Any = {}, OPTIONS["sum"], sizes, (2**23, 0), policy, torch.float32
+    for rank, (seen, again) in enumerate(ranks(3).run(visited, *arguments)):
         for key, grad in seen.grads.items():
             assert grad.dtype == torch.float32
             assert torch.equal(grad, again.grads[key])
             distance = (grad.double() - grads[key]).norm() / grads[key].norm()
             assert distance < 0.02, key
-        assert seen.counted[0] == seen.counted[1]
+        assert seen.counted == [bytes_sent(rank, sizes, 2, width=2)] * 2
+
+
+def bytes_of(sizes: Sequence[int], frozen: bool) -> int:
+    """The head's, of one step."""
+    model, mesh = made({}), make_mesh("cpu")
+    model.head.requires_grad_(not frozen)
+    rotate_all(model, mesh=mesh, policy=RotationPolicy())
+    tokens, targets = batch_of(dist.get_rank(), sizes, {})
+    x = model.features(tokens).detach().requires_grad_()
+    before = ring_of(mesh).bytes_sent
+    torch.autograd.backward(linear_cross_entropy(model.head, x, targets))
+    return ring_of(mesh).bytes_sent - before
+
+
+@pytest.mark.parametrize(("sizes", "frozen"), [((3, 300), False), ((3, 5), True)])
+def test_slices_travel_where_that_is_less(
+    ranks: StartRanks, sizes: tuple[int, int], frozen: bool
+) -> None:
+    rows = [len(each) for each in torch.arange(NUM_CLASSES).chunk(2)]
+    for rank, sent in enumerate(ranks(2).run(bytes_of, sizes, frozen)):
+        own, other = rows[rank], rows[1 - rank]
+        classes = own if frozen else 2 * own + other
+        assert sent == 8 * WIDTH * classes + (0 if frozen else 16)
 
 
 def grads_in_two_rings(sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -218,7 +271,8 @@ def grads_in_two_rings(sizes: Sequence[int]) -> dict[str, Tensor]:
     return grads_of(model)
 
 
-def test_rings_of_replicas_may_have_other_numbers_of_tokens(ranks: StartRanks) -> None:
+def test_rings_of_replicas_may_choose_differently(ranks: StartRanks) -> None:
+    """Tokens travel in the first ring and slices in the second, where one rank has many tokens."""
     sizes = 3, 8, 2, 300
     _, grads = alone({"bias": True}, {"reduction": "sum"}, sizes)
     for found in ranks(4).run(grads_in_two_rings, sizes):
