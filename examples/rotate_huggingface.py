@@ -72,7 +72,7 @@ def train(
 ) -> list[float]:
     """Returns the loss of each micro-batch, those of a resumed run from its checkpoint on."""
     torch.manual_seed(seed)
-    model: Any = LlamaForCausalLM(CONFIG)  # type: ignore[no-untyped-call]
+    model: Any = LlamaForCausalLM(CONFIG)
     if shard == "rotation":
         rotate_all(model, mesh=make_mesh(args.device.type))
     else:

@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,10 @@ def _step_of(what: str) -> Callable[[], object]:
     }
     if what not in hows:
         sharded = what.startswith("FSDP2 ")
-        built = (
+        built: Callable[..., Any] = (
             models._fully_sharded
             if sharded
-            else partial(models._rotated, **_every_size(models._rotated))
+            else partial(cast("Any", models._rotated), **_every_size(models._rotated))
         )
         generator = torch.Generator().manual_seed(dist.get_rank())
         rows = torch.randint(1, models._VOCABULARY, (2, 64), generator=generator)

@@ -215,7 +215,8 @@ class RingPass:
         if self.is_weighted:
             raise RotationError(
                 f"what {self._rotation.name}, an expert, returned is multiplied by weights, and "
-                'used once more after that. Use it before, or take RotationPolicy(recompute="none").'
+                "used once more after that. Use it before, or take "
+                'RotationPolicy(recompute="none").'
             )
 
     def _require_fresh(self) -> None:
