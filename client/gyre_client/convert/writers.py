@@ -267,6 +267,6 @@ def _streaming() -> Any:
             return importlib.import_module("streaming")
         except ModuleNotFoundError as error:
             raise NotInstalled(
-                "MDS needs mosaicml-streaming, which is not installed. "
-                "Run pip install mosaicml-streaming."
+                f"MDS needs {error.name}, which is not installed. Convert to parquet, or where "
+                "mosaicml-streaming is installed, which does not go with transformers 5."
             ) from error
