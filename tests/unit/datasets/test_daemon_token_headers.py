@@ -66,7 +66,7 @@ def test_a_shard_is_looked_at_once_and_only_the_first_is_asked_for_an_index() ->
 def test_a_flat_file_needs_a_dtype() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"`dtype` is missing: shard a\.bin .* set it to one of uint8, uint16, int16",
+        match=r"`dtype` is missing: shard a\.bin .* Set it to one of uint8, uint16, int16",
     ):
         Files({"a.bin": IDS.astype("<u2").tobytes()}).index()
 
@@ -339,7 +339,7 @@ def test_wider_ids_read_as_narrow_ones_are_refused(stored: str, served: str, fir
     contents = {"a.bin": (first + IDS).astype(stored).tobytes()}
     with pytest.raises(
         CorruptSample,
-        match=f"every second {served} at its beginning is next to 0, .*correct `dtype`",
+        match=f"every second {served} at its beginning is next to 0, .*Correct `dtype`",
     ):
         Files(contents).index(dtype=served)
     assert Files(contents).index(dtype=served, header_bytes=0).num_samples > 0, "the way out"

@@ -356,7 +356,7 @@ def test_an_unused_fourth_byte_changes_nothing(transform: Transform, is_last: bo
     ("transforms", "reason"),
     [
         ([RandomResizedCrop(8, field="jpg")], "'jpg' is uint8 .*, and an image is uint8"),
-        ([DecodeImage("jpg")], r"differ in shape \[\*, \*, 3\]; end with"),
+        ([DecodeImage("jpg")], r"differ in shape \[\*, \*, 3\]. End with"),
         ([DecodeImage("jpg"), Resize(8)], r"differ in shape \[\*, \*, 3\]"),
         ([DecodeImage("jpg", colors="gray"), ColorJitter(hue=0.1)], "is gray"),
         ([DecodeImage("jpg", colors="gray"), Normalize()], "need 1 numbers"),

@@ -122,7 +122,7 @@ def test_flips_and_crops_with_borders() -> None:
         assert set(found) <= set(places.values())
         assert len(found) == 81  # each place, about seven times
         assert max(found.values()) < 25
-    with pytest.raises(ValueError, match="smaller than the crop of 40 x 40; set pad_if_needed"):
+    with pytest.raises(ValueError, match=r"smaller than the crop of 40 x 40\. Set pad_if_needed"):
         applied(RandomCrop(40), image)
     larger = applied(RandomCrop(40, pad_if_needed=True), image)
     assert larger.shape == (40, 40, 3)
