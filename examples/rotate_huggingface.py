@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 NUM_STEPS, SAVE_AT = 6, 3
-CONFIG = LlamaConfig(  # type: ignore[no-untyped-call]
+CONFIG = LlamaConfig(
     vocab_size=50,
     hidden_size=16,
     intermediate_size=24,

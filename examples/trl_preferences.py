@@ -80,14 +80,14 @@ def make_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 def make_model() -> LlamaForCausalLM:
     """Returns a small model."""
-    config = LlamaConfig(  # type: ignore[no-untyped-call]
+    config = LlamaConfig(
         vocab_size=258,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return LlamaForCausalLM(config)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class _LoaderTrainer:
         raise NotImplementedError
 
 
-class SFTTrainer(_LoaderTrainer, trl.SFTTrainer):  # type: ignore[misc]
+class SFTTrainer(_LoaderTrainer, trl.SFTTrainer):
     """Fine-tunes on `tokens`, and counts those whose `loss_mask` is true.
 
     Packed rows keep their documents apart by position ids.
@@ -105,7 +105,7 @@ class SFTTrainer(_LoaderTrainer, trl.SFTTrainer):  # type: ignore[misc]
         return {"input_ids": tokens.tolist(), "labels": tokens.where(counts, _IGNORED).tolist()}
 
 
-class DPOTrainer(_LoaderTrainer, trl.DPOTrainer):  # type: ignore[misc]
+class DPOTrainer(_LoaderTrainer, trl.DPOTrainer):
     """Learns preferences from `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
     _row = {"prompt": "a", "chosen": "b", "rejected": "c"}  # noqa: RUF012

@@ -37,7 +37,7 @@ def save(folder: Path, template: Any) -> tuple[str, Any]:
     """A tokenizer as `transformers` saves it: the path of its file, and the library's own."""
     from transformers import PreTrainedTokenizerFast  # seconds, for this alone
 
-    saved: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    saved: Any = PreTrainedTokenizerFast(
         tokenizer_file=str(make_tokenizer(folder / "made.json")), bos_token="<s>", eos_token="</s>"
     )
     saved.chat_template = template
