@@ -112,6 +112,7 @@ def test_plain_values_keep_integers_defaults_and_nesting() -> None:
         "rank": 0,
         "world_size": 0,
         "generation": 2**63,
+        "peer": None,
         "fence": "",
     }
     assert plain(pb.SessionState())["reader"] is None

@@ -125,11 +125,11 @@ def test_an_index_without_sound_documents_is_named(
         ("num_documents", np.array([3]), "documents are not those"),
         ("num_documents", np.array([-2]), "documents are not those"),
         ("num_documents", np.array([2.0]), "missing or of another kind"),
-        ("start", np.array([0, 9]), "lie outside"),
-        ("start", np.array([0, -2]), "lie outside"),
-        ("size", np.array([10, 12]), "lie outside"),
-        ("size", np.array([10, 1 << 62]), "lie outside"),
-        ("size", np.array([11, 10]), "lie outside"),
+        ("start", np.array([0, 9]), "point outside"),
+        ("start", np.array([0, -2]), "point outside"),
+        ("size", np.array([10, 12]), "point outside"),
+        ("size", np.array([10, 1 << 62]), "point outside"),
+        ("size", np.array([11, 10]), "point outside"),
     ],
 )
 def test_documents_of_a_forged_sidecar_are_refused(
