@@ -10,7 +10,7 @@ from typing import Any
 from tests.bad_inputs.row import Row
 
 REJECTED = ("FAILED_PRECONDITION", "CursorRejected")
-DAMAGED = "damaged|is none of this loader's|cannot be read|lacks what|is no beginning"
+DAMAGED = "damaged|is none of this loader's|cannot be read|lacks fields|is no beginning"
 
 
 @dataclass(frozen=True)

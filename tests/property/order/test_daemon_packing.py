@@ -151,7 +151,7 @@ def test_the_seed_decides_what_shares_a_sequence() -> None:
 
 
 def test_a_long_document_is_never_cut_in_silence() -> None:
-    with pytest.raises(InvalidRequest, match=r"2 of 4 documents .* the longest has 9; .*overlong"):
+    with pytest.raises(InvalidRequest, match=r"2 of 4 documents .* the longest has 9\. .*overlong"):
         packed(np.array([1, 9, 3, 8]), PackRule(4))
 
 
