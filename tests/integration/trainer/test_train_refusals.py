@@ -110,7 +110,7 @@ def test_weights_to_begin_with_that_no_run_begins_with(
     nowhere = "--init-from", str(tmp_path / "none")
     assert "is no folder" in refused(capsys, str(config_path), *nowhere)
     both = "--init-from", str(tmp_path), "--resume"
-    assert "leave one of them out" in refused(capsys, str(config_path), *both)
+    assert "Leave one of them out" in refused(capsys, str(config_path), *both)
 
 
 def test_a_checkpoint_of_another_model_says_what_differs(
