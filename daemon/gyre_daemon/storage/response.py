@@ -196,10 +196,10 @@ def no_listing(path: str, advice: str = "") -> InvalidRequest:
         path: with its scheme.
         advice: what to name instead; empty for every shard.
     """
-    advice = advice or "name every shard, for example with a brace list"
+    advice = advice or "Name every shard, for example with a brace list"
     shown = redact(path)
     return InvalidRequest(
-        f"the storage cannot list {shown}: a web server lists nothing; {advice}",
+        f"the storage cannot list {shown}: a web server lists nothing. {advice}",
         {"location": shown},
     )
 

@@ -196,7 +196,7 @@ def test_a_bad_line_is_named_with_its_file(line: bytes, reason: str) -> None:
             b"names: [a]\ntrain: /content/train",
             {},
             ConfigError,
-            "list the folders of images in the option `images`",
+            "List the folders of images in the option `images`",
         ),
         (b"names: [a]\nkpt_shape: [17, 3]\ntrain: x", {}, ConfigError, "describes keypoints"),
         (DATA, {"images": ["elsewhere"]}, ConfigError, "none of the 1 images has labels; those of"),

@@ -216,7 +216,7 @@ REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (no_such_dropout, RotationError, ["Residual.ends_in", "Identity", "Dropout"]),
     (integers_that_rotate, RotationError, ["Linear.weight", "int64"]),
     (token_outside_of_the_vocabulary, IndexError, ["token 8 is not in the embedding", "8 rows"]),
-    (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
+    (output_of_another_width, RotationError, ["(2, 4)", "weight"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
 ]
 

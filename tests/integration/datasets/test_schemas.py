@@ -143,7 +143,7 @@ def test_the_order_block_and_the_fingerprint(folder: Path) -> None:
             ConfigError,
             "`columns` has 'x', and no shard has such a column",
         ),
-        ({"columns": ["score"]}, GyreError, "none of the columns that are served; it has id, text"),
+        ({"columns": ["score"]}, GyreError, "none of the columns to serve; it has id, text"),
         ({"schema": "equal", "defaults": {"label": 1}}, ConfigError, 'needs `schema = "union"`'),
         ({"schema": "any"}, ConfigError, "expected one of equal, union"),
         (

@@ -311,7 +311,7 @@ def test_there_must_be_room_to_unpack(gyred: StartDaemon, tmp_path: Path) -> Non
     )
     with pytest.raises(
         Exception,
-        match=r"no room to unpack shard shard-000\.tar\.gz: .* unpack_disk is 16384; raise it",
+        match=r"no room to unpack shard shard-000\.tar\.gz: .* unpack_disk is 16384\. Raise it",
     ):
         Loader("set", batch_size=4, address=daemon.address, reattach_timeout_s=0.5)
     assert not list((tmp_path / "daemon-0" / "index" / "unpacked").rglob("*.unpacked*")), (

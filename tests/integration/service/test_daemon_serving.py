@@ -414,7 +414,7 @@ def test_a_user_without_a_home_is_told_which_key_to_set(tmp_path: Path, key: str
     finally:
         shutil.rmtree(folder)
     assert checked.returncode == (0 if key else 2), checked.stderr
-    assert ("set `index_dir`, or XDG_CACHE_HOME" in checked.stderr) == (not key)
+    assert ("Set `index_dir`, or XDG_CACHE_HOME" in checked.stderr) == (not key)
 
 
 def test_the_log_of_debug_says_what_the_daemon_does(gyred: StartDaemon, tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_the_log_of_debug_says_what_the_daemon_does(gyred: StartDaemon, tmp_path
         "shard indexed",
         "shards closed",
     }
-    (refused,) = (line for line in lines if line["event"] == "call refused")
-    assert refused["error"] == "UnknownDataset"
+    refused = [line["error"] for line in lines if line["event"] == "call refused"]
+    assert "UnknownDataset" in refused
     assert "OpenSession" in [line.get("method") for line in lines]
     assert len(lines) < 30

@@ -89,7 +89,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         raise no_listing(path)
 
     async def _find(self, path: str, **_: Any) -> Any:
-        raise no_listing(path, "name the files in a manifest")
+        raise no_listing(path, "Name the files in a manifest")
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         return await self._glob(path)
