@@ -129,7 +129,7 @@ class TestUnpackedShards:
             if number == 2:
                 with pytest.raises(
                     Overloaded,
-                    match=r"no room to unpack shard a\.tar\.gz: .* unpack_disk is 1000; raise it",
+                    match=r"no room to unpack shard a\.tar\.gz: .* unpack_disk is 1000\. Raise it",
                 ):
                     dataset.unpack(one, io.BytesIO(packed))
                 served.pop(0)
@@ -165,7 +165,7 @@ class TestUnpackedShards:
         one = shard("a.tar.gz", b"")
         with pytest.raises(
             Overloaded,
-            match=r"a\.tar\.gz cannot be unpacked into .*: No space left on device; free some",
+            match=r"a\.tar\.gz cannot be unpacked into .*: No space left on device\. Free some",
         ):
             UnpackedShards(folder, 1000).open("data", [one]).unpack(
                 one, io.BytesIO(gzip.compress(b"one"))

@@ -113,7 +113,7 @@ def test_small_modules_are_replicated_by_default() -> None:
         ["2", "Gyre"],
     ]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
-    assert [row[4] for row in found] == ["", "32", "32", "0"]
+    assert [row[4] for row in found] == ["", "32", "32", ""]
 
 
 def printed_rows(text: str) -> list[list[str]]:

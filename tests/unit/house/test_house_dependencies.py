@@ -16,7 +16,16 @@ TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = TABLES["project"], TABLES["dependency-groups"]
 OURS = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
 # Whose interfaces `gyre_client.integrations` has: a user brings them.
-TRAINERS = {"datasets", "lightning", "megatron-core", "ray", "torchtitan", "trl"}
+TRAINERS = {
+    "datasets",
+    "lightning",
+    "megatron",
+    "megatron-core",
+    "ray",
+    "torchtitan",
+    "tqdm",
+    "trl",
+}
 OF_IMPORT = importlib.metadata.packages_distributions()
 
 
