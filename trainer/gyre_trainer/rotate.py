@@ -242,7 +242,7 @@ def rotate_all(
     walk.visit("", model)
     walk.require_all_used()
     share_cut(model, target)
-    if isinstance(model, RotatedModule):
+    if isinstance(model, RotatedModule) and all(isinstance(p, DTensor) for p in model.parameters()):
         name_modules(model)
         require_equal_models(model, mesh)
     else:

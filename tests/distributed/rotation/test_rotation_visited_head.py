@@ -143,7 +143,7 @@ def told_of_replaced_bias() -> str:
 
 def test_a_bias_that_was_replaced_is_refused(ranks: StartRanks) -> None:
     for message in ranks(2).run(told_of_replaced_bias):
-        assert "parameter bias no longer lies in its rotated slice" in message
+        assert "parameter bias is no longer in its rotated slice" in message
 
 
 def largest_of_many_rounds() -> tuple[int, Tensor]:
