@@ -238,6 +238,8 @@ class Loader(LoaderSteps):
         explicit = rank, world_size, peer, cp_rank, cp_size
         ranks = ranks_of_loader(mesh, data_dims, cp_dim, explicit)
         rank, world_size = ranks.rank, ranks.world_size
+        # A job that joins another one has no peers unless they are given.
+        its_peer = None if join == "rotate" and peer is None and mesh is None else ranks.peer
         if rank == 0 and not ranks.peer:
             _warn_of_foreign_command()
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
@@ -253,7 +255,7 @@ class Loader(LoaderSteps):
             order=order_spec(
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
-            reader=reader(job, ranks.rank, world_size, ranks.peer),
+            reader=reader(job, ranks.rank, world_size, its_peer),
             # 0: the daemon reads ahead beyond the end of an iteration
             num_epochs=(self._num_epochs or 0) if restart else 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),

@@ -43,7 +43,7 @@ def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(
         assert "holds train (2 files, such as wiki_train_000" in str(refused)
         assert "and val (1 file, such as wiki_val_000" in str(refused)
         pattern = re.search(
-            rf"name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, "
+            rf"Name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, "
             rf"or (\S+/\*\.{suffix}) for all",
             str(refused),
         )
@@ -126,7 +126,7 @@ def test_object_storage_has_megatron_files_and_held_out_sets_too(
         s3_server.put("sets", f"parts/{name}/0.bin", IDS.astype("<u2").tobytes())
     for refused in refusals(serve("s3://sets/data", **settings)):
         assert (
-            "name s3://sets/data/*train*.bin or s3://sets/data/*val*.bin, or s3://sets/data/*.bin"
+            "Name s3://sets/data/*train*.bin or s3://sets/data/*val*.bin, or s3://sets/data/*.bin"
             in str(refused)
         )
     for refused in refusals(serve("s3://sets/parts", **settings)):
