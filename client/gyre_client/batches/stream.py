@@ -100,6 +100,7 @@ class BatchStream:
         self.mixture: Sequence[pb.MixtureDigest] = ()
         self._next_step = 0
         self._is_open = self._has_ended = False
+        self._opened_s = 0.0  # when the first session was open
         self._ended = Wakeup()
         self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
 
@@ -117,6 +118,8 @@ class BatchStream:
                 self.close()
                 raise end or DaemonFault(CLOSED)
             self._has_arrived.wait(LONG_WAIT_S)
+        # The receiver goes on meanwhile, so the first batch may be here before it is asked for.
+        self.note_wait(time.monotonic() - self._opened_s)
 
     @property
     def source(self) -> Self:
@@ -265,6 +268,7 @@ class BatchStream:
         self._request.ClearField("grow")
         self._request.changed_transforms = False
         self.position = Position(opened.cursor, opened.first_step)
+        self._opened_s = time.monotonic()
         self._is_open = True
         self._has_arrived.wake()
         return session

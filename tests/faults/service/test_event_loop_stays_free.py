@@ -225,7 +225,13 @@ def test_few_epochs_are_planned_at_once(mode: str, world_size: int) -> None:
 
     storage = SimpleNamespace(block_cache=None)
     dataset = SimpleNamespace(
-        index=Index(), fields=(), storage=storage, num_samples=4000, packed=None, drawing=()
+        index=Index(),
+        fields=(),
+        served=(),
+        storage=storage,
+        num_samples=4000,
+        packed=None,
+        drawing=(),
     )
     share = SimpleNamespace(num_together=256, num_ahead=768, batch_bytes=4096)
     spec = Spec(dataset, order, 0, world_size, planner, 0)  # type: ignore[arg-type]
