@@ -17,7 +17,8 @@ class BatchTiming:
         dataset: the name of the dataset.
         job: the job for which they were read: that of the shared stream's owner.
         user: whose job it is.
-        readers: the users whose sessions read them from the shared stream.
+        readers: the users whose sessions read them from the shared stream; one that joins it later
+            is added when it takes them.
         rank: the rank whose part of the global batches they are.
         world_size: the number of ranks.
         first_step: the first step.
@@ -32,7 +33,7 @@ class BatchTiming:
     dataset: str
     job: str
     user: str
-    readers: frozenset[str]
+    readers: set[str]
     rank: int
     world_size: int
     first_step: int

@@ -111,6 +111,7 @@ class SharedStreams:
         """
         running, step = self.running[consumer.stream], consumer.next_step
         result = running.result(step)
+        running.note_reader(step, self.ranks[consumer].flow.user)
         num_good = len(result.good(range(step, step + max_batches)))
         _, steps = self.state.take(consumer, num_good or 1)
         running.was_read.set()
@@ -210,6 +211,7 @@ class SharedStream:
         self._spec = spec
         self._resources = resources
         self._results: dict[Group, GroupResult] = {}
+        self._timings: dict[Group, BatchTiming] = {}
         self._changed = asyncio.Event()
         self.arenas = Arenas(
             stream.share,
@@ -233,13 +235,17 @@ class SharedStream:
         """What was read for a step that is ready."""
         return self._results[self.stream.groups[step]]
 
+    def note_reader(self, step: int, user: str) -> None:
+        """Let a user see the timing of a step that is ready."""
+        self._timings[self.stream.groups[step]].readers.add(user)
+
     def look_again(self) -> None:
         """Look again whether there are steps to fetch or a consumer waits."""
         self._changed.set()
 
     def free(self, group: Group) -> None:
         """Put the slot of a batch group back, because nobody needs the group."""
-        del self._results[group]
+        del self._results[group], self._timings[group]
         self.arenas.put_back(self.slots.pop(group))
 
     def reshape(self) -> None:
@@ -256,6 +262,7 @@ class SharedStream:
         """Stop fetching and give the memory back. The stream is not used after this."""
         self._running.cancel()
         self._results.clear()
+        self._timings.clear()
         self.slots.clear()
         self.arenas.close()
         self.has_started.set()
@@ -328,7 +335,7 @@ class SharedStream:
             spec.dataset.name,
             self._flow.name,
             self._flow.user,
-            frozenset(ranks[segment.consumer].flow.user for segment in self.stream.segments),
+            {ranks[segment.consumer].flow.user for segment in self.stream.segments},
             spec.rank,
             spec.world_size,
             spec.order.step_of(fetch.plan.first_step),
@@ -340,6 +347,7 @@ class SharedStream:
             error=next(map(str, result.errors.values()), ""),
         )
         self._resources.timings.add(timing)
+        self._timings[group] = timing
         self._results[group] = result
         self._streams.state.seal(group)
         self._vacate()

@@ -6,7 +6,7 @@ from gyre_daemon.storage.delays import Delays
 
 
 def timing(step: int, job: str = "a", dataset: str = "x", num_steps: int = 1) -> BatchTiming:
-    readers = frozenset(["uid:1", "uid:2"])
+    readers = {"uid:1", "uid:2"}
     steps, times = (step, step + num_steps), (10.0, 0.5)
     return BatchTiming(dataset, job, "uid:1", readers, 0, 1, *steps, *times, False, Delays(), "")
 
