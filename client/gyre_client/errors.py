@@ -5,11 +5,11 @@
     ├── ConfigError (also a ValueError)      a dataset's configuration is wrong
     ├── UnknownDataset                       no dataset of that name, or nothing at its location
     ├── ShardMissing                         a shard of the dataset is gone
-    ├── NotAuthenticated                     over TCP: who calls, or who answers, is not proven
+    ├── NotAuthenticated                     over TCP: caller or daemon did not prove its identity
     ├── NotAllowed                           the daemon does not serve the dataset to this reader
     ├── StorageUnavailable                   the daemon could not reach the storage in time
     ├── CorruptSample                        a sample cannot be read: shard, sample, offset, reason
-    ├── CursorRejected                       a state does not fit: the message says what differs
+    ├── CursorRejected                       a state does not fit: the message says how they differ
     ├── Fenced                               a newer session of this job and rank has taken over
     ├── LeaseExpired                         the daemon gave the session up; a Loader re-attaches
     ├── Overloaded                           the daemon has no room: says needed and limit
@@ -39,10 +39,10 @@ class GyreError(Exception):
         except CorruptSample as error:
             print(error.facts["shard"], error.facts["sample"])
 
-    A message can be printed: control characters in what it quotes are escaped, except line ends.
+    A message can be printed: control characters in quoted text are escaped, except line ends.
 
     Attributes:
-        facts: What the error is about, as the daemon sent it: {"dataset": "wiki", ...}; may be
+        facts: The values in the error, as the daemon sent them: {"dataset": "wiki", ...}; may be
             empty. All values are strings, as they came.
     """
 
@@ -74,7 +74,7 @@ class ShardMissing(GyreError):
 class NotAuthenticated(GyreError):
     """Over TCP: the daemon refuses the token or certificate, or its own certificate is not valid.
 
-    The message says which, and what to check.
+    The message says which, and how to fix it.
     """
 
 
@@ -94,7 +94,7 @@ class CorruptSample(GyreError):
 
 
 class CursorRejected(GyreError):
-    """A state does not fit the dataset, the order or the format; the message says what differs."""
+    """A state does not fit the dataset, the order or the format; the message says how."""
 
 
 class Fenced(GyreError):

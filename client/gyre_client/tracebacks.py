@@ -1,6 +1,6 @@
 """Cuts Gyre's own frames out of the tracebacks of its errors, so that the message comes last.
 
-An error of Gyre says in its message what is wrong and what to do; the frames between the caller's
+An error of Gyre has the problem and the fix in its message; the frames between the caller's
 line and the place that found it help only those who look for a fault in Gyre. With
 `GYRE_TRACEBACK=1` in the environment, nothing is cut. Errors of other kinds keep all frames.
 """
@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 def fold(error: GyreError) -> None:
     """Cut the frames and causes that an error has so far; raise it on with a bare `raise`.
 
-    A bare `raise` adds no frame of its own, so the traceback begins with the caller's.
+    A bare `raise` adds no frame, so the traceback begins with the caller's.
     """
     if os.environ.get("GYRE_TRACEBACK") != "1":
         error.__traceback__ = error.__cause__ = None

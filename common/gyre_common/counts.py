@@ -8,7 +8,7 @@ def counted(number: int, noun: str, spec: str = "") -> str:
 
     Args:
         number: How many.
-        noun: What is counted, in the singular; its plural ends in "s" or "es".
+        noun: The counted thing, in the singular; its plural ends in "s" or "es".
         spec: The format of the number.
     """
     if number == 1:

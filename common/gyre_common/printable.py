@@ -1,13 +1,13 @@
 """Text of others, as a terminal may show it.
 
-A terminal obeys control characters: they move the cursor, change the title, or hide what follows.
+A terminal obeys control characters: they move the cursor, change the title, or hide later text.
 Names and messages of datasets, storages, clients and daemons may hold any. Every error, every
 output of the commands and every line of the log for people passes through here.
 """
 
 
 def printable(text: str, kept: str = "") -> str:
-    r"""Returns the text with everything escaped that is no visible character or plain space.
+    r"""Returns the text with everything escaped but visible characters and plain spaces.
 
     These are the control characters (C0, DEL and C1), line separators, characters without a width
     or with a direction, lone surrogates, and code points without a meaning. They are shown as

@@ -1,4 +1,4 @@
-"""What a program does with its standard streams, whatever ends it: no traceback, an exit status.
+"""Runs a program whose standard streams may fail: no traceback, an exit status in any case.
 
 The reader of its output may go away (`gyre status | head -1`), the disk of its output may be full,
 streams may be closed (`gyre status >&-`), the terminal may know few characters, and the user may
@@ -21,7 +21,7 @@ _READER_GONE = 128 + signal.SIGPIPE
 _INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 _TRACEBACK_VARIABLE = "GYRE_TRACEBACK"
 _MAX_CHARS = 500  # of an error
-# What writing to a stream may fail with; other errors without a file are defects.
+# Errors that writing to a stream may raise; other errors without a file are defects.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN)
 
 
@@ -29,7 +29,7 @@ def run_program(name: str, run: Callable[[], int], *, needs_output: bool = True)
     """Runs a program in the main thread, and returns its exit status.
 
     Args:
-        name: Of the program, for its messages.
+        name: The program's name, for its messages.
         run: Returns the exit status, or ends with SystemExit. An OSError that leaves it names a
             file, or is one of its output.
         needs_output: Whether it fails where standard output is closed.
@@ -37,7 +37,7 @@ def run_program(name: str, run: Callable[[], int], *, needs_output: bool = True)
     Returns:
         130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
         written, and 70 after a defect of the program, which a sentence on standard error says;
-        otherwise what `run` returned.
+        otherwise the result of `run`.
     """
     try:
         has_output = _open_streams()
@@ -63,7 +63,7 @@ def run_program(name: str, run: Callable[[], int], *, needs_output: bool = True)
 
 
 def internal_error(error: BaseException) -> str:
-    """What to tell of a defect: one sentence, with GYRE_TRACEBACK=1 followed by where it is."""
+    """A defect in one sentence; with GYRE_TRACEBACK=1, the frames after it."""
     text = printable(f"{type(error).__name__}: {error}"[:_MAX_CHARS].removesuffix(": "))
     if os.environ.get(_TRACEBACK_VARIABLE) not in (None, "", "0"):
         lines = "".join(traceback.format_exception(error)).splitlines()
@@ -72,7 +72,7 @@ def internal_error(error: BaseException) -> str:
 
 
 def _os_error(error: OSError) -> str:
-    """What to tell of an error of the system; empty where it is a defect of the program."""
+    """An error of the system in words; empty if it is a defect of the program."""
     reason = printable(error.strerror or str(error))
     if isinstance(error.filename, str | bytes):
         return f"{printable(os.fsdecode(error.filename))}: {reason}"
@@ -99,7 +99,7 @@ def _open_streams() -> bool:
         with contextlib.suppress(OSError):
             os.fstat(descriptor)
             continue
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         setattr(sys, stream, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
@@ -113,7 +113,7 @@ def _say(text: str) -> None:
 
 
 def _discard_unwritable() -> None:
-    """Lets go of output that nobody takes: the interpreter would complain of it when it ends."""
+    """Lets go of output without a reader: the interpreter would complain when it ends."""
     for output in (sys.stdout, sys.stderr):
         try:
             output.flush()

@@ -37,9 +37,9 @@ from gyre_client.transport.outbox import Consumed, Outbox
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
 HEARTBEATS_PER_LEASE = 4
-# Credits and releases travel when half of what the daemon granted is waiting, so that the daemon
-# still has the other half to go on with. All of it would stall the daemon; a small part would cost
-# a message per batch.
+# Credits and releases travel when half of the daemon's grant is waiting, so that the daemon still
+# has the other half to go on with. All of it would stall the daemon; a small part would cost a
+# message per batch.
 MESSAGES_PER_GRANT = 2
 # A peer that computes longer than this between two batches is rare; one that reads no more is not.
 _PEER_S = 30.0
@@ -53,9 +53,9 @@ class Session:
 
     Attributes:
         opened: The daemon's answer.
-        arenas: Where the batches lie; None if their payload comes through gRPC.
-        widened: The tensors that are converted when they are taken out of a batch.
-        tensors: What each batch must have.
+        arenas: The memory of the batches; None if their payload comes through gRPC.
+        widened: The tensors to convert when they are taken out of a batch.
+        tensors: The dtypes and shapes of each batch.
         is_endless: Whether the batches never end.
         stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
     """
@@ -82,7 +82,7 @@ class _Inline:
 class Attachment:
     """Receives the batches of one session.
 
-    Neither stream can wait with a time-out of its own. So the sending side, which wakes for its
+    Neither stream can wait with its own time-out. So the sending side, which wakes for its
     heartbeats anyway, ends both streams when the daemon has said nothing for longer than the lease.
     Then both sides agree that the session is over.
 
@@ -174,7 +174,7 @@ class Attachment:
         self._arenas = None
 
     def must_copy(self, num_unread: int) -> bool:
-        """Whether the consumer holds so many slots that the daemon may soon have none to fill.
+        """Whether the consumer holds too many slots, so that the daemon may soon have none to fill.
 
         Args:
             num_unread: How many batches wait in the queue; the consumer does not hold these.
@@ -276,7 +276,7 @@ class Attachment:
         return chunk
 
     def _heard(self, waiting_for: str, *, is_news: bool) -> None:
-        """Notes that the daemon said something, and for how long that has not been a batch.
+        """Notes a message of the daemon, and how long it has sent no batch.
 
         Raises:
             DaemonFault: It has only talked for `stall_timeout_s`, although it may send batches.
@@ -336,7 +336,7 @@ class Attachment:
         )
 
     def _goodbye(self, goodbye: pb.Goodbye) -> GyreError:
-        # What its reason asks for behind a semicolon, a Loader does by itself.
+        # The reason's advice, behind a semicolon, a Loader follows by itself.
         return DaemonUnavailable(
             f"the daemon at {self._connection.address.text} ended the session: "
             f"{printable(goodbye.reason.partition('; ')[0])}",

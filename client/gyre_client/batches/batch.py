@@ -1,4 +1,4 @@
-"""Batches and batch groups: tensors over memory of their own, or over a slot of an arena."""
+"""Batches and batch groups: tensors over separate memory, or over a slot of an arena."""
 
 import functools
 import math
@@ -20,11 +20,11 @@ from gyre_client.messages.layouts import BFLOAT16, OFFSETS_SUFFIX
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in a batch's memory.
+    """The place of a tensor in a batch's memory.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Of its elements; uint16 where numpy has none of this size.
+        name: The tensor's name.
+        dtype: The dtype of its elements; uint16 where numpy has none of this size.
         shape: Its shape.
         offset_bytes: Where it begins.
         known_to_torch: Its dtype, where numpy has none.
@@ -68,9 +68,9 @@ class Layout:
     """The tensors of a batch's payload.
 
     Attributes:
-        places: Where each tensor lies.
+        places: The place of each tensor.
         num_bytes: The length of the payload.
-        widened: The tensors that are converted when they are taken out.
+        widened: The tensors to convert when they are taken out.
         offsets: The offsets of each ragged field, and how many elements the field has.
     """
 
@@ -108,7 +108,7 @@ class Batch:
     Attributes:
         step: The global step.
         cursor: Resumes after this batch.
-        memory: uint8 [num_bytes]; nobody else writes to it.
+        memory: uint8 [num_bytes]; only this process writes to it.
         layout: The tensors in the memory.
     """
 
@@ -129,7 +129,7 @@ class Batch:
         return widen(tensors, layout.widened) if layout.widened else tensors
 
     def copied(self) -> "Batch":
-        """Returns the same batch in memory of its own."""
+        """Returns the same batch in new memory."""
         copy = PayloadBuffer(len(self.memory))
         copy.append(self.memory.data)
         return Batch(self.step, self.cursor, copy.memory, self.layout)
@@ -142,8 +142,8 @@ class Position:
     Attributes:
         cursor: Resumes here.
         batch: The number of the next batch.
-        rest: What holds the next batch, once it has left the queue. So the memory of a batch that
-            was taken belongs to its tensors alone as soon as the position is replaced.
+        rest: The next batch, once it has left the queue. So the memory of a batch that was taken
+            belongs to its tensors alone as soon as the position is replaced.
     """
 
     cursor: bytes
@@ -153,7 +153,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Cursors:
-    """The cursors of successive batches, without repeating what they have in common.
+    """The cursors of successive batches, which store their common bytes once.
 
     Attributes:
         common: The bytes that all cursors share; they follow the first `num_before` bytes of each.
@@ -216,9 +216,9 @@ class BatchGroup:
         return self._cursors.at(len(self) - 1)
 
     def batch(self, step: int, *, copies: bool = False) -> Batch:
-        """Returns the batch of a step, which the group keeps; in memory of its own if it `copies`.
+        """Returns the batch of a step, which the group keeps; in new memory if it `copies`.
 
-        A batch that is widened is copied in any case.
+        A widened batch is copied in any case.
         """
         row = step - self.first_step
         layout, offset = self._layouts[row], self._offsets[row]
@@ -302,7 +302,7 @@ def read_layout(layout: pb.Layout, widened: Widened, ragged: Iterable[str] = ())
 
     Args:
         layout: The message.
-        widened: The tensors that are converted when they are taken out.
+        widened: The tensors to convert when they are taken out.
         ragged: The fields whose samples differ in length.
 
     Raises:

@@ -1,7 +1,7 @@
 """Batches on a CUDA device: the next one is transferred while the trainer computes with this one.
 
 A thread takes batches from the stream, begins the transfer of each and hands it on at once. The
-device, not the host, waits for a transfer that is not complete when its batch is used. At most
+device, not the host, waits for a transfer that has not finished when its batch is used. At most
 `NUM_AHEAD` batches are on the device beyond those that the user holds. A batch's memory on the host
 (its slot of the arena) is released as soon as it was copied to pinned memory; its memory on the
 device is its own and lives as long as one of its tensors.
@@ -93,12 +93,12 @@ class DeviceStream:
 
     @property
     def opened(self) -> pb.SessionOpened:
-        """What the daemon granted when the stream began."""
+        """The daemon's grants when the stream began."""
         return self.source.opened
 
     @property
     def mixture(self) -> Sequence[pb.MixtureDigest]:
-        """What the last session said of the mixture that it reads; empty for none."""
+        """The mixture of the last session, by its digests; empty for none."""
         return self.source.mixture
 
     def take(self) -> DeviceBatch | None:
@@ -199,7 +199,7 @@ class DeviceStream:
 
 
 class CudaTransfer:
-    """Transfers through pinned memory, on a CUDA stream of its own.
+    """Transfers through pinned memory, on a separate CUDA stream.
 
     There are `NUM_AHEAD` pinned buffers, used in turn, each as large as the largest payload it has
     seen. While the device reads one, the next payload is copied into the other. So a payload's own

@@ -44,10 +44,10 @@ class BatchStream:
     queue and replaces `position`; all else follows from that position, or is the receiver's.
 
     Attributes:
-        opened: What the daemon granted when the stream began.
+        opened: The daemon's grants when the stream began.
         position: Where the consumer stands.
-        mixture: What the last session said of the mixture that it reads; empty for none. It is true
-            of all batches that came before, too.
+        mixture: The mixture of the last session, by its digests; empty for none. It is true of all
+            earlier batches, too.
     """
 
     opened: pb.SessionOpened
@@ -66,9 +66,9 @@ class BatchStream:
 
         Args:
             target: The daemon.
-            request: Of the session to open.
+            request: Opens the session.
             reattach_timeout_s: How long the daemon may be away, now or later.
-            token_dtype: What unsigned token ids become; see `tokens.widened`.
+            token_dtype: The dtype for unsigned token ids; see `tokens.widened`.
             stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
             generations: Numbers the sessions of the reader, where several streams share it.
         """
@@ -274,7 +274,7 @@ class BatchStream:
         return session
 
     def _close_retired(self) -> bool:
-        """Moves out batches still held: see [Note: What outlives its session].
+        """Moves out batches still held: see [Note: Tensors after a session].
 
         Returns:
             Whether no ended session has an unread batch.
@@ -401,7 +401,7 @@ class BatchStream:
         )
 
     def _call_open(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
-        # A session whose answer was lost, or that is not used, is fenced off by the next one.
+        # A session whose answer was lost, or is unused, is fenced off by the next one.
         self._request.reader.generation = next(self._generations)
         self._request.transport = pb.TRANSPORT_ARENA if side_token else pb.TRANSPORT_INLINE
         opened = self._connection.open_session(self._request, timeout_s, side_token)

@@ -41,7 +41,7 @@ def widened(fields: Iterable[pb.Field], token_dtype: str) -> Widened:
 def widen(tensors: Mapping[str, torch.Tensor], wider: Widened) -> dict[str, torch.Tensor]:
     """Returns a batch in new memory on the same device; nothing refers to the old memory.
 
-    Tensors that are not converted are copied: they take only a few bytes per sample.
+    Other tensors are copied: they take only a few bytes per sample.
     """
     return {
         name: tensor.to(wider[name]) if name in wider else tensor.clone()

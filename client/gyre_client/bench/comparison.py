@@ -1,4 +1,4 @@
-"""Measures Gyre beside the DataLoader on the same files: which loaders, in which order, how often.
+"""Measures Gyre and the DataLoader on the same files: which loaders, in which order, how often.
 
 Each loader runs alone, twice, the second time in the opposite order, with the same batch size and a
 full shuffle. Before anything is measured, the files are read once if they fit into the page cache,
@@ -58,12 +58,12 @@ CONTENDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured.
+    """The measurements.
 
     Attributes:
         header_scan_s: Time to read the headers of all tar shards, which the DataLoader needs.
         files_were_cached: The files were in the page cache before the first measurement.
-        medians: For each loader, the medians over its turns of what `stopwatch.measure` returns.
+        medians: For each loader, the medians over its turns of the results of `stopwatch.measure`.
     """
 
     header_scan_s: float
@@ -74,7 +74,7 @@ class Comparison:
 def compare(
     description: pb.DatasetDescription, task: Mapping[str, Any], show_progress: Show
 ) -> Comparison:
-    """Returns what was measured.
+    """Returns the measurements.
 
     Args:
         description: The dataset, as the daemon describes it.
@@ -83,14 +83,14 @@ def compare(
         show_progress: Called with a line of text whenever the next stage begins; empty at the end.
 
     Raises:
-        InvalidRequest: The files cannot be read from here, or they do not hold what the daemon
+        InvalidRequest: The files cannot be read from here, or hold other data than the daemon
             serves.
     """
     with contextlib.ExitStack() as stack:
         files, header_scan_s = stack.enter_context(located(description, task, show_progress))
         task = {**task, **files}
         is_warm = _warm(files["files"], description.num_bytes, show_progress)
-        # Gyre has a process of its own: the DataLoader's workers are forked, and a process that
+        # Gyre runs in a separate process: the DataLoader's workers are forked, and a process that
         # uses gRPC must not fork.
         opponents = stack.enter_context(_Stopwatch(task))
         gyre = stack.enter_context(_Stopwatch(task))
@@ -169,10 +169,10 @@ class _Stopwatch:
 def located(
     description: pb.DatasetDescription, task: Mapping[str, Any], show_progress: Show
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yields where the samples lie, for `stopwatch`, and the seconds that reading headers took.
+    """Yields the places of samples, for `stopwatch`, and the seconds that reading headers took.
 
-    The index of tar shards is in a temporary file, which is removed at the end. The arguments, and
-    what is raised, are those of `compare`.
+    The index of tar shards is in a temporary file, which is removed at the end. The arguments and
+    errors are those of `compare`.
     """
     files = find_files(description)
     options = task["options"] or {}

@@ -1,7 +1,7 @@
-"""A dataset's files as a user would read them without a daemon, and where in them its samples lie.
+"""A dataset's files as a user would read them without a daemon, and the places of its samples.
 
-The daemon says what the dataset is. The files must be local, readable by this user, and as many and
-as large as the daemon says.
+The daemon describes the dataset. The files must be local and readable by this user, and match the
+daemon's number and sizes.
 """
 
 import re
@@ -32,7 +32,7 @@ _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 
 @dataclass(frozen=True, slots=True)
 class TarPlaces:
-    """Where the samples of tar shards lie: N samples of F fields.
+    """The places of the samples of tar shards: N samples of F fields.
 
     Attributes:
         shard: int64 [N], the number of each sample's shard.
@@ -122,7 +122,7 @@ def token_stride(
     stride: int,
     header_bytes: int | None = None,
 ) -> int:
-    """Returns how many tokens lie between the starts of two samples.
+    """Returns how many tokens are between the starts of two samples.
 
     Args:
         description: The daemon's description of a `tokens` dataset.

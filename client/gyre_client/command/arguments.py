@@ -89,7 +89,7 @@ def dataset_of(args: argparse.Namespace) -> pb.DatasetRef:
 
 
 def option(text: str) -> tuple[str, object]:
-    """Parses KEY=VALUE; a value that is not valid TOML is a string."""
+    """Parses KEY=VALUE; a value other than valid TOML is a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")

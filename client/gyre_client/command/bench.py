@@ -1,4 +1,4 @@
-"""`gyre bench`: how fast Gyre reads the user's own data, beside torch's DataLoader."""
+"""`gyre bench`: how fast Gyre reads the user's own data, compared with torch's DataLoader."""
 
 import argparse
 import dataclasses
@@ -42,7 +42,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns what was measured.
+    """Returns the measurements.
 
     Raises:
         InvalidRequest: This user cannot read the dataset's files as the daemon reads them, or they

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> CommandOutput | None:
-    """Returns None for a command that has printed its output itself."""
+    """Returns None for a command that prints its output itself."""
     if args.run is not mix:
         refuse_more_addresses(args)
     if "prepare" in args:

@@ -39,7 +39,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns what was written.
+    """Writes the dataset in another format, and returns the number and size of its files.
 
     Raises:
         InvalidRequest: The folder exists, or the format cannot hold the fields.

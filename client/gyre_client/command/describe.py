@@ -1,4 +1,4 @@
-"""`gyre describe`: what a dataset is, how long its samples are, and what some of them look like."""
+"""`gyre describe`: the fields of a dataset, the lengths of its samples, and some samples."""
 
 import argparse
 import sys
@@ -47,7 +47,7 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     if args.num:
         try:
             samples = first_samples(connection, dataset, description, args.num, args.seed)
-        except GyreError as error:  # what is known of the dataset is worth showing
+        except GyreError as error:  # show the description all the same
             pairs.append(("shown", f"no sample: {' '.join(str(error).split())}"))
     heads, rows = fields_of(description.fields)
     if args.html:
@@ -72,7 +72,7 @@ def sample_text(
     Args:
         sample: To show.
         head: The first line.
-        decode: Says what the value of a field means, if it means anything more than it shows.
+        decode: Returns the meaning of a field's value in words, if it has any.
     """
     parts: list[str | Picture] = [f"\n{head}"]
     for name, value in sample.values.items():

@@ -60,9 +60,9 @@ class Indexed:
         last: The last message about it, which has the totals.
         num_reused: How many shards were not scanned again.
         columns: The columns that the filter of the dataset compares, by name.
-        measured: Of how many shards the transformed samples were measured; None without transforms
-            that need it.
-        changes: What happened to each shard, by its name: a key of `_MEANINGS`, or "kept".
+        measured: The progress in measuring transformed samples; None without transforms that
+            need it.
+        changes: The change of each shard, by its name: a key of `_MEANINGS`, or "kept".
     """
 
     last: pb.IndexProgress = field(default_factory=pb.IndexProgress)

@@ -1,4 +1,4 @@
-"""`gyre lint`: reads every shard and checks every sample, and names what is corrupt or odd."""
+"""`gyre lint`: reads every shard and checks every sample, and names corrupt and odd ones."""
 
 import argparse
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"
 
 
 def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns what is wrong with a dataset; the exit status is 1 where anything is."""
+    """Returns the faults of a dataset; the exit status is 1 if there are any."""
     last, findings, num_left_out = pb.LintProgress(), list[pb.LintFinding](), 0
     with progress_bar("passes over shards") as bar:
         for last in connection.lint(dataset_of(args)):
@@ -75,7 +75,7 @@ def _text(last: pb.LintProgress, findings: Iterable[pb.LintFinding], num_left_ou
         )
         for each in listed[:_MAX_LISTED]
     ]
-    # the reason has a line of its own: it is longer than any column
+    # the reason has a separate line: it is longer than any column
     table = stacked(("KIND", "SHARD", "OFFSET", "SAMPLE"), rows, 4, page_width()).split("\n")
     lines = table[:1]
     for line, each in zip(table[1:], listed, strict=False):

@@ -168,7 +168,7 @@ def _give_all(
         try:
             answers[address] = _ask(connection, request, pb.WEIGHTS_ACTION_GIVE, jobs[address])
         except GyreError as error:
-            # it may have the change: its answer may be what was lost
+            # it may have the change: perhaps only its answer was lost
             asked = {each: jobs[each] for each in (*answers, address)}
             kept = _withdraw(daemons, asked, request)
             raise error.told(f"{_at(address, daemons)}{error}; {_left(kept, asked)}") from error
@@ -193,7 +193,7 @@ def _withdraw(
 
 
 def _left(kept: Sequence[str], asked: Collection[str]) -> str:
-    """What became of the change at the daemons that were asked for it."""
+    """The state of the change at the daemons that were asked for it, in words."""
     if not kept:
         return f"the change was taken back, and {_UNCHANGED}"
     if len(kept) == len(asked):

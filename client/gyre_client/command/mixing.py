@@ -1,4 +1,4 @@
-"""`gyre plan MIXTURE --sources --step A:B`: what each source of a mixture contributes."""
+"""`gyre plan MIXTURE --sources --step A:B`: the samples from each source of a mixture."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MARKS = "█▓▒░#=+*o.:-"
 def plan_mixture(
     connection: Connection, args: argparse.Namespace, order: pb.OrderSpec
 ) -> CommandOutput:
-    """Draws what each source of a mixture contributes to a range of steps."""
+    """Draws the contributions of a mixture's sources to a range of steps."""
     first, stop = args.step
     if stop is None or not 0 <= first < stop:
         raise InvalidRequest("--sources takes a range of steps, such as --step 0:1000")

@@ -1,4 +1,4 @@
-"""`gyre plan`: the samples of steps, or what each order costs, before any run."""
+"""`gyre plan`: the samples of steps, or the cost of each order, before any run."""
 
 import argparse
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns samples of steps, what sources contribute to them, or costs of orders."""
+    """Returns samples of steps, contributions of sources to them, or costs of orders."""
     if args.cost == (args.step is not None) or (args.cost and args.sources):
         raise InvalidRequest(
             "nothing says what to plan. Give --step S or --step A:B for samples, --sources with "
@@ -142,7 +142,7 @@ def _shorter(step: pb.PlanStepResponse) -> str:
 
 
 def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns what each order costs, and which one to take."""
+    """Returns the cost of each order, and which one to take."""
     response = connection.plan_cost(
         pb.PlanCostRequest(
             dataset=dataset_of(args),

@@ -26,14 +26,14 @@ from gyre_client.transport.connection import Connection
 
 _MAX_STEPS = 100  # in a range: each step is a call
 _MAX_ROWS = 8  # of a step, in the text for people
-# Options that are not taken from a run's files: to whom credentials of the caller's environment are
-# sent, and whether links may lead out of the data's folder, to files of the caller.
+# Options never taken from a run's files: where credentials of the caller's environment are sent,
+# and whether links may lead out of the data's folder, to files of the caller.
 _OF_THE_CALLER = ("storage", "follow_links")
 _OF_PACKING = frozenset(("position", "cu_seqlens", "document_id"))  # whole numbers, no token ids
 
 
 def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the run, the steps, and what its files do not say."""
+    """Adds the run, the steps, and options that its files lack."""
     about = "the folder of a run of gyre-train, a checkpoint, or a file with a state's cursor"
     run = parser.add_argument("run_path", metavar="RUN", type=Path, help=about)
     run.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def add_rewind_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Reads the run's files, which say what its dataset is, and the file of its transforms.
+    """Reads the run's files, which name its dataset, and the file of its transforms.
 
     Raises:
         InvalidRequest: They do not, or cannot be read.
@@ -67,8 +67,8 @@ def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
     """Yields the run's own options of its data, which those of the command line replace.
 
     Raises:
-        InvalidRequest: They name code, or say what only the caller may. Who can write a run's files
-            must not choose what runs here, nor who gets credentials.
+        InvalidRequest: They name code, or set options that are the caller's. Whoever can write a
+            run's files must not choose which code runs here, nor where credentials go.
     """
     given = dict(args.option)
     for key, value in args.files.options.items():
@@ -93,7 +93,7 @@ def _names_code(transforms: object) -> bool:
 
 
 def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns the rows of each step with their places, some of them shown, and what to do."""
+    """Returns the rows of each step with their places, some of them shown, and advice."""
     first, stop = args.step
     stop = first + 1 if stop is None else stop
     if not 0 <= first < stop <= first + _MAX_STEPS:

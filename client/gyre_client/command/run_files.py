@@ -1,4 +1,4 @@
-"""What `gyre-train` leaves of a run, as `gyre rewind` reads it: a cursor, the data, the history."""
+"""Files of a `gyre-train` run, as `gyre rewind` reads them: a cursor, the data, the history."""
 
 import base64
 import hashlib
@@ -21,9 +21,9 @@ class RunFiles:
 
     Attributes:
         cursor: Any one of the job.
-        dataset: As the run's configuration names it; empty where that is not known.
-        format: Of the data at a path; empty for a name.
-        options: Of the data at a path, but for those that may hold credentials.
+        dataset: As the run's configuration names it; empty if unknown.
+        format: The format of the data at a path; empty for a name.
+        options: The options of the data at a path, but for those that may hold credentials.
         checkpoints: The steps of the run's checkpoints; empty for a cursor's file.
         history: The records of committed steps, by step; empty for a cursor's file.
     """
@@ -37,7 +37,7 @@ class RunFiles:
 
     @property
     def counts_batches(self) -> bool:
-        """Whether its steps are counted without those that are left out, as a trainer does."""
+        """Whether its steps are counted without skipped ones, as a trainer does."""
         return bool(self.checkpoints)
 
     def loss(self, step: int) -> float | None:

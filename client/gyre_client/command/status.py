@@ -1,4 +1,4 @@
-"""`gyre status`: what a daemon is doing; `gyre top` shows as much of it as there is room for."""
+"""`gyre status`: the sessions and loads of a daemon; `gyre top` shows as much as has room."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _NUM_KEYS = 2  # the columns JOB and RANK
 
 
 def status(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns what the daemon is doing."""
+    """Returns the state of the daemon."""
     found = connection.status()
     return CommandOutput(to_plain(found), full_text(found, page_width()))
 
@@ -192,7 +192,7 @@ def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | No
     """Returns the lines of one look at the sessions.
 
     Args:
-        status: What the daemon is doing.
+        status: The state of the daemon.
         num_columns: The most columns of a line.
         num_lines: The most lines; None for any number.
     """

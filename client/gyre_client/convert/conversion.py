@@ -25,14 +25,14 @@ def convert_dataset(
 ) -> int:
     """Writes a dataset into a new folder, and returns how many samples it wrote.
 
-    The folder appears once everything is written; what was written before an error is removed.
+    The folder appears once everything is written; after an error, partial output is removed.
 
     Args:
-        description: Of the dataset.
+        description: The dataset's description.
         source: How a `Loader` finds it.
         target: The folder, which must not exist.
         kind: One of `WRITERS`.
-        names: Of the columns to write; empty for all.
+        names: The columns to write; empty for all.
         samples_per_shard: The most in one file, where the format's writer lets one choose.
         show: Is told how many samples were written, and how many there are.
 

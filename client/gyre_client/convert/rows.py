@@ -22,17 +22,17 @@ Row = dict[str, bytes | npt.NDArray[Any] | None]
 
 @dataclass(frozen=True)
 class Column:
-    """One field of the samples that are written.
+    """One field of the samples to write.
 
     Attributes:
-        name: Of the field.
-        dtype: Of its elements.
-        shape: Of a sample; of an element if it is ragged.
+        name: The field's name.
+        dtype: The dtype of its elements.
+        shape: The shape of a sample; of an element if it is ragged.
         is_ragged: Whether samples differ in length, or in shape.
         is_bytes: Whether a sample is bytes.
         is_text: Whether these are UTF-8.
         is_optional: Whether samples may lack it.
-        has_shapes: Whether each sample is an array of a shape of its own.
+        has_shapes: Whether each sample is an array with a separate shape.
     """
 
     name: str
@@ -85,7 +85,7 @@ def rows_of(
     """Yields all samples in the order of their ids.
 
     Args:
-        description: Of the dataset.
+        description: The dataset's description.
         columns: Its fields.
         source: How a `Loader` finds it.
 

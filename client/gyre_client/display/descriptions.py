@@ -39,7 +39,7 @@ def fields_of(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[s
 
 
 def _packed(packing: pb.Packing) -> str:
-    """Returns how well documents fill the sequences, and what became of some of them."""
+    """Returns how well documents fill the sequences, and how many were cut or left out."""
     ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
     *shorter, longest = [f"{each.length:,}" for each in packing.lengths] or [f"{packing.length:,}"]
     lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest

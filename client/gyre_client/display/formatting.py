@@ -17,7 +17,7 @@ from gyre_client.display.media import Picture, shows_pictures
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table
-_WIDTH = 80  # of a page that is no terminal
+_WIDTH = 80  # of a page for no terminal
 _MIN_WIDTH = 20  # of a value, however narrow the terminal is
 
 
@@ -109,7 +109,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def fitted(
     header: Sequence[str], rows: Iterable[Sequence[str]], ranks: Sequence[int], num_columns: int
 ) -> list[str]:
-    """Returns the lines of a table that is no wider than a terminal.
+    """Returns the lines of a table no wider than a terminal.
 
     Args:
         header: The names of the table's columns.
@@ -235,7 +235,7 @@ def duration(seconds: float) -> str:
 
 
 def _is_number_column(cells: Sequence[str]) -> bool:
-    """Whether a column is of numbers; a dash stands for a value that is not known yet."""
+    """Whether a column is of numbers; a dash stands for a value not known yet."""
     return any(cell[:1].isdigit() for cell in cells) and all(
         cell[:1].isdigit() or cell == "-" for cell in cells
     )

@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 10, 40
 
 
 def title(histogram: pb.LengthHistogram) -> str:
-    """Returns what a histogram is of."""
+    """Returns the title of a histogram."""
     return (
         f"lengths of {printable(histogram.field)}: {histogram.least:,} to {histogram.greatest:,}, "
         f"mean {histogram.mean:,.1f}, of {counted(histogram.num_samples, 'sample', ',')}"

@@ -1,4 +1,4 @@
-"""What the bytes of a field are, by how they begin, and pictures of images for terminals.
+"""The media type of a field's bytes, by how they begin, and pictures of images for terminals.
 
 Bytes of datasets are decoded only where this is asked for, only as one of a few kinds of images,
 and only after their size was checked.
@@ -62,7 +62,7 @@ def shows_pictures(output: IO[str]) -> bool:
 
 
 def thumbnail(data: bytes, num_columns: int, num_lines: int) -> Picture | None:
-    """Returns an image in at most so many columns and lines; None if it is none, or too large.
+    """Returns an image in at most these columns and lines; None for other bytes and too large ones.
 
     Raises:
         NotInstalled: Pillow is missing.

@@ -77,10 +77,10 @@ def page_of(
     """Returns the page.
 
     Args:
-        description: Of the dataset.
+        description: The dataset's description.
         facts: Names and values that stand at the top.
         fields: The heads of their table, and the table.
-        samples: Those that are shown.
+        samples: Those to show.
     """
     name = _text(description.name)
     pictures = "".join(
@@ -104,7 +104,7 @@ def cell_of(
     fields: tuple[Sequence[str], Iterable[Sequence[str]]],
     samples: Iterable[Sample],
 ) -> str:
-    """Returns what a notebook shows below a cell; the arguments are those of `page_of`."""
+    """Returns the HTML that a notebook shows below a cell; the arguments are those of `page_of`."""
     parts = _parts(facts, fields, samples, _MAX_CELL_MEDIA_BYTES)
     return f'<div class="gyre"><style>{_CELL_STYLE}</style>{"".join(parts)}</div>'
 

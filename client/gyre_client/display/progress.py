@@ -16,8 +16,8 @@ from gyre_client.display.formatting import cut, duration, page_width, show_progr
 _BAR_CELLS = 24
 _MAX_NOTE_COLUMNS = 40
 _MIN_PAUSE_S = 0.1  # more often, a terminal would take longer than the work
-# The rate is that of the last seconds: what was done before the start of the work, such as shards
-# whose index was kept, says nothing of how long the rest takes.
+# The rate is that of the last seconds: steps done before the start of the work, such as shards
+# whose index was kept, do not tell how long the rest takes.
 _RATE_OVER_S = 10.0
 
 
@@ -43,7 +43,7 @@ def progress_bar(unit: str) -> Bar:
     """Make a bar of tqdm if it is installed, else one of Gyre.
 
     Args:
-        unit: What is counted, in the plural.
+        unit: The counted things, in the plural.
     """
     try:
         from tqdm.auto import tqdm  # noqa: PLC0415  # it is optional
@@ -86,7 +86,7 @@ class ProgressBar:
         """Shows nothing yet.
 
         Args:
-            unit: What is counted, in the plural.
+            unit: The counted things, in the plural.
             show: Shows a line in place of the one before; nothing for an empty one.
             clock: Returns the time in seconds.
         """
@@ -103,7 +103,7 @@ class ProgressBar:
         self._show("")
 
     def update(self, num_done: int, num_all: int, note: str = "") -> None:
-        """Shows that so many of all are done, and a note about what was done last."""
+        """Shows how many of all are done, and a note about the last one."""
         now = self._clock()
         self._marks.append((now, num_done))
         while len(self._marks) > 2 and self._marks[1][0] <= now - _RATE_OVER_S:

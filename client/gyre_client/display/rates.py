@@ -1,4 +1,4 @@
-"""How fast sessions go, and what holds them up, from the daemon's counts of their last seconds."""
+"""The rates and bottlenecks of sessions, from the daemon's counts of their last seconds."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class SessionRates:
 
     @property
     def meaning(self) -> str:
-        """What holds the session up.
+        """The bottleneck of the session.
 
         An empty window waits for storage or for a processor, a full one for its trainer.
         """

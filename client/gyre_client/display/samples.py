@@ -46,8 +46,8 @@ class Value(NamedTuple):
     """One field of one sample.
 
     Attributes:
-        dtype: Of its tensor.
-        shape: Of its tensor.
+        dtype: The dtype of its tensor.
+        shape: The shape of its tensor.
         data: The bytes of a ragged field of uint8; else the number, or (nested) lists of numbers.
     """
 
@@ -76,10 +76,10 @@ def first_samples(
     Args:
         connection: To the daemon.
         dataset: To read.
-        description: Of the dataset with these transforms.
+        description: The dataset's description, with these transforms.
         num_samples: How many.
-        seed: Of the shuffle.
-        transforms: What is done to samples; None for those of the dataset's definition.
+        seed: The seed of the shuffle.
+        transforms: Applied to samples; None for those of the dataset's definition.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
@@ -103,7 +103,7 @@ def sample_of_step(
     """Returns one row of a global batch of a job.
 
     Its fields are as they are stored. Where documents are packed or batches have buckets, lengths
-    that transforms make decide what a row is, and they are as served.
+    after transforms decide which samples a row has, and its fields are as served.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
@@ -183,7 +183,7 @@ class _Batch:
         return _nested(items, [stop - start, *shape])
 
     def bytes(self, name: str, start: int, stop: int) -> bytes:
-        """Returns the same rows as they lie in memory."""
+        """Returns the bytes of the same rows."""
         tensor = self._tensors[name]
         row_bytes = struct.calcsize(f"<{_CODES[tensor.dtype]}") * prod(self.row_shape(name))
         begin = tensor.offset_bytes + start * row_bytes

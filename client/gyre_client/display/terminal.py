@@ -1,4 +1,4 @@
-"""A terminal that is drawn on again and again, and restored however the program ends."""
+"""A terminal for repeated drawing, restored however the program ends."""
 
 import contextlib
 import os

@@ -16,7 +16,7 @@ _SHOWN_BYTES = 16
 
 
 def text_of(value: Value) -> str | None:
-    """Returns the text that a value is; None if it is none."""
+    """Returns the text in a value; None if it is not text."""
     if not isinstance(value.data, bytes) or media_type(value.data):
         return None
     try:

@@ -97,7 +97,7 @@ class PreparedLoader:
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sends a Loader of which nothing was read to this epoch; any other goes on by itself."""
+        """Sends an unread Loader to this epoch; any other continues by itself."""
         if epoch > 0 and self.dataset.num_batches == 0:
             self.dataset.set_epoch(epoch)
 

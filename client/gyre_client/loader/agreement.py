@@ -19,18 +19,18 @@ _WHAT_DIFFERS = {
 
 
 class Agreement:
-    """Compares what the ranks of a run are served, when the first session is open.
+    """Compares the first sessions of the ranks of a run.
 
-    The first rank writes it into the store of the process group, and each other rank compares: no
-    rank waits for another one.
+    The first rank writes its session into the store of the process group, and each other rank
+    compares: no rank waits for another one.
     """
 
     def __init__(self, key: str, rank: int, *, is_private: bool) -> None:
         """Compares nothing yet.
 
         Args:
-            key: Of this loader among those of the rank; "" to compare nothing.
-            rank: Of this process.
+            key: Tells this loader from the rank's others; "" to compare nothing.
+            rank: The rank of this process.
             is_private: Whether a private daemon serves.
         """
         self._key = key

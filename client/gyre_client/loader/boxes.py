@@ -14,7 +14,7 @@ from gyre_client.tracebacks import folded
 def detections(
     batch: Mapping[str, Tensor], *fields: str, boxes: str = "boxes", count: str = "num_boxes"
 ) -> list[dict[str, Tensor]]:
-    """Returns what each sample has of its boxes, as detection models of torchvision take it.
+    """Returns the boxes of each sample and their fields, as torchvision's detection models want.
 
         for batch in loader:
             targets = detections(batch, "labels")
@@ -53,7 +53,7 @@ def detections(
 
 
 def _rows(tensors: Mapping[str, Tensor], name: str) -> Sequence[Tensor]:
-    """The values of each sample, which are as many for all, or lie between offsets."""
+    """The values of each sample: as many for all, or between offsets."""
     offsets = tensors.get(f"{name}.offsets")
     if isinstance(offsets, Tensor):
         return [tensors[name][begin:end] for begin, end in pairwise(offsets.tolist())]

@@ -1,4 +1,4 @@
-"""What torch's DataLoader has or does that a Loader has not, and what to use instead."""
+"""Keywords of torch's DataLoader that a Loader lacks, and the ones to use instead."""
 
 from collections.abc import Iterable
 from types import FrameType
@@ -7,8 +7,8 @@ from torch.utils.data import default_collate
 
 from gyre_client.errors import InvalidRequest
 
-# What asks for the iterator of an IterableDataset in every DataLoader, also in those of subclasses,
-# of torchdata and in worker processes.
+# The module that asks for the iterator of an IterableDataset in every DataLoader, also in
+# subclasses, in torchdata and in worker processes.
 _FETCHERS = "torch.utils.data._utils.fetch"
 
 _READS_AHEAD = "leave it out: the daemon reads and decodes in parallel, ahead of the trainer"
@@ -41,7 +41,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """Refuses keywords that a Loader does not have.
 
     Raises:
-        TypeError: There is one; for a keyword of the DataLoader the message says what to use.
+        TypeError: There is one; for a keyword of the DataLoader the message says the alternative.
     """
     for name in names:
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""

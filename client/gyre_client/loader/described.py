@@ -1,4 +1,4 @@
-"""What a loader knows of its dataset, as the daemon describes it."""
+"""The properties of a loader's dataset, as the daemon describes it."""
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
@@ -12,7 +12,7 @@ class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def num_samples(self) -> int:
-        """N, the number of samples in the dataset; of one that has grown, in its last epochs."""
+        """N, the number of samples in the dataset; if it has grown, in its last epochs."""
         return self._description.num_samples
 
     @property
@@ -30,10 +30,10 @@ class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:
-        """What the values of fields stand for: the names of classes, by field of the dataset.
+        """The meanings of the values of fields: the names of classes, by field of the dataset.
 
             names = loader.categories["class"]
-            print(names[batch["class"][0]])  # the folder that the first file lies in
+            print(names[batch["class"][0]])  # the folder of the first file
 
         Fields whose values are just numbers are left out. Names do not depend on transforms: a
         stored field has them also where a transform drops it or makes another field of it. A
@@ -46,7 +46,7 @@ class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def media_types(self) -> dict[str, str]:
-        """What the bytes of a field are, where that is known of all samples.
+        """The media types of fields' bytes, where all samples have one.
 
         `image/jpeg` of members `.jpg` of tar shards, `image/*` of a column of images of Hugging
         Face, for one.

@@ -24,8 +24,8 @@ _UNKNOWN = -1
 class ActiveIteration:
     """The iteration that may read a loader; the loader and its youngest iterator share it.
 
-    It is an object of its own so that no loader refers to an iterator, which refers to the loader:
-    a loader that is dropped is then closed at once, without a garbage collection.
+    It is a separate object so that no loader refers to an iterator, which refers to the loader:
+    a dropped loader is then closed at once, without a garbage collection.
 
     Attributes:
         stop_batch: The batch behind the last one of the iteration; -1 if it is not known yet.

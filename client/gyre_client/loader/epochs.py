@@ -26,10 +26,10 @@ class Epochs:
         """Adds up where each stage begins.
 
         Args:
-            stages: Of each, its first epoch, and L, the positions of an epoch, at least 1. The
+            stages: For each, its first epoch, and L, the positions of an epoch, at least 1. The
                 first begins with epoch 0; both numbers rise.
             batch_size: G, the positions of a step over all ranks.
-            skipped: Ranges of steps that are left out; they rise and do not touch.
+            skipped: Ranges of steps to leave out; they rise and do not touch.
         """
         self._batch_size = batch_size
         self.skipped = tuple(skipped)
@@ -68,7 +68,7 @@ class Epochs:
         return self._first[stage] + passed // self._lengths[stage]
 
     def epochs_before(self, batch: int) -> float:
-        """Returns how many epochs of the order lie before a batch, as a fraction."""
+        """Returns the number of epochs of the order before a batch, as a fraction."""
         stage, passed = self._place(batch)
         return self._first[stage] + passed / self._lengths[stage]
 
@@ -96,9 +96,9 @@ def epochs_of(
     """Returns the epochs of batches of G, with the tail `wrap`, `drop` or `pad`.
 
     Args:
-        stages: Of each, its first epoch, and N, the samples of an epoch; see `Epochs`.
+        stages: For each, its first epoch, and N, the samples of an epoch; see `Epochs`.
         batch_size: G.
-        tail: What happens to samples that do not fill an epoch's last batch.
+        tail: How to use samples that do not fill an epoch's last batch.
         skipped: See `Epochs`.
     """
     lengths = [(first, _length(num_samples, batch_size, tail)) for first, num_samples in stages]

@@ -165,11 +165,11 @@ class Loader(LoaderSteps):
                 name is looked up at the environment's GYRE_ADDRESS; a path or URI is read by a
                 private daemon, one for all loaders of all ranks of a run on a machine, which ends
                 with the last of them. For `tls:`, the environment names
-                the files that prove who is who: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon whose
-                certificate has a root of its own), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
-            daemon_user: The user, by name or id, whose daemon may answer at a Unix address, beside
-                root's and this process's own. If None, GYRE_DAEMON_USER in the environment.
-            tail: What happens to samples that do not fill an epoch's last batch. `wrap`: batches
+                the files of credentials: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon whose
+                certificate has a private root), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
+            daemon_user: The user, by name or id, whose daemon may answer at a Unix address, as
+                root's and this process's own may. If None, GYRE_DAEMON_USER in the environment.
+            tail: How to use samples that do not fill an epoch's last batch. `wrap`: batches
                 run on into the next epoch. `drop`: the samples are left out; an epoch must have a
                 whole batch. `pad`: the batch is
                 filled up with other samples, for which the tensor `mask` is false.
@@ -200,7 +200,7 @@ class Loader(LoaderSteps):
                 None, or the CPU, leaves batches in host memory.
             token_dtype: The dtype that unsigned token ids become: `int64`; `int32` if they fit; or
                 `stored`, as they are in the files. Signed ids always stay as they are stored.
-            format: Of the data at a path or URI, such as "tokens"; see docs/formats.md. If None,
+            format: The format of a path or URI, such as "tokens"; see docs/formats.md. If None,
                 the names of the files there decide. A daemon must allow such ad-hoc datasets; a
                 private one does.
             options: The other keys of the ad-hoc definition, such as {"sequence_length": 1024}.
@@ -215,16 +215,16 @@ class Loader(LoaderSteps):
                 {"field": "tokens", "window_batches": 64}. Needs tail="drop" or "pad", and an order
                 without blocks. Sequences of several lengths are sorted so in any case; see
                 docs/text.md.
-            transform: What the daemon does to samples, in this order: dicts with a `name` and
+            transform: Transforms of samples by the daemon, in this order: dicts with a `name` and
                 options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
-                docs/transforms.md. If None, what the dataset's definition says; `[]` for nothing.
+                docs/transforms.md. If None, those of the dataset's definition; `[]` for none.
                 With a private daemon also functions, which take a sample's dict of arrays (and a
                 numpy generator `rng`, if they have that parameter) and return another one.
-            skip_steps: Steps that are left out on all ranks: `[(A, B)]` for A to before B. Every
+            skip_steps: Steps to leave out on all ranks: `[(A, B)]` for A to before B. Every
                 other step keeps its number and its samples; see docs/loader.md. The state keeps
                 them, so None goes on with those of a state.
-            unknown: Not accepted. For a keyword of torch's DataLoader, the error says what to use
-                instead.
+            unknown: Not accepted. For a keyword of torch's DataLoader, the error says the
+                alternative.
 
         Raises:
             TypeError: A Loader does not have this argument.

@@ -15,7 +15,7 @@ from gyre_client.messages.measuring import measuring_line
 from gyre_client.targets.target import Target
 from gyre_client.transport.connection import Connection
 
-# The first line comes soon enough that nobody takes the job for one that hangs; further ones, at
+# The first line comes soon enough that the job does not seem to hang; further ones, at
 # growing intervals, do not fill the log of a job that waits for hours.
 FIRST_LOOK_S, LONGEST_PAUSE_S = 5.0, 60.0
 _FRAME_S = 1.0  # between two looks of a bar
@@ -24,7 +24,7 @@ _log = logging.getLogger("gyre_client")
 
 
 class MeasuringWatch:
-    """Looks at the daemon while the context is open, and shows what it measures.
+    """Watches the daemon while the context is open, and shows its progress in measuring.
 
     As a bar on a terminal or in a notebook, else as warnings in the log.
 
@@ -35,7 +35,7 @@ class MeasuringWatch:
         """Looks at the daemon of a target.
 
         Args:
-            target: Of the loader.
+            target: The loader's daemon.
             dataset: The name that it waits for; "" for one without a definition.
         """
         self._dataset = dataset

@@ -10,7 +10,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 class OneThread:
-    """Knows the last thread that used an object, which goes on at no cost.
+    """Knows the last thread that used an object, and lets it continue at no cost.
 
     Another thread may take over unless the last one is in a method of the object at that moment.
     Nothing is held meanwhile, so there is nothing to leave: an exception may end a method anywhere.
@@ -23,7 +23,7 @@ class OneThread:
 
         Args:
             owner: The object, which keeps this one.
-            what: Names the object in the error message.
+            what: The name of the object in the error message.
         """
         self._owner_id = id(owner)
         self._what = what

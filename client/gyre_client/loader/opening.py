@@ -1,4 +1,4 @@
-"""Asks the daemon what a dataset is, and opens the stream of its batches."""
+"""Asks the daemon for the description of a dataset, and opens the stream of its batches."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ def describe(
     transforms: pb.TransformList | None,
     reattach_timeout_s: float,
 ) -> pb.DatasetDescription:
-    """Returns what the daemon says of a dataset; waits for a daemon that is away.
+    """Returns the daemon's description of a dataset; waits for a daemon that is away.
 
     Raises:
         GyreError: See `Loader`.
@@ -62,7 +62,7 @@ def open_stream(
         generations: Numbers the sessions of the reader.
         unfinished: Receives the stream before it is open.
         target: The daemon.
-        description: Of the dataset.
+        description: The dataset's description.
         device: See `Loader`, as for the others.
         token_dtype: See `Loader`.
         reattach_timeout_s: See `Loader`.

@@ -28,7 +28,7 @@ def padded(batch: Mapping[str, Tensor], name: str, value: float = 0) -> tuple[Te
         name: A field whose samples differ in length: the batch has the tensors `name`,
             [elements of all samples, ...], and `name.offsets`, int64 [samples + 1]. Or one whose
             samples all have one length: `name` is [samples, length, ...], and nothing is padded.
-        value: What fills the samples up; a number that the field's dtype holds.
+        value: Fills up the samples; a number that the field's dtype holds.
 
     Returns:
         [samples, longest, ...], of the field's dtype and on its device, and bool [samples,

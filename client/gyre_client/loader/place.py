@@ -1,4 +1,4 @@
-"""Where a loader stands in the order, and the stream that goes on from there."""
+"""The position of a loader in the order, and the stream that continues from there."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -44,10 +44,10 @@ class Place:
         """Stands before the first batch, and opens nothing.
 
         Args:
-            resources: Keep the stream; what releases them ends it.
-            request: Of the job; a session has it with the place where its stream begins.
-            description: Of the dataset; it grows with the dataset.
-            tail: What happens to samples that do not fill an epoch's last batch.
+            resources: Keep the stream; releasing them ends it.
+            request: The job's request; a session has it with the place where its stream begins.
+            description: The dataset's description; it grows with the dataset.
+            tail: How to use samples that do not fill an epoch's last batch.
             open_stream: Opens a session by a request; see `opening.open_stream`.
             cut: Makes a context-parallel rank's slice of each batch; None for whole batches.
         """
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def last_batch(self) -> int | None:
-        """The number of the last batch, if it came from the stream that is open."""
+        """The number of the last batch, if it came from the open stream."""
         stream = self._resources.stream
         if stream is None or stream.position.batch == stream.opened.first_step:
             return None

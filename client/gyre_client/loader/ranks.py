@@ -225,10 +225,10 @@ def _tell(
 
 
 def _default_peer(world_size: int) -> int | None:
-    """Tells this process from others that were given the same rank.
+    """The number that tells this process from others with the same rank.
 
-    That is its rank among all that were launched, which it has again after a restart; without a
-    launcher, the number of the process. None where each process has a rank for itself.
+    It is its rank among all launched processes, which stays the same after a restart; without a
+    launcher, the number of the process. None where each process has a separate rank.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         num_launched, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -243,11 +243,11 @@ def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
     """Makes a reader whose job has no name one of the job of its run.
 
     Args:
-        request: Of a session; its reader gets the job's name, and the fence.
+        request: Opens a session; its reader gets the job's name, and the fence.
         is_named: Whether the user named the job.
 
     Returns:
-        What tells this loader from others of the process, and is the same on all ranks; "" where
+        A key that tells this loader from others of the process, and is the same on all ranks; "" if
         its ranks are others than those of the run.
     """
     reader, key = request.reader, ""

@@ -1,4 +1,4 @@
-"""What a Loader must release, in an object of its own, so that its finalizer can do it."""
+"""The resources that a Loader must release, in a separate object for the Loader's finalizer."""
 
 import os
 
@@ -22,7 +22,7 @@ class LoaderResources:
         target: The daemon.
         stream: None where no session is open.
         position: Where the loader stands while no session is open.
-        unfinished: Streams that are being opened or closed; an interrupt may have left them here.
+        unfinished: Streams being opened or closed; an interrupt may have left them here.
         is_released: Whether they were released, so that no session can be opened.
     """
 

@@ -41,7 +41,7 @@ class SequenceCut:
         """Checks that the sequences of a dataset can be cut.
 
         Args:
-            description: Of the dataset, packed and transformed as the batches are.
+            description: The dataset's description, packed and transformed as the batches are.
             cp_rank: Which slice.
             cp_size: The number of slices.
             cp_cut: `contiguous` or `zigzag`.
@@ -98,7 +98,7 @@ class SequenceCut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The next token of each, or `NO_TARGET` where that is no target or there is none."""
+        """The next token of each, or `NO_TARGET` if it is no target or there is none."""
         tokens, counts = batch[self.field], batch.get(_LOSS_MASK)
         num_here = sum(map(len, self._ranges))
         labels = tokens.new_full((len(tokens), num_here), NO_TARGET, dtype=torch.int64)
@@ -146,7 +146,7 @@ class SequenceCut:
 
 
 def cut_of(description: pb.DatasetDescription, ranks: Ranks, cp_cut: str) -> SequenceCut | None:
-    """Returns what cuts the batches of a process; None where it reads whole sequences.
+    """Returns the cut for the batches of a process; None if it reads whole sequences.
 
     Raises:
         InvalidRequest: As `SequenceCut`; or there is a cut and nothing to cut for.
@@ -162,10 +162,10 @@ def cut_of(description: pb.DatasetDescription, ranks: Ranks, cp_cut: str) -> Seq
 
 
 def _token_field(fields: Mapping[str, pb.Field]) -> str:
-    """The field of token ids of a dataset that is not packed.
+    """The field of token ids of an unpacked dataset.
 
     Raises:
-        InvalidRequest: There is none, or there are several.
+        InvalidRequest: There is no such field, or there are several.
     """
     found = [name for name, field in fields.items() if field.token_ids] or [
         name for name in fields if name == _TOKENS

@@ -8,7 +8,7 @@ from gyre_client.messages.arguments import MAX_STEP, whole
 
 
 class LoaderSteps(DescribedDataset):
-    """Where a loader stands, and what its job's steps are; the base of `Loader`."""
+    """The position of a loader, and the steps of its job; the base of `Loader`."""
 
     _place: Place
     _request: pb.OpenSessionRequest
@@ -48,7 +48,7 @@ class LoaderSteps(DescribedDataset):
 
     @property
     def num_batches(self) -> int:
-        """How many batches come before the next one: `step` without those that are left out."""
+        """How many batches come before the next one: `step` without skipped steps."""
         self._place.locate()
         return self._place.position.batch
 
@@ -69,6 +69,6 @@ class LoaderSteps(DescribedDataset):
 
     @property
     def epochs_passed(self) -> float:
-        """How many epochs lie before the next step, as a fraction."""
+        """The number of epochs before the next step, as a fraction."""
         batch = self.num_batches  # which asks the daemon how the job's epochs are
         return self._place.epochs.epochs_before(batch)

@@ -52,11 +52,11 @@ def objects(batch: Mapping[str, Tensor], name: str) -> list[Any]:
 
 
 def _parsed(document: bytes) -> Any:
-    """What `json.loads` returns, in a fifth of its time where the document is strict JSON."""
+    """Returns the same as `json.loads`, in a fifth of its time if the document is strict JSON."""
     try:
         return _JSON.decode(document)
     except msgspec.DecodeError:
-        return json.loads(document)  # Python's reads more, and its errors are those that are told
+        return json.loads(document)  # Python's reads more, and raises the error if it cannot
 
 
 def _samples(batch: Mapping[str, Tensor], name: str) -> list[bytes]:

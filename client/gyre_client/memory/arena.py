@@ -1,24 +1,24 @@
 """A session's arenas, mapped: batches are used where the daemon put them, without a copy.
 
-The mapping is private: what this process writes into a batch stays in this process, and the
-daemon's bytes cannot be harmed. When a batch is released, the pages that were written to are
+The mapping is private: writes of this process into a batch stay in this process, and the
+daemon's bytes cannot be harmed. When a batch is released, the pages written to are
 dropped, so that they do not show in a later batch of the same slot. Pages that were only read stay
 mapped for the next batch.
 
-[Note: What outlives its session]
-A tensor stays valid as long as it is held. When a session ends, the batches that are still held are
+[Note: Tensors after a session]
+A tensor stays valid as long as it is held. When a session ends, the batches still held are
 moved out of its arenas: each becomes memory of this process, at the same address. Then the arenas
 are unmapped and the side channel is closed, which tells the daemon that it may free them. So one
-batch that is kept never keeps an arena.
+batch in use never keeps an arena.
 
-[Note: What a forked child inherits]
+[Note: Forked children]
 The daemon fills a slot again when this process has released it, whatever a child still reads. So
 a child inherits no page of an arena, but copies: before a fork, all pages of the batches that the
 script may hold become this process's own. The child then moves them out. Batches that were not
 read yet are not copied. A batch that another thread takes while this one forks is not mapped in
 the child. To start a program without `preexec_fn` runs none of this, and copies nothing.
 
-[Note: What a finalizer may do]
+[Note: Finalizers of memory]
 The last view of a batch may die in any thread and at any line, also while an exception unwinds.
 Code of Python that ran there could be interrupted half-way, so none does: the weak reference to the
 memory appends itself to a queue, which gRPC's sending thread empties. The locks here are held in
@@ -166,7 +166,7 @@ class Arenas:
         return left
 
     def close(self) -> None:
-        """Closes all arenas at the session's end: see [Note: What outlives its session]."""
+        """Closes all arenas at the session's end: see [Note: Tensors after a session]."""
         are_out = [arena.close() for arena in list(self._mapped.values())]
         if all(are_out):
             self._side.close()
@@ -194,7 +194,7 @@ class Arena:
         """Maps the file and closes the descriptor, which this object owns.
 
         Args:
-            descriptor: Of a memory file of a daemon.
+            descriptor: The descriptor of a daemon's memory file.
             num_bytes: The size that it was announced with; None if it was not.
             returned: Where loans go whose memory is gone.
 
@@ -230,12 +230,12 @@ class Arena:
         Args:
             begin: The first byte in the file; the first of a page.
             end: The byte behind the last one.
-            num_batches: How many batches lie there.
+            num_batches: How many batches are there.
             first_step: The step of the first one.
 
         Raises:
-            ValueError: The range lies outside the file, does not begin with a page, or overlaps
-                one that is lent already.
+            ValueError: The range is not inside the file, does not begin with a page, or overlaps
+                a lent one.
             DaemonUnavailable: The session is over.
         """
         if begin % mmap.PAGESIZE:
@@ -267,7 +267,7 @@ class Arena:
                 self._mapping.drop_private(loan.begin, loan.end)
 
     def close(self) -> bool:
-        """Moves out what is lent, and unmaps the rest.
+        """Moves out the lent ranges, and unmaps the rest.
 
         Returns:
             Whether no memory of this process refers to the file any more.
@@ -289,7 +289,7 @@ class Arena:
             return is_out
 
     def copy_for_child(self) -> None:
-        """Makes what the script may hold this process's own: see the Note on forked children."""
+        """Copies the batches that the script may hold: see [Note: Forked children]."""
         for loan in list(self._loans.values()):
             memory = loan()  # so that it is not taken back meanwhile
             if memory is None or not loan.is_read or loan.is_copied:
@@ -302,7 +302,7 @@ class Arena:
                 )
 
     def leave_to_child(self) -> None:
-        """In a forked child: keeps what was copied for it, and nothing of the daemon's.
+        """In a forked child: keeps the copies made for it, and nothing of the daemon's.
 
         Other threads do not exist here, and may have held the lock.
         """

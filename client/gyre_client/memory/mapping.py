@@ -72,7 +72,7 @@ class PrivateMapping:
         """
         self.num_bytes = os.fstat(descriptor).st_size
         self.address = _map(self.num_bytes, mmap.MAP_PRIVATE, descriptor)
-        # What the daemon puts here later must not appear in a forked child: see `arena`.
+        # The daemon's later writes must not appear in a forked child: see `arena`.
         _madvise(self.address, self.num_bytes, mmap.MADV_DONTFORK)
 
     def view(self, begin: int, end: int) -> Memory:
@@ -81,7 +81,7 @@ class PrivateMapping:
         The array does not keep the mapping alive, and the range need not be of whole pages.
 
         Raises:
-            ValueError: The range lies outside the file.
+            ValueError: The range is not inside the file.
         """
         if not 0 <= begin <= end <= self.num_bytes:
             raise ValueError(f"bytes [{begin}, {end}) of a file of {self.num_bytes}")
@@ -96,8 +96,8 @@ class PrivateMapping:
         """Makes every page of a range this process's own copy, which a forked child inherits.
 
         The kernel copies as if each page were written to, so no write of another thread is lost.
-        (Before Linux 5.14 one byte of each page is read and written back here: what a thread
-        outside the interpreter writes to that byte at that moment may be lost.)
+        (Before Linux 5.14 one byte of each page is read and written back here: a write to that byte
+        by a thread outside the interpreter at that moment may be lost.)
 
         Returns:
             Whether there was memory for the copies; if not, the child does not inherit the range.
@@ -113,8 +113,8 @@ class PrivateMapping:
         """Replaces a range by memory of this process, with the same bytes at the same address.
 
         The kernel swaps the pages in one step, so threads that read the range are not disturbed.
-        The interpreter's lock is held, so no Python code writes to the range meanwhile. What a
-        thread outside the interpreter writes at that moment may be lost.
+        The interpreter's lock is held, so no Python code writes to the range meanwhile. Writes of a
+        thread outside the interpreter at that moment may be lost.
 
         Args:
             begin: The first byte.
@@ -139,7 +139,7 @@ class PrivateMapping:
         return False
 
     def unmap(self, begin: int, end: int) -> None:
-        """Unmaps a range; nobody may use an array over it any more."""
+        """Unmaps a range; arrays over it must not be used any more."""
         if end > begin:
             _munmap(self.address + begin, end - begin)
 

@@ -1,7 +1,7 @@
 """Whether a descriptor that a daemon passed is memory that can be mapped without danger.
 
 A process that reads beyond the end of a mapped file is killed (SIGBUS). So a file is mapped only if
-the kernel guarantees that nobody can make it shorter.
+the kernel guarantees that it cannot be made shorter.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ def check_memory(descriptor: int, num_bytes: int | None) -> None:
     """Checks a memory file before it is mapped.
 
     Args:
-        descriptor: Of the file; it may be open for reading only.
+        descriptor: The file's descriptor; it may be open for reading only.
         num_bytes: The size that was announced; None for any size of whole pages.
 
     Raises:

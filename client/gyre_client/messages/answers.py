@@ -1,6 +1,6 @@
-"""Checks what a daemon answers, before anything is done with it.
+"""Checks a daemon's answers, before they are used.
 
-A daemon may be broken, of another version, or not a daemon at all. Its numbers decide what this
+A daemon may be broken, of another version, or not a daemon at all. Its numbers decide how much this
 process maps, allocates and waits for.
 """
 
@@ -31,7 +31,7 @@ _MAX_FINDINGS = 100_000  # of the checks of a dataset; a daemon names no more
 
 
 def check_numbers(message: Message) -> None:
-    """Checks that no number of a message is infinite or none, however deep it lies.
+    """Checks that no number of a message is infinite or NaN, however deep.
 
     Raises:
         DaemonFault: One is; names its field.
@@ -83,12 +83,12 @@ def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> No
 def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexProgress]:
     """Yields the messages about an index, which come to an end.
 
-    Each is about another shard. Behind them, as many and one more may be about each column that is
-    read, and twice as many about measuring, which may be done twice.
+    Each is about another shard. Behind them, as many and one more may be about each column to read,
+    and twice as many about measuring, which may be done twice.
 
     Raises:
         DaemonFault: There are more than that, or the number of shards changes or can be none; or
-            what was removed comes before the end.
+            removed shards come before the end.
     """
     num_shards = num_chars = 0
     nums: Counter[tuple[str, str]] = Counter()
@@ -161,10 +161,10 @@ def check_located(response: pb.LocateStepResponse, request: pb.LocateStepRequest
 
 
 def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> None:
-    """Checks what a daemon grants a session.
+    """Checks a daemon's grants to a session.
 
     Raises:
-        DaemonFault: It is not what was asked for, or impossible.
+        DaemonFault: They differ from the request, or are impossible.
     """
     session_id = opened.session_id
     if not 0 < len(session_id) <= _MAX_ID_CHARS or not session_id.isascii():
@@ -267,7 +267,7 @@ def check_group(group: pb.BatchGroup, step: int, num_expected: int) -> None:
 
     Raises:
         DaemonFault: A step is missing or comes twice, there are more batches than credit, or a
-            cursor is none.
+            cursor is invalid.
     """
     cursors = group.cursors
     if group.first_step != step:

@@ -29,7 +29,7 @@ def whole(name: str, value: object, least: int, most: int) -> int:
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # also of a tensor that is no whole number
+    except (TypeError, ValueError, RuntimeError):  # also of a tensor other than a whole number
         number = None
     if number is None or isinstance(value, bool):
         raise InvalidRequest(f"{name} is {shown(value)}; it must be a whole number")
@@ -61,7 +61,7 @@ def text(name: str, value: object) -> str:
     """Returns `value`, which is a string that UTF-8 can express.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: It is not.
     """
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} is {shown(value)}; it must be a string")
@@ -89,7 +89,7 @@ def mapping(name: str, value: object) -> Mapping[str, Any]:
     """Returns `value`, which is a mapping with strings as keys.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: It is not.
     """
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} is {shown(value)}; it must be a dict")
@@ -99,7 +99,7 @@ def mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def choice(argument: str, word: object, values: Mapping[str, _Value]) -> _Value:
-    """Returns what `word` stands for.
+    """Returns the value of `word`.
 
     Raises:
         InvalidRequest: `word` is not a key of `values`; the message lists the keys.

@@ -41,7 +41,7 @@ MAX_BYTES = 1 << 46
 
 
 class _Tensor(NamedTuple):
-    """What is known of a tensor before it comes.
+    """The known properties of a tensor before it comes.
 
     Attributes:
         dtype: Its dtype.
@@ -69,7 +69,7 @@ def check_fields(fields: Sequence[pb.Field]) -> None:
     """Checks the fields of a dataset.
 
     Raises:
-        DaemonFault: A batch cannot have such fields: unknown dtypes, names that are not unique.
+        DaemonFault: A batch cannot have such fields: unknown dtypes, or equal names.
     """
     names = {SAMPLE_ID, MASK}
     for field in fields:
@@ -118,7 +118,7 @@ class BatchTensors:
         """Takes fields that were checked.
 
         Args:
-            fields: Of the dataset.
+            fields: The fields of the dataset.
             num_samples: B, in each batch of this rank.
             has_mask: Whether the last batch of an epoch is filled up.
         """
@@ -139,7 +139,7 @@ class BatchTensors:
         """Checks the layout of a batch: all tensors, one behind the other, inside its payload.
 
         Raises:
-            DaemonFault: It is not the layout of a batch of this session; says what differs.
+            DaemonFault: It is not the layout of a batch of this session; says how they differ.
         """
         names = [tensor.name for tensor in layout.tensors]
         if len(names) != len(self._tensors) or set(names) != self._tensors.keys():
@@ -164,7 +164,7 @@ class BatchTensors:
             )
 
     def _row_length(self, layout: pb.Layout) -> int:
-        """Returns how long the rows of a batch are; the longest where it has none that is known."""
+        """Returns how long the rows of a batch are; the longest if it has no known one."""
         for tensor in layout.tensors:
             its = self._tensors[tensor.name]
             if its.longest and its.row_shape and len(tensor.shape) == 2:

@@ -83,7 +83,7 @@ def skipped_steps(ranges: Sequence[object]) -> pb.SkippedSteps:
     """Returns the message that says which steps a job leaves out.
 
     Args:
-        ranges: Pairs of steps (A, B), of which A to before B are left out, in any order.
+        ranges: Pairs of steps (A, B) to leave out, from A to before B, in any order.
 
     Raises:
         InvalidRequest: One is no such pair.
@@ -110,7 +110,7 @@ def skipped_steps(ranges: Sequence[object]) -> pb.SkippedSteps:
 
 
 def _balance(values: Mapping[str, object]) -> pb.Balance:
-    """Returns what samples cost; the daemon checks the numbers."""
+    """Returns the cost of samples; the daemon checks the numbers."""
     message = pb.Balance()
     for key, value in mapping("balance", values).items():
         if key not in ("linear", "quadratic", "field"):
@@ -187,7 +187,7 @@ def dataset_ref(
             the format of a URI or path by the names of its files.
         options: The definition's other keys, as plain Python values.
         pack: How its samples are packed into sequences, as the key `pack` of a definition says it;
-            None for what the definition says.
+            None for the definition's value.
 
     Raises:
         InvalidRequest: There are options for a name, an option is of no type of TOML, or the name
@@ -230,7 +230,7 @@ def _option_values(name: str, values: Mapping[str, object]) -> dict[str, pb.Opti
 
 
 def transform_list(transforms: Sequence[Mapping[str, object]]) -> pb.TransformList:
-    """Returns the message that declares what is done to samples.
+    """Returns the message that declares the transforms of samples.
 
     Args:
         transforms: A dict for each, with its `name` and its options as plain Python values.
@@ -255,11 +255,11 @@ def option_value(value: object, name: str = "the option value", depth: int = 0) 
 
     Args:
         value: A value of Python or numpy.
-        name: What the error calls it.
-        depth: How many lists and mappings it lies in.
+        name: Its name in the error.
+        depth: The number of lists and mappings around it.
 
     Raises:
-        InvalidRequest: `value` is of another type than TOML's, or lies too deep.
+        InvalidRequest: `value` is of another type than TOML's, or too deep.
     """
     if depth > _MAX_DEPTH:
         raise InvalidRequest(f"{name} has more than {_MAX_DEPTH} levels of lists and dicts")

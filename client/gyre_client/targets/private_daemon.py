@@ -1,7 +1,7 @@
 """A private daemon: a process on a socket that only this user can reach.
 
 All loaders of all ranks of a run on this machine share one daemon. The first of them starts it; it
-is no child of theirs, so it goes on when one of them ends. The last one stops it. Where all were
+is no child of theirs, so it survives when one of them ends. The last one stops it. Where all were
 killed, it ends by itself within seconds: it sees that no client holds a lock on its folder.
 
 Its log, `gyred.log` in the folder, ends with the folder. If the daemon does not start and says
@@ -33,8 +33,8 @@ BAD_CONFIGURATION = 2
 # in flight before the daemon is killed.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-# An error quotes the end of the log. Beyond its limit, the log keeps its last quarter; that is
-# looked at when a session opens, as a line comes with a session, an outage or a fault.
+# An error quotes the end of the log. Beyond its limit, the log keeps its last quarter; its size
+# is checked when a session opens, as a line comes with a session, an outage or a fault.
 MAX_QUOTED_BYTES = 2000
 MAX_LOG_BYTES = 4 << 20
 _NEEDED = ("gyre_daemon", "aiofiles", "fsspec", "numpy", "prometheus_client", "uvloop")
@@ -47,7 +47,7 @@ class PrivateDaemon:
 
     Attributes:
         address: Where the daemon listens, also after a restart.
-        log_path: What the daemon says, at most `MAX_LOG_BYTES` when a session opens.
+        log_path: The daemon's log, at most `MAX_LOG_BYTES` when a session opens.
         pid: The process id of the daemon.
     """
 
@@ -55,7 +55,7 @@ class PrivateDaemon:
         """Joins the daemon, or starts it and waits until it answers.
 
         Args:
-            name: Of the run on this machine.
+            name: The name of the run on this machine.
 
         Raises:
             NotInstalled: The extra `daemon` is missing.
@@ -112,7 +112,7 @@ class PrivateDaemon:
                 os.close(self._process)
 
     def forget(self) -> None:
-        """Closes what a forked process has of its parent's daemon."""
+        """Closes a forked process's descriptors of its parent's daemon."""
         self._folder.forget()
         if self._process >= 0:
             os.close(self._process)

@@ -58,7 +58,7 @@ class PrivateFolder:
             self._descriptor = _share(self.path)
 
     def is_last(self) -> bool:
-        """Gives the lock up, unless no other client has one: then nobody can enter any more."""
+        """Gives the lock up, unless no other client has one: then no further client can enter."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -88,7 +88,7 @@ def temporary_folder() -> Path:
 
 
 def locked(descriptor: int, path: Path, kind: int) -> bool:
-    """Locks what a descriptor has open; false if that is not at the path any more.
+    """Locks the open file of a descriptor; false if it is not at the path any more.
 
     Raises:
         DaemonUnavailable: A process holds the lock for too long, or there are no locks.
@@ -113,7 +113,7 @@ def locked(descriptor: int, path: Path, kind: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Returns whether the path is still that of what a descriptor has open."""
+    """Returns whether the path still leads to the open file of a descriptor."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

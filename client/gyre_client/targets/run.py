@@ -1,12 +1,12 @@
-"""The run that this process belongs to: what one launch of a script has started, on all machines.
+"""The run of this process: all processes of one launch of a script, on all machines.
 
-[Note: What the ranks of a run share] Ranks must find each other before there is a process group,
+[Note: The id of a run] Ranks must find each other before there is a process group,
 and two runs must never take each other for one. The launcher gives all ranks of a run the same
 variables, and at a time no two runs on a machine have the same: one port has one owner. But a run
 that has ended may have had the same. So the variables only name a file, in which the first rank on
-the machine writes a random id. Each rank keeps a shared lock on the file as long as it lives: who
-gets an exclusive lock is the first of a new run, and writes a new id. Where a process group is
-there, its store gives all machines the id of one of them.
+the machine writes a random id. Each rank keeps a shared lock on the file as long as it lives: the
+rank that gets an exclusive lock is the first of a new run, and writes a new id. If there is a
+process group, its store gives all machines the id of one of them.
 """
 
 import atexit
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What a job without a name is called: as torchelastic or Slurm do, or by the id."""
+        """The name for a job without one: as torchelastic or Slurm do, or the id."""
         torchelastic = os.environ.get("TORCHELASTIC_RUN_ID", "")
         slurm = [os.environ.get(each, "") for each in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         for name in ("" if torchelastic == "none" else torchelastic, ".".join(filter(None, slurm))):
@@ -79,7 +79,7 @@ def launched_as() -> tuple[int, int]:
 
 
 def agreed(key: str, mine: str) -> str:
-    """Returns what the first rank has given for a key; without a process group, `mine`.
+    """Returns the first rank's value for a key; without a process group, `mine`.
 
     No rank waits for another one.
     """
@@ -103,11 +103,11 @@ def ordinal(key: str) -> int:
 
 
 class _Membership:
-    """What this process knows of its run.
+    """The facts that this process has about its run.
 
     Attributes:
         drawn: Random; the id of a run where nothing else tells it.
-        store_of_parent: In a forked process: what its parent talks through, and it must not.
+        store_of_parent: In a forked process: its parent's store, which it must not use.
         counts: See `ordinal`.
         lock: For threads.
     """
@@ -210,7 +210,7 @@ def _meeting_file() -> Path | None:
 
 
 def machine() -> str:
-    """Returns what tells this machine from all others, in all of its containers."""
+    """Returns an id of this machine, the same in all of its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -20,11 +20,11 @@ _log = logging.getLogger("gyre_client")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A daemon, and what this process can do to keep it running.
+    """A daemon, and the means of this process to keep it running.
 
     Attributes:
         address: Where the daemon listens; it stays the same when the daemon is restarted.
-        private: The private daemon, or None for a daemon that somebody else runs.
+        private: The private daemon, or None for a daemon that this process has not started.
     """
 
     address: Address
@@ -61,7 +61,7 @@ def find_target(address: str | None, daemon_user: int | str | None = None) -> Ta
 
     Args:
         address: Where it listens.
-        daemon_user: The user it may belong to, beside root and this process's own.
+        daemon_user: A user it may belong to, as it may to root or this process's own.
 
     Raises:
         InvalidRequest: The address has no known form, or there is no such user.
@@ -80,11 +80,11 @@ def dataset_or_path(
     daemon_user: int | str | None = None,
     reattach_timeout_s: float = 60.0,
 ) -> str | os.PathLike[str]:
-    """Returns the dataset; `./DATASET` if that is a folder or file, and no dataset has this name.
+    """Returns the dataset; `./DATASET` for a folder or file, if no dataset has this name.
 
     Args:
-        dataset: What the user calls it.
-        data_format: Of the data at a path; None for none.
+        dataset: The user's name for it.
+        data_format: The format of the data at a path; None for none.
         address: Where a dataset of this name is looked for, and no path; for None, at the address
             in the environment, if there is one.
         daemon_user: See `find_target`.

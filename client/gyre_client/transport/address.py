@@ -21,7 +21,7 @@ _FORMS = 'an address is "unix:/absolute/path.sock", "tcp:host:port" or "tls:host
 
 @dataclass(frozen=True)
 class Address:
-    """An address that has been checked.
+    """A checked address.
 
     Attributes:
         text: The address as users write it and as messages show it.
@@ -29,7 +29,7 @@ class Address:
         path: The daemon's socket; None over TCP.
         trusted_uids: The users whose daemons may answer at a socket.
         host_and_port: Over TCP; None for a Unix socket.
-        is_tls: Whether the connection is encrypted, and the daemon proves who it is.
+        is_tls: Whether the connection is encrypted, and the daemon proves its identity.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Address:
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody between here and the daemon can read along."""
+        """Whether no third party between here and the daemon can read along."""
         return self.host_and_port is None or self.is_tls or _is_loopback(self.host_and_port[0])
 
 

@@ -7,8 +7,8 @@ from gyre_client.transport.address import Address
 from gyre_client.transport.credentials import Pem
 
 MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
-# How long one attempt to connect may take. A daemon whose processor is busy accepts late; where
-# nobody listens, the attempt fails at once.
+# How long one attempt to connect may take. A daemon whose processor is busy accepts late; without
+# a listener, the attempt fails at once.
 CONNECT_TIMEOUT_MS = 10_000
 
 _OPTIONS = (

@@ -53,7 +53,7 @@ from gyre_client.transport.side_channel import TOKEN_KEY
 from gyre_client.transport.trust import check_files, check_listener
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
-# takes minutes where there are many shards; `gyre index` shows the progress. A session that is not
+# takes minutes for very many shards; `gyre index` shows the progress. A session that is not
 # closed in time ends with its lease.
 CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 600.0
@@ -65,7 +65,7 @@ RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no
 
 _DOMAIN = "gyre"
 _DETAILS_KEY = "grpc-status-details-bin"
-# gRPC's message for a request or an answer that is too long
+# gRPC's message for an overlong request or answer
 _TOO_LONG = re.compile(
     r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)"
 )
@@ -104,7 +104,7 @@ def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
 
 
 def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
-    """Returns an error that is not retried: the request would be too long again."""
+    """Returns an error without a retry: the request would be too long again."""
     return InvalidRequest(
         f"the request has {num_bytes} bytes, and a message to or from a daemon may have "
         f"{max_bytes}: shorten the dataset's path or brace list, its options, the job's name or "
@@ -175,7 +175,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Ends the channel and all calls that are under way on it."""
+        """Ends the channel and all calls under way on it."""
         self._channel.close()
         self._identity.close()
 
@@ -245,11 +245,11 @@ class Connection:
         return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:
-        """Returns what it costs to read a dataset in each order."""
+        """Returns the cost to read a dataset in each order."""
         return self._call(self._stub.PlanCost, request, OPEN_TIMEOUT_S)
 
     def plan_mixture(self, request: pb.PlanMixtureRequest) -> pb.PlanMixtureResponse:
-        """Returns what each source of a mixture contributes up to some steps."""
+        """Returns the samples from each source of a mixture up to some steps."""
         return self._call(self._stub.PlanMixture, request, OPEN_TIMEOUT_S)
 
     def change_weights(self, request: pb.ChangeWeightsRequest) -> pb.ChangeWeightsResponse:
@@ -290,7 +290,7 @@ class Connection:
         )
 
     def status(self, timeout_s: float = CALL_TIMEOUT_S) -> pb.DaemonStatus:
-        """Returns what the daemon is doing."""
+        """Returns the state of the daemon."""
         return self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
 
     def explain(self, request: pb.ExplainStepRequest) -> pb.ExplainStepResponse:
@@ -367,7 +367,7 @@ class Connection:
         """Returns the error of a call; asks the daemon again if the failure leaves the reason open.
 
         Args:
-            failure: Of the call.
+            failure: The error that gRPC raised.
             timeout_s: The call's deadline.
         """
         error = error_from(failure, self.address)

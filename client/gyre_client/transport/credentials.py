@@ -1,4 +1,4 @@
-"""What a client needs over TCP: roots to know the daemon by, and a token or certificate of its own.
+"""A client's credentials over TCP: roots to verify the daemon by, and a token or certificate.
 
 All of it stands in files that the environment names, so that it appears in no argument and no log.
 """
@@ -21,7 +21,7 @@ _MAX_FILE_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What a TLS connection needs; see `CredentialFiles`."""
+    """The contents of PEM files for a TLS connection; see `CredentialFiles`."""
 
     ca: bytes | None = None
     certificate: bytes | None = None
@@ -30,10 +30,10 @@ class Pem:
 
 @dataclass(frozen=True, slots=True)
 class CredentialFiles:
-    """Files in PEM, and one with a token; None for those that are not used.
+    """Files in PEM, and one with a token; None for unused ones.
 
     Attributes:
-        token: Its first line that is no comment begins with the token.
+        token: Its first line without a comment begins with the token.
         ca: Roots of the daemon's certificate, instead of the public ones.
         certificate: The client's own, for a daemon that asks for one.
         key: The private key of `certificate`.
@@ -63,7 +63,7 @@ class CredentialFiles:
         return files
 
     def read_pem(self) -> Pem:
-        """Returns what the files of a TLS connection hold now.
+        """Returns the current contents of the files of a TLS connection.
 
         Raises:
             InvalidRequest: A file cannot be read.
@@ -75,7 +75,7 @@ class CredentialFiles:
         )
 
     def metadata(self, address: Address) -> tuple[tuple[str, str], ...]:
-        """Returns what proves in a call's metadata who calls: the token, read now.
+        """Returns the metadata that identifies a call's sender: the token, read now.
 
         Raises:
             InvalidRequest: The file cannot be read or holds no token; or the token would travel in

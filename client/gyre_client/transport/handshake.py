@@ -20,7 +20,7 @@ from gyre_client.transport.credentials import (
 # A server answers a handshake within milliseconds; a silent one must not hold up the client.
 _TIMEOUT_S = 5.0
 _PROTOCOLS = ["h2"]
-# A daemon that is just ending closes a connection too, but does not accept the next one.
+# A daemon about to end closes a connection too, but does not accept the next one.
 _NUM_TRIES = 2
 
 
@@ -35,7 +35,7 @@ def why_refused(address: Address, files: CredentialFiles) -> GyreError | None:
                 why = _why_tls_fails if address.is_tls else _why_plain_fails
                 reason = why(connection, address, files)
     except OSError:
-        return None  # nobody listens, or not now
+        return None  # no process listens, or not now
     return reason
 
 

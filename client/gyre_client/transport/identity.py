@@ -1,4 +1,4 @@
-"""Tells the daemon who calls.
+"""Identifies this process to the daemon.
 
 A call over a Unix socket carries the token of a connection to the side channel, on which the kernel
 tells the daemon the user and the process. A call over TCP carries the token of a file, if there is
@@ -27,7 +27,7 @@ class Identity:
         self._side: SideChannel | None = None
 
     def metadata(self, timeout_s: float = TIMEOUT_S) -> Metadata:
-        """Returns what a call must carry; nothing if there is neither side channel nor token.
+        """Returns the metadata of a call; empty if there is neither side channel nor token.
 
         Args:
             timeout_s: How long the daemon may take to accept.

@@ -1,6 +1,6 @@
 """How long a daemon may be away, and when to try again.
 
-Only the time in which the daemon says nothing counts. A daemon that is up and waits for slow
+Only the time in which the daemon is silent counts. A daemon that is up and waits for slow
 storage uses up none of the limit, unless that storage has failed. The time adds up until a batch
 arrives: a daemon that comes back only to die again does not start from zero.
 """
@@ -22,7 +22,7 @@ from gyre_client.errors import (
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, RETRY_AFTER
 
 # Each pause is drawn from [0, ceiling]; the ceiling starts at FIRST_PAUSE_S and doubles up to
-# MAX_PAUSE_S. A shorter first pause makes all ranks call a daemon that is just starting; a longer
+# MAX_PAUSE_S. A shorter first pause makes all ranks call a daemon just starting; a longer
 # last one adds its length to every recovery. Every attempt gets at least MIN_TIMEOUT_S, however
 # little is left of the limit.
 FIRST_PAUSE_S = 0.05

@@ -15,7 +15,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.transport.wakeup import Wakeup
 
-# Credits that are fewer than `num_together` wait this long for more before they travel. Shorter
+# Fewer credits than `num_together` wait this long for more before they travel. Shorter
 # wakes a thread here and one in the daemon for every batch; longer delays a slow trainer's credit.
 LONG_WAIT_S = 0.25
 # While batches are taken, the daemon is told how many at least this often, so that it can show a
@@ -60,7 +60,7 @@ class Outbox:
     """Filled by the consumer and the receiver, drained by gRPC's sending thread.
 
     Attributes:
-        returned: The memory of batches that is gone, not reported to the daemon yet.
+        returned: The memory of batches gone but not reported to the daemon yet.
         is_closed: Whether the messages end.
     """
 
@@ -77,10 +77,10 @@ class Outbox:
         Args:
             session_id: The session to attach to.
             num_credits: The first credits; they are sent at once.
-            num_together: How many later credits, or released batches, are worth a message of
-                their own. Half of what the daemon granted leaves it the other half to go on with.
+            num_together: How many later credits, or released batches, are worth a
+                message. Half of the daemon's grant leaves it the other half to go on with.
             consumed: Returns the consumer's totals.
-            returned: Where finalizers put the memory of batches that are gone, each `Returned`.
+            returned: Where finalizers put the memory of batches, each `Returned`.
         """
         self._session_id = session_id
         self._num_granted = num_credits  # by the receiver
@@ -103,7 +103,7 @@ class Outbox:
         return max(self._num_sent, self._num_granted + self._consumed().num_dequeued)
 
     def send_if_due(self, num_per_group: int) -> None:
-        """Wakes the sending thread if it is worth a message; a group has about so many batches."""
+        """Wakes the sending thread if a message is due, with about this many batches a group."""
         num_credits = self._num_granted + self._consumed().num_dequeued - self._num_sent
         num_waiting = max(num_credits, len(self.returned) * num_per_group)
         if num_waiting >= self._num_together or (

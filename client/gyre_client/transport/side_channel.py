@@ -1,4 +1,4 @@
-"""The side channel: a Unix socket on which a daemon of this machine learns who its client is.
+"""The side channel: a Unix socket on which a daemon of this machine identifies its client.
 
 The daemon also passes the descriptors of its arenas there.
 
@@ -19,7 +19,7 @@ from gyre_client.transport.trust import check_peer
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32
-REFUSED = "refused: "  # what the daemon says instead of a token, before the reason
+REFUSED = "refused: "  # the daemon's answer instead of a token, before the reason
 MAX_ANSWER_BYTES = 4096
 TIMEOUT_S = 10.0  # the daemon answers within a millisecond; a stuck one must not hang the client
 

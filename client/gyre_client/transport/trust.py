@@ -1,9 +1,9 @@
 """Whether the process behind a Unix socket is a daemon that this process may trust.
 
-A client maps memory of its daemon and trains on what it says. So before it says anything, it asks
+A client maps memory of its daemon and trains on its batches. So before it sends anything, it asks
 the kernel which user listens. It trusts root, its own user, and the user that it was told.
 
-gRPC connects by itself, and again after a failure. So nobody else may be able to put another socket
+gRPC connects by itself, and again after a failure. So no other user may be able to put a socket
 at the path: its folder is checked, too.
 """
 
@@ -56,14 +56,14 @@ def check_files(address: Address) -> None:
 
 
 def check_listener(address: Address) -> Peer | None:
-    """Connects to the daemon's socket, and returns who listens there; says nothing.
+    """Connects to the daemon's socket, and returns the process that listens; sends nothing.
 
     Returns:
         None over TCP, where the kernel does not tell.
 
     Raises:
         UntrustedDaemon: It is a user that this process does not trust.
-        DaemonUnavailable: Nobody listens.
+        DaemonUnavailable: No process listens.
     """
     if address.path is None:
         return None

@@ -12,7 +12,7 @@ _MAX_UID = 2**32 - 2  # 2^32 - 1 means "no user" to the kernel
 
 
 def trusted_uids(daemon_user: int | str | None) -> frozenset[int]:
-    """Returns the users whose daemons this process trusts: root, its own, and one that is named.
+    """Returns the users whose daemons this process trusts: root, its own, and a named one.
 
     Args:
         daemon_user: A user id or name; None for the one in the environment, if there is one.
