@@ -1,4 +1,4 @@
-"""What the daemon proves itself with, and what its callers over TCP prove themselves with."""
+"""The daemon's own credentials, and those of its callers over TCP."""
 
 from dataclasses import dataclass
 

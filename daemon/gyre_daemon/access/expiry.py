@@ -20,7 +20,7 @@ def expires_at(chain: bytes) -> float:
     """When the first of the certificates in a PEM text ends, in seconds since the epoch.
 
     Raises:
-        NotAuthenticated: they are none.
+        NotAuthenticated: they are not certificates.
     """
     try:
         ends = [_not_after(ssl.PEM_cert_to_DER_cert(each)) for each in _PEM.findall(chain.decode())]

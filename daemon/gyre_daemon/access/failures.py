@@ -1,4 +1,4 @@
-"""How often a caller's credential may be refused, and how often that is logged."""
+"""Limits on how often a caller's credential is refused with a reason, and how often logged."""
 
 import ipaddress
 import logging
@@ -10,13 +10,13 @@ from gyre_daemon.errors import NotAuthenticated, Overloaded
 from gyre_daemon.runtime.bucket import Bucket
 from gyre_daemon.runtime.events import log_event
 
-# Failures of one address that are answered with their reason: ten at once, then one in six seconds.
+# Failures of one address to answer with their reason: ten at once, then one in six seconds.
 # A job whose token has expired needs one. The addresses that failed last are remembered.
 _FAILURES, _FAILURES_PER_S = 10.0, 1 / 6
 _MAX_ADDRESSES = 4096
 # Lines of the log, for all addresses together.
 _LINES, _LINES_PER_S = 20.0, 1 / 3
-_IPV6_NETWORK_BITS = 64  # what one host usually has for itself
+_IPV6_NETWORK_BITS = 64  # one host's usual network
 
 
 class FailureLimit:
@@ -40,7 +40,7 @@ class FailureLimit:
             reason: why the credential is refused.
 
         Returns:
-            What to answer: the reason or, after too many, that there were too many.
+            The error to send: the reason or, after too many, that there were too many.
         """
         now = self._clock()
         key = _network(address)

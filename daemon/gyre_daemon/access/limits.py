@@ -1,4 +1,4 @@
-"""What one user, and one job, may take of a daemon."""
+"""Limits on the calls and sessions of one user, and of one job."""
 
 import fnmatch
 import hashlib
@@ -16,7 +16,7 @@ from gyre_daemon.errors import Overloaded
 # A user or job that was silent may make the requests of this many seconds at once: the ranks of a
 # job begin together. With more, a burst keeps the event loop busy for longer.
 _BURST_S = 5.0
-# A message on a control stream costs this part of a request, and again for each so many bytes: a
+# A message on a control stream costs this part of a request, and again for each of these bytes: a
 # message of 64 KiB may release thousands of batches. A user who sends more is not refused but read
 # later. Jobs of small batches need some hundred messages per second; with a smaller number of
 # messages per request they would wait.
@@ -27,8 +27,8 @@ _MESSAGE_BYTES = 64
 # shard; to pack takes up to minutes, one after the other. With more, a user who declares one after
 # the other fills the disk and the memory, and keeps others from packing.
 _CHAINS_AT_ONCE, _CHAINS_PER_S = 64, 0.2
-_MAX_CHAINS = 4096  # that are remembered, of all users
-# Beyond this many buckets those that are full are dropped, since a full one says nothing.
+_MAX_CHAINS = 4096  # to remember, of all users
+# Beyond this many buckets full ones are dropped, since a full one holds no information.
 _MAX_BUCKETS = 1024
 
 
@@ -38,10 +38,10 @@ class Limits:
     def __init__(
         self, config: LimitsConfig | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Nobody has called yet.
+        """No caller is known yet.
 
         Args:
-            config: what the operator says; None for no limits at all, on a private daemon.
+            config: the operator's limits; None for no limits at all, on a private daemon.
             clock: returns the time in seconds.
         """
         self._config = config
@@ -50,7 +50,7 @@ class Limits:
         self._declared: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def replace(self, config: LimitsConfig) -> None:
-        """These limits count from now on; what is beyond them already stays as it is."""
+        """Apply these limits from now on; users already beyond them keep their sessions."""
         self._config = config
 
     def of_user(self, name: str) -> UserLimits | None:
@@ -129,7 +129,7 @@ class Limits:
         return pause_s
 
     def why_no_connection(self, caller: Principal, num_open: int) -> str:
-        """Why a user who has so many connections may have no further one; empty if it may."""
+        """Why a user with this many connections may have no further one; empty if it may."""
         limits = self.of_user(caller.name)
         if limits is None or num_open < limits.connections:
             return ""
@@ -139,7 +139,7 @@ class Limits:
         )
 
     def check_sessions(self, user: str, num_of_user: int, job: str, num_of_job: int) -> None:
-        """Refuse a further session of a user and job that have so many.
+        """Refuse a further session of a user and job that have this many.
 
         Raises:
             Overloaded: one of them has all that it may have.
@@ -193,7 +193,7 @@ class Rates:
         return len(self._buckets)
 
     def take(self, key: str, per_s: float) -> float:
-        """Take a token of a caller who gets so many per second.
+        """Take a token of a caller who gets this many per second.
 
         Returns:
             0, or the seconds until there is a token where there is none.

@@ -1,4 +1,4 @@
-"""Patterns of users and jobs in the configuration: those that can match nobody are refused.
+"""Patterns of users and jobs in the configuration: those that match no possible name are refused.
 
 A pattern is a shell's: `*`, `?`, and sets such as `[0-9]`. Names of principals are `uid:1004`,
 `token:ci`, `certificate:train-3` and `anonymous`.
@@ -15,14 +15,14 @@ from gyre_daemon.errors import ConfigError
 _KINDS = ("uid:", "token:", "certificate:")
 _WILDCARD = re.compile(r"[*?[]")
 _UID = re.compile(r"0|[1-9][0-9]{0,9}")
-_IMPOSSIBLE = "(?!)"  # what a set like [z-a] becomes
+_IMPOSSIBLE = "(?!)"  # the expression of a set like [z-a]
 
 
 def check_patterns(config: DaemonConfig) -> None:
     """Refuse patterns of `job_weights` and `limits.users` that no user or job can match.
 
     Raises:
-        ConfigError: names the pattern and what is wrong with it.
+        ConfigError: names the pattern and its fault.
     """
     for pattern in config.job_weights:
         where = f"job_weights has the pattern {pattern[:100]!r}"
@@ -35,7 +35,7 @@ def check_patterns(config: DaemonConfig) -> None:
 
 
 def unmatched(config: DaemonConfig) -> Iterator[str]:
-    """A warning for each entry that nobody can match, since nothing gives its credential."""
+    """A warning for each entry whose credential the daemon never checks."""
     for where, name in _named(config):
         kind, _, value = name.partition(":")
         if kind == "token" and not fnmatch.filter(config.tokens, value):
@@ -61,7 +61,7 @@ def check_name(pattern: str, where: str) -> None:
 
     Args:
         pattern: of a job or a common name.
-        where: what has the pattern, for the error.
+        where: the place of the pattern, for the error.
 
     Raises:
         ConfigError: it is empty or has control characters, or one of its sets is not closed or has
@@ -94,7 +94,7 @@ def _check_user(pattern: str, where: str) -> None:
 
 
 def _may_begin(literal: str, names: Sequence[str], *, is_whole: bool) -> bool:
-    """Whether a principal's name can begin so, or is the text where that is the whole pattern."""
+    """Whether a principal's name can begin so, or equals the text if the pattern is only that."""
     if literal == ANONYMOUS.name or any(
         literal.startswith(kind) and (literal != kind or not is_whole) for kind in _KINDS
     ):

@@ -1,4 +1,4 @@
-"""What each caller may do, by the configuration in force."""
+"""The rights of each caller, by the configuration in force."""
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.access.rules import own_user_and_group, parse_admin, parse_allow
@@ -37,7 +37,7 @@ class Policy:
     def may_read(self, caller: Principal, dataset: str) -> bool:
         """Whether the caller may read a dataset, with some job at least.
 
-        A dataset that is not configured is one that an operator defines.
+        Only operators may read a dataset outside of the configuration, which they define ad hoc.
         """
         rules = self._readers.get(dataset)
         return self.is_admin(caller) or (rules is not None and rules.admits(caller))
@@ -73,7 +73,7 @@ class Policy:
             )
 
     def check_sources(self, caller: Principal, dataset: str) -> None:
-        """Refuse a mixture of what the caller may not read by itself; no source is named.
+        """Refuse a mixture with a source that the caller may not read; no source is named.
 
         Raises:
             NotAllowed: the caller may not read every source.
@@ -96,9 +96,9 @@ class Policy:
         return ""
 
     def check_session(self, caller: Principal, dataset: str, job: str) -> None:
-        """Refuse what a session reads, if a reload has taken it from its owner.
+        """Refuse a session whose owner has lost the right to its dataset in a reload.
 
-        A session keeps a dataset that is not configured any more.
+        A session keeps a dataset that the configuration no longer has.
 
         Raises:
             NotAllowed: its owner may no longer read the dataset, or not with this job.

@@ -14,15 +14,15 @@ _getsockopt = ctypes.CDLL(None, use_errno=True).getsockopt
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: a user of this machine, or who holds a credential.
+    """The identity of a caller: a user of this machine, or the holder of a credential.
 
     Sessions, limits and the audit log belong to `name`. Two callers with the same name may do the
     same things, and share one limit.
 
     Attributes:
-        name: "uid:1004" for a user of this machine, "token:ci" for who holds that token,
+        name: "uid:1004" for a user of this machine, "token:ci" for the holder of that token,
             "certificate:trainer-3" for a client certificate with that common name, "anonymous" for
-            a caller of which nothing is known.
+            an unknown caller.
         uid: of a user of this machine; None for others.
         gids: all groups of its process; empty for others.
         pid: its process when it connected; 0 for others.

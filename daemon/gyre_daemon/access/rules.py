@@ -1,4 +1,4 @@
-"""Who may read which dataset, and who is an operator: the lists `allow` and `admin`.
+"""The lists `allow` and `admin`: the callers that may read a dataset, and the operators.
 
 An entry is a word, a colon and a value:
 
@@ -6,16 +6,16 @@ An entry is a word, a colon and a value:
     uid:1004             that user of this machine
     user:alice           the same, by name
     group:vision         a user of this machine in that group; a number is a group id
-    token:ci             who holds that token
+    token:ci             the holder of that token
     certificate:train-*  a client certificate whose common name matches the pattern
     job:prod-*           a job whose name matches the pattern
 
 A client chooses the name of its job, so the name proves nothing. Entries `job:` therefore only
 restrict: a caller needs another entry that admits it and, where there are entries `job:`, a job
-that one of them matches. Where a list has no other entries, the default says who is admitted.
+that one of them matches. Where a list has no other entries, the default callers are admitted.
 
 Names of users and groups become numbers when the configuration is read. The kernel tells the
-numbers of a caller, so that is all that decides.
+numbers of a caller, so only they decide.
 """
 
 import difflib
@@ -40,10 +40,10 @@ class Rules:
 
     Attributes:
         anyone: whether every caller is admitted.
-        uids: users that are admitted.
+        uids: admitted users.
         gids: groups whose members are admitted.
         names: patterns of the names of principals that hold a credential.
-        jobs: patterns of names, one of which a job must match; empty for any job.
+        jobs: patterns of names; a job must match one of them; empty for any job.
     """
 
     anyone: bool = False
@@ -54,7 +54,7 @@ class Rules:
 
     @property
     def admits_somebody(self) -> bool:
-        """Whether it says who is admitted, and not only which jobs."""
+        """Whether it admits any caller, and does not only restrict jobs."""
         return bool(self.anyone or self.uids or self.gids or self.names)
 
     def admits(self, caller: Principal) -> bool:
@@ -67,12 +67,12 @@ class Rules:
         )
 
     def admits_job(self, job: str) -> bool:
-        """Whether a job of this name may read; ask only for a caller that is admitted."""
+        """Whether a job of this name may read; ask only for an admitted caller."""
         return not self.jobs or any(fnmatch.fnmatchcase(job, pattern) for pattern in self.jobs)
 
 
 def own_user_and_group() -> Rules:
-    """Whom a dataset without `allow` admits: the daemon's user and its group, and root."""
+    """The callers that a dataset without `allow` admits: the daemon's user and group, and root."""
     return Rules(uids=frozenset((0, os.geteuid())), gids=frozenset((os.getegid(),)))
 
 
@@ -82,15 +82,15 @@ def own_user() -> Rules:
 
 
 def parse_allow(entries: Sequence[str], key: str) -> Rules:
-    """The rules of a list `allow`; the default where no entry says who.
+    """The rules of a list `allow`; the default where no entry admits a caller.
 
     Args:
         entries: as the module says.
         key: the list's name in the configuration, for errors.
 
     Raises:
-        ConfigError: an entry has an unknown word, user or group, and the nearest that there is is
-            named; or a pattern that nobody can match.
+        ConfigError: an entry has an unknown word, user or group; the error names the nearest known
+            one; or a pattern that matches no possible name.
     """
     rules = _parse(entries, key)
     return rules if rules.admits_somebody else replace(own_user_and_group(), jobs=rules.jobs)

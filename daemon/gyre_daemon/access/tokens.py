@@ -23,7 +23,7 @@ from gyre_daemon.errors import ConfigError, NotAuthenticated
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.private_files import FileStamp, read_file, stamp_of
 
-# RFC 6750, section 2.1. With 32 characters, nobody finds a token by trying, however fast.
+# RFC 6750, section 2.1. With 32 characters, a token cannot be found by trying, however fast.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _MIN_CHARS, _MAX_CHARS = 32, 4096
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -66,7 +66,7 @@ class TokenStore:
         return bool(self._files)
 
     def refresh(self) -> None:
-        """Read the files again that have changed, and log what is different.
+        """Read the changed files again, and log the differences.
 
         The tokens of a file that was removed are no longer valid. Of a file that cannot be used,
         the earlier tokens stay valid.

@@ -12,8 +12,8 @@ from gyre_common.toml import parse_toml
 from gyre_daemon.config.secrets import has_secret
 from gyre_daemon.errors import ConfigError
 
-# A dataset takes some 200 bytes, so this is room for 20,000; more only delays the refusal of what
-# is no configuration.
+# A dataset takes some 200 bytes, so this is room for 20,000; a higher limit only delays the error
+# for another kind of file.
 _MAX_BYTES = 4 << 20
 # Other variables of the programs and the examples, by how they begin.
 _OTHER_PROGRAMS = (

@@ -40,7 +40,7 @@ class EffectiveConfig:
         config: the values.
         origins: where the value of each of SCALAR_KEYS comes from.
         tables: those of the file with other keys, as they stand there.
-        warnings: what the operator should change although the daemon can run with it.
+        warnings: advice to the operator about settings with which the daemon can still run.
     """
 
     config: DaemonConfig
@@ -123,7 +123,7 @@ def _parse_datasets(
 
 
 def parse_dataset(name: str, table: object) -> DatasetConfig:
-    """Check what every dataset has in common; its format checks the rest when it is opened.
+    """Check the keys that all datasets share; its format checks the rest when it is opened.
 
     Raises:
         ConfigError: `uri` is missing, `uri` or `format` is not text, or `storage` is not a table;

@@ -14,7 +14,7 @@ _MAX_SOURCES = 32  # a cursor has a place for each, with its fingerprint
 
 
 def parse_mixture(name: str, table: object) -> DatasetConfig:
-    """Check one mixture by itself; see `check_sources` for what it takes from others.
+    """Check one mixture by itself; `check_sources` checks it against its sources.
 
     Raises:
         ConfigError: a key is unknown, has the wrong type, or does not fit the others.
@@ -76,7 +76,7 @@ def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str
 
 
 def mixture_height(config: DatasetConfig, datasets: Mapping[str, DatasetConfig]) -> int:
-    """How many mixtures lie in a dataset, one in another: 0 for one that is no mixture."""
+    """The depth of nested mixtures in a dataset: 0 for a dataset that is not a mixture."""
     if not config.mixture:
         return 0
     sources = [datasets[each] for each in config.mixture.sources if each in datasets]

@@ -22,13 +22,13 @@ _STORAGE_KEYS = (
     "google_service_account_path", "application_credentials", "google_application_credentials",
 )  # fmt: skip
 _UNIX = "unix:"
-# A brace list of which some choice is an absolute path.
+# A brace list with an absolute path among its choices.
 _ABSOLUTE_CHOICES = re.compile(r"\{+(?:[^{}]*,\{*)?/")
 _BRACES, _WILDCARDS = re.compile(r"[\\{}]"), re.compile(r"[*?[]")
 
 
 def from_folder(folder: Path, path: str) -> str:
-    """A path as seen from a folder; what is empty, absolute or a URL stays as it is."""
+    """A path as seen from a folder; an empty or absolute one, or a URL, stays as it is."""
     is_url = "://" in path or "::" in path or path.startswith("pipe:")
     if not path or is_url or Path(path).is_absolute():
         return path
@@ -36,7 +36,7 @@ def from_folder(folder: Path, path: str) -> str:
 
 
 def scalars_from_folder(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converted values by key, of which paths and those of sockets are seen from a folder."""
+    """Converted values by key; paths, also those of sockets, are seen from a folder."""
     found: dict[str, Any] = {
         key: from_folder(folder, values[key]) for key in _KEYS if key in values
     }

@@ -1,4 +1,4 @@
-"""What `gyred check-config` prints: the configuration in force, as TOML, with all origins.
+"""The output of `gyred check-config`: the configuration in force, as TOML, with all origins.
 
 It walks over the parsed values, so no key that the daemon reads can be missing.
 """
@@ -22,8 +22,8 @@ _SPREAD = ("uri", "options", "storage", "mixture")
 def rendered(effective: EffectiveConfig, redact: Callable[[str], str]) -> str:
     """The configuration in force.
 
-    TOML that says the same as the sources together, except for secrets, shown only as
-    than their keys. Keys that are not set and have no default stand in comments.
+    TOML with the meaning of all sources together. Secrets are left out; only their keys are shown.
+    Keys that are not set and have no default stand in comments.
 
     Args:
         effective: from `load`.
@@ -78,7 +78,7 @@ def _table(title: str, table: Any, given: Any, otherwise: str = "default") -> It
     Args:
         title: as it stands in the file.
         table: a dataclass or a mapping.
-        given: what the file says; has the keys that come from it.
+        given: the file's table; has the keys that come from it.
         otherwise: where the others come from.
     """
     if is_dataclass(table):

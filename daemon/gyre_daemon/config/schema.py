@@ -1,4 +1,4 @@
-"""What the daemon's configuration holds: a frozen dataclass for each table.
+"""The schema of the daemon's configuration: a frozen dataclass for each table.
 
 Types and ranges stand in the annotations, and msgspec checks them; docs/adr/0031 says how and why.
 """
@@ -28,13 +28,13 @@ class PackConfig:
     """The table `pack` of a dataset: its samples are documents, and sequences of them are served.
 
     Attributes:
-        field: that is packed: whole numbers, whose samples differ in length.
-        length: of a sequence, in tokens; or the lengths that sequences may have, rising, of which
-            each divides the next one.
-        overlong: what happens to a document that is longer than any sequence: `fail` refuses the
+        field: the one to pack: whole numbers, whose samples differ in length.
+        length: of a sequence, in tokens; or the lengths that sequences may have, rising; each must
+            divide the next one.
+        overlong: how to treat a document longer than any sequence: `fail` refuses the
             dataset, `drop` leaves it out, `truncate` keeps its beginning, `split` cuts it.
-        padding_id: fills what is left of a sequence.
-        window: documents that are packed together.
+        padding_id: fills the rest of a sequence.
+        window: the number of documents packed together.
         seed: of the shuffle before documents are packed; not that of the order of the sequences.
     """
 
@@ -71,14 +71,14 @@ class MixtureStep:
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig:
-    """What a mixture has beside what all datasets have. One of three keys says what counts.
+    """The keys of a mixture that no other dataset has. One of three keys shares out the batches.
 
     Attributes:
         weights: of each source, by the name of its dataset.
         epochs: how often each source is gone through in one epoch of the mixture.
         temperature: T: the weight of a source is its number of samples to the power 1 / T.
         sources: names of datasets; where there are weights or epochs, their keys.
-        block: positions in each of which every source has its exact quota.
+        block: the number of positions in which every source has its exact quota.
         schedule: other weights, from steps on.
     """
 
@@ -104,8 +104,8 @@ class DatasetConfig:
         allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
         follow_links: whether links among local files may lead out of the dataset's folder.
         rename: new names of fields, by the names that they have.
-        cast: dtypes of fields that are numbers, by their new names.
-        on_corrupt: what happens to samples whose bytes fail the checks of their format: `fail` ends
+        cast: dtypes of numeric fields, by their new names.
+        on_corrupt: how to treat samples whose bytes fail the checks of their format: `fail` ends
             the job that reads one; `replace` gives another sample its place, and writes a report.
         max_corrupt: with `replace`, how many samples may be corrupt, as an integer, or as a
             fraction of all.
@@ -114,10 +114,10 @@ class DatasetConfig:
         append: whether the dataset may grow by shards behind all others; a cursor of its first
             shards then fits.
         pack: how documents are packed into sequences; None to serve them as they are.
-        transforms: what is done to its samples, in this order: tables with a `name` and options.
-            Jobs that bring transforms of their own do without these.
-        mixture: what makes it a mixture, whose samples are those of other datasets; None for a
-            dataset with shards of its own. It stands in the table `mixtures`.
+        transforms: to apply to its samples, in this order: tables with a `name` and options.
+            Jobs that bring their own transforms do without these.
+        mixture: the sources of a mixture, whose samples are those of other datasets; None for a
+            dataset with shards. It stands in the table `mixtures`.
     """
 
     uri: Text
@@ -140,12 +140,12 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """What one job may take.
+    """The limits of one job.
 
     Attributes:
         memory: of the memory budget, as a fraction.
-        sessions: that are open at once.
-        requests_per_s: sessions that are opened, in the long run.
+        sessions: open at once.
+        requests_per_s: sessions opened, in the long run.
     """
 
     memory: _Fraction = 1.0
@@ -155,12 +155,12 @@ class JobLimits:
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
-    """What one user may take, with all jobs.
+    """The limits of one user, with all jobs.
 
     Attributes:
         memory: of the memory that other users do not have, as a fraction. The rest is left for a
             user who comes later.
-        sessions: that are open at once.
+        sessions: open at once.
         connections: to the side channel at once.
         requests_per_s: calls in the long run.
     """
@@ -213,7 +213,7 @@ class DaemonConfig:
         hedge: whether a late request to object storage is sent a second time.
         hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
             jobs together; a minute's worth may be sent at once.
-        index_dir: where the indexes of shards are kept; empty for beside local shards where that
+        index_dir: where the indexes of shards are kept; empty for next to local shards where that
             folder is writable.
         cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0
             for no cache.
@@ -230,10 +230,10 @@ class DaemonConfig:
         metrics_names: whether metrics tell jobs apart by name: `all`, `none`, or `auto`, which is
             `all` until a dataset has an `allow` or jobs of a second user have run.
         metrics_public: whether metrics_listen may be open to other hosts, which then learn the
-            names of jobs and what they read.
+            names of jobs and of their datasets.
         admin: operators, who may read and see everything, as `access.rules` says; empty for the
             daemon's user and root.
-        audit_log: a file for the lines of the log that say who read what; empty for none.
+        audit_log: a file for the log's lines about accesses to data; empty for none.
         tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its
             root; empty for none.
         tls_key: the file of its private key.
@@ -244,7 +244,7 @@ class DaemonConfig:
         job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
             the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
             against other users too.
-        limits: what one user and one job may take.
+        limits: on the memory, sessions and calls of one user and one job.
     """
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
@@ -285,7 +285,7 @@ class DaemonConfig:
     limits: LimitsConfig = LimitsConfig()
 
     def __post_init__(self) -> None:
-        """Refuse values that are fine one by one and that no daemon can run with."""
+        """Reject combinations of valid values with which no daemon can run."""
         for name in ("memory_budget", "session_memory"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is 0: no batch fits; give it some, 256MiB say")

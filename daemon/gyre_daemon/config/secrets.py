@@ -1,4 +1,4 @@
-"""Which values of the configuration may be secrets, and what a message shows instead.
+"""Finds values of the configuration that may be secrets, and replaces them in messages.
 
 Storage keys and passwords stand in the same file as all else, and a line that was moved by mistake
 puts one under any other key.
@@ -12,7 +12,7 @@ _SECRET_KEY = re.compile(
     r"secret|token(?!_dtype|izer|s$)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
     re.IGNORECASE,
 )
-# Text that is shown: a word or a number with its unit. Secrets are longer, or mix both.
+# Text to show: a word or a number with its unit. Secrets are longer, or mix both.
 _PLAIN = re.compile(r"[A-Za-z]{0,8}|-?[0-9.,]{1,20} ?[A-Za-z]{0,8}")
 
 
@@ -27,7 +27,7 @@ def shown(value: object, key: str) -> str:
 
 
 def is_secret(key: str) -> bool:
-    """Whether what stands under a key, as messages name it, may be a secret."""
+    """Whether the value of a key, as messages name it, may be a secret."""
     name = key.partition(" in ")[0]
     return ".storage" in name or bool(_SECRET_KEY.search(name.rpartition(".")[2]))
 

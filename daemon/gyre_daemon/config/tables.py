@@ -21,7 +21,7 @@ def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> O
     Args:
         cls: a dataclass; its annotations may carry msgspec's `Meta`.
         table: values by key, as TOML or text gives them.
-        where: what the table is, for the error.
+        where: the table in words, for the error.
 
     Raises:
         ConfigError: names the key, and the nearest known one where it is unknown.
@@ -54,7 +54,7 @@ def converted(
 
 
 def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise ConfigError for a key that is not known, with the nearest one."""
+    """Raise ConfigError for an unknown key, with the nearest one."""
     for key in table.keys() - set(known):
         close = difflib.get_close_matches(key, known, n=1)
         advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(known))}"
@@ -72,7 +72,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def _explain(error: msgspec.ValidationError, hint: Any) -> str:
-    """What was expected, with TOML's names for lists and tables."""
+    """The expected value, with TOML's names for lists and tables."""
     if typing.get_origin(hint) is Literal:
         return f"expected one of {', '.join(typing.get_args(hint))}"
     text = str(error).partition(", got ")[0].partition(" - at ")[0]

@@ -57,12 +57,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where everything lies in one batch of B samples with F stored fields.
+    """The place of each tensor in one batch of B samples with F stored fields.
 
     Attributes:
         tensors: in the order of their offsets.
-        destinations: int64 [n, F, 2], first byte and end of each stored field of what is read: of
-            each sample, or of each document of packed sequences.
+        destinations: int64 [n, F, 2], first byte and end of each stored field: of each sample read,
+            or of each document of packed sequences.
         gaps: byte ranges between the tensors.
         num_bytes: of the batch.
     """
@@ -75,7 +75,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where K batches lie in one piece of memory, each on pages of its own.
+    """The places of K batches in one piece of memory, each on separate pages.
 
     Attributes:
         batches: K layouts.
@@ -184,9 +184,9 @@ def max_batch_bytes(
 
 
 def max_metadata_bytes(index: SampleIndex, num_samples: int) -> int:
-    """An upper bound of the memory that the daemon needs for a batch beside its tensors.
+    """An upper bound of the memory that the daemon needs for a batch, its tensors excepted.
 
-    That is sample ids, where the samples lie until they are read, and a layout if batches may
+    It covers sample ids, where the samples are until they are read, and a layout if batches may
     differ in theirs. The figures are measured with small samples; see
     `benchmarks/loader/parts/metadata.py`.
     """
@@ -201,7 +201,7 @@ def write_own_tensors(
     memory: memoryview,
     indexed: Mapping[str, npt.NDArray[np.generic]] = _NO_VALUES,
 ) -> None:
-    """Write everything that is not read: sample ids, masks, offsets and indexed fields.
+    """Write all values that storage does not have: sample ids, masks, offsets, indexed fields.
 
     The gaps between tensors are zeroed, so that a batch is the same bytes on every run.
 
@@ -298,7 +298,7 @@ class TensorPlaces:
         return begin
 
     def finished(self, destinations: Int64Array) -> BatchLayout:
-        """The layout of the batch, where what is read has these destinations."""
+        """The layout of the batch, with these destinations of the stored fields."""
         self._align()
         return BatchLayout(tuple(self._tensors), destinations, tuple(self._gaps), self.end)
 

@@ -1,4 +1,4 @@
-"""Arenas: memory files that are divided into slots for batches.
+"""Arenas: memory files divided into slots for batches.
 
 [Note: Who owns an arena] A shared stream makes an arena and closes it. Code that reads or writes
 there holds a lease: a thread while its work runs, a coroutine while it waits for bytes that land
@@ -6,10 +6,10 @@ there, a payload until it was sent. When the arena is closed and the last lease 
 memory is given back at once, even if a frame or a traceback still refers to a slot. An arena that
 is still being made when its stream ends is closed by the task that makes it.
 
-[Note: What clients keep] A client gets a descriptor that only reads. What it does with it the
-daemon cannot see: it may keep it after it said that it has unmapped the arena, or pass it on to
-another process. So an arena that was handed over counts against the budget, and against the users
-who were handed it, until the kernel says that the file is gone.
+[Note: Arenas that clients keep] A client gets a descriptor that only reads. The daemon cannot see
+how the client uses it: it may keep it after it said that it has unmapped the arena, or pass it on
+to another process. So an arena that was handed over counts against the budget, and against the
+users who were handed it, until the kernel says that the file is gone.
 """
 
 import bisect
@@ -56,7 +56,7 @@ class Arena:
         key: its name, which no other arena of this process has or had.
         num_bytes: its size.
         address: of its first byte.
-        held_bytes: size of the slots that are taken.
+        held_bytes: size of the taken slots.
         is_closed: no further batch is put here.
         is_kept: whether a client was handed it and the kernel has not said that it is gone.
     """
@@ -68,7 +68,7 @@ class Arena:
 
         Args:
             num_bytes: at least, rounded up to whole pages.
-            budget: told what clients keep of it; see [Note: What clients keep].
+            budget: told about bytes kept by clients; see [Note: Arenas that clients keep].
             files: tells when the file is gone.
 
         Raises:
@@ -101,7 +101,7 @@ class Arena:
         """Hold a lease inside the block. In any thread.
 
         Raises:
-            ArenaClosed: the memory was given back, so nobody waits for what would be written.
+            ArenaClosed: the memory was given back, so no reader waits for the bytes.
         """
         if not self.acquire():
             raise ArenaClosed
@@ -155,7 +155,7 @@ class Arena:
         return None
 
     def put_back(self, slot: Slot) -> None:
-        """Make a slot free for another batch group; nobody may touch it any more."""
+        """Make a slot free for another batch group; no thread or client may touch it any more."""
         begin, end = slot.offset_bytes, slot.offset_bytes + slot.num_bytes
         self.held_bytes -= slot.num_bytes
         index = bisect.bisect(self._free, (begin,))

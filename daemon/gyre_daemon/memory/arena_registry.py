@@ -42,7 +42,7 @@ class ArenaRegistry:
         arena.when_unmapped(partial(_call_in, loop, partial(self._unmapped, arena)))
 
     def map_in_copy_workers(self, arena: Arena) -> None:
-        """Have copy workers map an arena that is not sealed yet; waits until each is idle.
+        """Have copy workers map an arena before it is sealed; waits until each is idle.
 
         Raises:
             ArenaClosed: the arena was closed meanwhile.
@@ -66,7 +66,7 @@ class ArenaRegistry:
     async def settle(self) -> None:
         """Wait until this process has given back all closed arenas, for some seconds at most.
 
-        Then what is abandoned is what clients keep.
+        Then only arenas that clients keep count as abandoned.
         """
         await self._wait_until(lambda: not any(arena.is_closed for arena in self._own))
 

@@ -2,7 +2,7 @@
 
 [Note: The life of a slot] The kernel needs about a second to allocate a few GiB of fresh memory. So
 the first arena is small, and all threads allocate it together. The rest of the share follows piece
-by piece, one arena whenever a batch group finds no slot; a trainer that is faster than its storage
+by piece, one arena whenever a batch group finds no slot; a trainer faster than its storage
 never needs most of it. A slot is taken for a batch group before the group is read. The group owns
 the slot until no consumer needs any of its batches (`Free` in `sessions.stream_state`); then the
 slot is put back. Code that reads or writes in a slot meanwhile holds a lease of the arena; see
@@ -12,7 +12,7 @@ If the share becomes smaller, whole arenas *leave*: no slot is taken there any m
 told to unmap them, and each is given back when its last slot is put back. Batches there that were
 not sent yet are forgotten and read again elsewhere. So only batches that clients hold delay this.
 
-[Note: What is reserved] A session reserves its share of the budget. If the share has become smaller
+[Note: Reserved bytes] A session reserves its share of the budget. If the share has become smaller
 and leaving arenas exceed it, this module reserves the excess until they are given back. So the
 arenas never take more memory than the budget has, and no arena is made while leaving ones take its
 room.
@@ -73,8 +73,8 @@ class Arenas:
         self._registry = registry
         self._workers = workers
         self._shares_with_copy_workers = shares_with_copy_workers
-        self._reserved_bytes = 0  # beyond the share: see [Note: What is reserved]
-        self._making_bytes = 0  # the size of the arena that is being made, or 0
+        self._reserved_bytes = 0  # beyond the share: see [Note: Reserved bytes]
+        self._making_bytes = 0  # the size of the arena in the making, or 0
         self._own: list[Arena] = []
         self._leaving: list[Arena] = []
         self._is_closed = False
@@ -92,7 +92,7 @@ class Arenas:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of all slots that are taken."""
+        """The bytes of all taken slots."""
         return sum(arena.held_bytes for arena in self._own + self._leaving)
 
     @property
@@ -149,7 +149,7 @@ class Arenas:
         return slot
 
     def put_back(self, slot: Slot) -> None:
-        """Free a slot whose batches nobody needs."""
+        """Free a slot whose batches are no longer needed."""
         slot.arena.put_back(slot)
         if self._leaving:
             self._drop_empty()
@@ -160,9 +160,9 @@ class Arenas:
         self._trim()
 
     def close(self) -> None:
-        """Give all arenas back; one that is leased, when its last lease is returned.
+        """Give all arenas back; a leased one, when its last lease is returned.
 
-        An arena that is being made is given back, too: by the task that makes it, which may learn
+        An arena in the making is given back, too: by the task that makes it, which may learn
         of its cancellation only after it has made it.
         """
         self._is_closed = True
@@ -175,7 +175,7 @@ class Arenas:
 
     @property
     def _missing_bytes(self) -> int:
-        """The bytes of the share that are not made yet; negative while leaving arenas exceed it."""
+        """The bytes of the share without an arena; negative while leaving arenas exceed it."""
         there = _bytes_of(self._own) + _bytes_of(self._leaving) + self._making_bytes
         return self._share.num_bytes - there
 
@@ -195,7 +195,7 @@ class Arenas:
         self._settle()
 
     def _settle(self) -> None:
-        """Reserve what [Note: What is reserved] says."""
+        """Reserve bytes as [Note: Reserved bytes] explains."""
         share, reserved_bytes = self._share, max(0, -self._missing_bytes)
         self._budget.adjust(
             share.with_metadata(reserved_bytes) - share.with_metadata(self._reserved_bytes)
@@ -221,7 +221,7 @@ class Arenas:
         except BaseException:
             arena.close()
             raise
-        if self._is_closed:  # meanwhile, so nobody else would close this one
+        if self._is_closed:  # meanwhile, so `close` has not seen this one
             arena.close()
         else:
             self._own.append(arena)

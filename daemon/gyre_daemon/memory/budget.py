@@ -16,14 +16,14 @@ _MAX_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a user or a job may still reserve.
+    """The bytes that a user or a job may still reserve.
 
     Attributes:
         who: the user or job.
         key: the limit's name in the configuration.
-        taken_bytes: what it has already, abandoned memory included.
+        taken_bytes: its reserved bytes, abandoned memory included.
         limit_bytes: the most that it may have now.
-        most_bytes: the most that it might have if nobody else had any.
+        most_bytes: the most that it might have without any other user.
     """
 
     who: str
@@ -38,10 +38,10 @@ class Allowance:
         return self.limit_bytes - self.taken_bytes
 
     def check(self, num_bytes: int, purpose: str) -> None:
-        """Refuse what is beyond the limit.
+        """Refuse more bytes than the limit leaves.
 
         Raises:
-            Overloaded: it may not reserve so many bytes now.
+            Overloaded: it may not reserve this many bytes now.
         """
         if num_bytes > self.free_bytes:
             raise Overloaded(
@@ -92,7 +92,7 @@ class Budget:
 
         Args:
             num_bytes: how many.
-            purpose: what needs them, for the error message.
+            purpose: the use of the bytes, for the error message.
             allowed: limits that they must be within, too.
             only_user: the one user whom the error message may name; None for all.
 
@@ -116,7 +116,7 @@ class Budget:
         self.reserved_bytes += num_bytes
 
     def check(self, num_bytes: int, purpose: str) -> None:
-        """Check that the bytes could be reserved if nobody else had any.
+        """Check that the bytes could be reserved if no session had any.
 
         Args:
             num_bytes: how many.
@@ -138,7 +138,7 @@ class Budget:
         self.freed.set()
 
     def adjust(self, num_bytes: int) -> None:
-        """Reserve bytes that are known to be free or in use already; return them if negative."""
+        """Reserve bytes known to be free or in use already; return them if negative."""
         self.reserved_bytes += num_bytes
         if num_bytes < 0:
             self.freed.set()
@@ -176,14 +176,14 @@ class Budget:
         self.abandoned_bytes -= num_bytes
         for user in users:
             self.abandoned_by[user] -= num_bytes // len(users)
-        self.abandoned_by += Counter()  # forgets those who keep nothing
+        self.abandoned_by += Counter()  # forgets users at 0
         self.freed.set()
 
     def _is_overdrawn_by(self, user: str) -> bool:
         return self.free_bytes < 0 and self.abandoned_by[user] > 0
 
     def _kept(self, only_user: str | None) -> str:
-        """Who keeps how much of what is closed, for an error message."""
+        """Who keeps how much of closed arenas, for an error message."""
         if not self.abandoned_bytes:
             return ""
         users = self.abandoned_by.most_common(_NUM_NAMED)

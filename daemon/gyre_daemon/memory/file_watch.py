@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 
 _IN_DELETE_SELF, _IN_IGNORED = 0x400, 0x8000
-_EVENT = struct.Struct("iIII")  # the watch, what happened, a cookie, the length of a name
+_EVENT = struct.Struct("iIII")  # the watch, the kind of event, a cookie, the length of a name
 _READ_BYTES = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,7 @@ class FileWatch:
         """Call `gone` once no process has the file open or mapped.
 
         Args:
-            descriptor: of a file that is not watched yet; the caller goes on to own it.
+            descriptor: of a file not watched yet; the caller goes on to own it.
             gone: called on the event loop, by `look` or soon after the file is gone.
 
         Raises:
@@ -46,7 +46,7 @@ class FileWatch:
         )
 
     def look(self) -> None:
-        """Call what waits for files that are gone by now."""
+        """Call the callbacks of files that are gone by now."""
         if self._inotify < 0:
             return
         while True:

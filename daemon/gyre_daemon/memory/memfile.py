@@ -45,7 +45,7 @@ class MemoryFile:
         num_bytes: its size.
         descriptor: of the file; -1 once it is closed.
         address: of its first byte.
-        memory: all of it, writable. Who touches it after `close` ends the process.
+        memory: all of it, writable. Touching it after `close` ends the process.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -88,7 +88,7 @@ class MemoryFile:
         """
         with self._refusal():
             os.posix_fallocate(self.descriptor, begin, end - begin)
-        # an older kernel does it for each page that is written to
+        # an older kernel does it when a page is first written
         _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def seal(self) -> None:
@@ -96,7 +96,7 @@ class MemoryFile:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def open_for_reading(self) -> int:
-        """A descriptor that only reads, with a file description of its own; the caller closes it.
+        """A descriptor that only reads, with a new file description; the caller closes it.
 
         Raises:
             OSError: this process or the machine has no descriptor left.

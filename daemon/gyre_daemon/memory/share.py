@@ -1,4 +1,4 @@
-"""How a session's memory is divided: the window, the client's queue, and what the client keeps.
+"""Divides a session's memory into the window, the client's queue, and the batches in use.
 
 Pure.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gyre_daemon.memory.pages import whole_pages
 
-# What a session, its shared stream and its connection take beside the memory of batches.
+# The memory of a session, its shared stream and its connection, batches excepted.
 _SESSION_METADATA_BYTES = 256 << 10
 # A batch group is at most this long. Longer ones cost less per batch, but the first batch of a
 # group comes only with its last, and a window has room for fewer of them.
@@ -16,11 +16,11 @@ _GROUP_BYTES, _MAX_TOGETHER = 26 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The memory that a session reserves, and what it is for.
+    """The memory that a session reserves, and its division.
 
     Attributes:
         batch_bytes: the most bytes that a batch has, in whole pages.
-        metadata_bytes: the most bytes that the daemon notes of a batch beside its memory.
+        metadata_bytes: the most bytes of the daemon's notes about a batch.
         num_bytes: the size of all arenas.
         num_ahead: how many batches may be in flight or ready: the prefetch window.
         num_together: how many batches make a batch group, which is read into one slot.
@@ -43,15 +43,15 @@ class Share:
 
     @property
     def reserved_bytes(self) -> int:
-        """What a session with this share takes of the budget."""
+        """The bytes of the budget that a session with this share takes."""
         return self.reserved_for(self.num_bytes)
 
     def reserved_for(self, num_bytes: int) -> int:
-        """What a session with arenas of this size takes of the budget."""
+        """The bytes of the budget that a session with arenas of this size takes."""
         return _SESSION_METADATA_BYTES + self.with_metadata(num_bytes)
 
     def with_metadata(self, num_bytes: int) -> int:
-        """Arenas of this size, and what is noted of the batches in them."""
+        """Bytes of arenas of this size and of the notes about their batches."""
         return num_bytes + num_bytes // self.batch_bytes * self.metadata_bytes
 
 

@@ -40,7 +40,7 @@ _MOST_SESSIONS = 2048
 # Refusals are logged at most once in this time, with their number. An attacker connects thousands
 # of times in a second.
 _LOG_PAUSE_S = 10.0
-# What a client gets instead of a token, before the reason. A token has no colon.
+# Sent to a client instead of a token, before the reason. A token has no colon.
 _REFUSED = "refused: "
 
 MayConnect = Callable[[Principal, int], str]
@@ -191,14 +191,14 @@ class ShownArenas:
 
 
 class SideChannel:
-    """Listens beside a Unix socket of the daemon and knows the clients that are connected."""
+    """Listens next to a Unix socket of the daemon and knows the connected clients."""
 
     def __init__(self, path: Path, may_connect: MayConnect) -> None:
         """Listen.
 
         Args:
             path: the daemon's socket, which it has claimed; the side channel's has a suffix more.
-            may_connect: why a user who has so many connections may have no further one; empty
+            may_connect: why a user with this many connections may have no further one; empty
                 where it may.
 
         Raises:
@@ -281,7 +281,7 @@ class SideChannel:
         token = secrets.token_hex(16)
         self._peers[token] = Peer(connection, principal)
         self._num_by_user[principal.name] += 1
-        # a client has nothing to send: what arrives is its end, or nonsense that ends it
+        # a client has nothing to send: any input is its end, or nonsense that ends it
         asyncio.get_running_loop().add_reader(connection, self._drop, token)
         try:
             connection.send(token.encode())
@@ -339,6 +339,6 @@ class SideChannel:
     def _drop(self, token: str) -> None:
         peer = self._peers.pop(token)
         self._num_by_user[peer.principal.name] -= 1
-        self._num_by_user += Counter()  # forgets those who have none
+        self._num_by_user += Counter()  # forgets users at 0
         asyncio.get_running_loop().remove_reader(peer.connection)
         peer.hang_up()

@@ -30,30 +30,30 @@ from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
 from gyre_daemon.monitoring.metrics import CacheCounts, RequestCount, RequestLabels, TransformCounts
 from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 
-_JOB_LABELS = ["job_name", "user"]  # `job` is Prometheus's own name for what it scrapes
-_LOOP_DEADLINE_S = 5.0  # a loop that is later than this has worse trouble than a missing scrape
+_JOB_LABELS = ["job_name", "user"]  # `job` is Prometheus's own name for a scraped service
+_LOOP_DEADLINE_S = 5.0  # a loop later than this has worse trouble than a missing scrape
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a daemon says of itself at one moment, in its status and in its metrics.
+    """The figures of a daemon at one moment, for its status and its metrics.
 
     Attributes:
         version: of Gyre.
         is_draining: whether the daemon is stopping.
-        memory_budget_bytes: what all sessions may reserve.
-        memory_reserved_bytes: what all sessions have reserved.
+        memory_budget_bytes: the most that all sessions may reserve.
+        memory_reserved_bytes: reserved by all sessions.
         num_batches_sent: to all trainers, since the start.
         num_bytes_sent: payload of those batches.
         storage: requests to storage.
-        cache: what the node cache did.
+        cache: counters of the node cache.
         totals: of each job, since the daemon's start.
-        jobs: of each job that has an open session.
-        qualities: of the shuffle, by job and by what is measured.
+        jobs: of each job with an open session.
+        qualities: of the shuffle, by job and by measure.
         loop_lag: of the event loop.
-        memory_abandoned_bytes: arenas that are closed and that some process still has.
+        memory_abandoned_bytes: closed arenas that some process still has.
         num_substitutes_sent: samples in place of corrupt ones, in those batches.
-        transforms: what was done to samples.
+        transforms: counters of the workers.
     """
 
     version: str
@@ -78,7 +78,7 @@ class Census:
         return sum(job.num_sessions for job in self.jobs.values())
 
 
-_Table = tuple[tuple[str, str, str], ...]  # name, attribute that is read, help text
+_Table = tuple[tuple[str, str, str], ...]  # name, attribute to read, help text
 
 _DAEMON_GAUGES: _Table = (
     ("gyre_draining", "is_draining", "1 while the daemon stops and opens no session."),

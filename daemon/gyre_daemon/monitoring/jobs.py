@@ -1,9 +1,9 @@
 """Totals of each job since the daemon's start. Pure.
 
 Clients choose the names of jobs, and a loader without one makes one up, so the number of jobs that
-are told apart must be bounded. Beyond `MAX_JOBS`, a new job replaces the one that has been without
-a session for longest. If all have sessions, the new job's session is counted under `OTHERS` until
-it closes, so that no counter falls while it is read.
+have separate counters must be bounded. Beyond `MAX_JOBS`, a new job replaces the one that has been
+without a session for longest. If all have sessions, the new job's session is counted under `OTHERS`
+until it closes, so that no counter falls while it is read.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ class JobKey(NamedTuple):
     name: str
 
 
-OTHERS = JobKey("", "_others")  # stands for all jobs that are not told apart
+OTHERS = JobKey("", "_others")  # all jobs without separate counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SessionGauges:
 
     Attributes:
         num_sessions: how many it is the state of.
-        num_ready: batches that are ready and were not sent.
+        num_ready: batches ready but not sent.
         num_held: batches that trainers were sent and have not released.
         window_batches: size of the prefetch window.
         memory_bytes: held by batches.
@@ -91,7 +91,7 @@ class _Job:
 
 
 class Jobs:
-    """The jobs that are told apart, with the totals of their closed sessions."""
+    """The jobs with separate counters, and the totals of their closed sessions."""
 
     def __init__(self, max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs

@@ -22,7 +22,7 @@ SILENCE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Lately:
-    """What a session did in its last seconds.
+    """The rates and waits of a session in its last seconds.
 
     Attributes:
         elapsed_s: how many seconds these are.
@@ -63,7 +63,7 @@ class Recorder:
         self._forget(now)
 
     def at(self, now: float, totals: SessionTotals) -> Lately:
-        """The last `SPAN_S` before `now`, or the time since the session began if that is less."""
+        """The last `SPAN_S` before `now`, or the time since the session began if shorter."""
         self._forget(now)
         first, last = self._marks[0], self._marks[-1]
         is_silent = last is first or now - last.at > SILENCE_S

@@ -8,7 +8,7 @@ from gyre_daemon.monitoring.jobs import Jobs
 RequestKind = Literal["read", "list", "stream"]
 # How a request ended. ok: its bytes were used. refused: it was answered with 429 or 503, or could
 # not connect. retried: it failed otherwise and was sent again. hedged: its duplicate was faster.
-# abandoned: nobody waited for it any more. error: it failed for good.
+# abandoned: no reader waited for it any more. error: it failed for good.
 Outcome = Literal["ok", "refused", "retried", "hedged", "abandoned", "error"]
 
 
@@ -50,7 +50,7 @@ class CacheCounts:
         num_bytes_fetched: bytes of those blocks.
         num_evicted: blocks that were dropped to make room.
         num_corrupt: blocks on disk that were damaged, and were fetched again.
-        memory_bytes: what the blocks in memory take now, in whole pages.
+        memory_bytes: size of the blocks in memory now, in whole pages.
         disk_bytes: size of the blocks on disk now.
     """
 
@@ -68,7 +68,7 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class TransformCounts:
-    """What worker processes did to samples.
+    """The work of worker processes on samples.
 
     Attributes:
         num_samples: samples that were transformed.

@@ -1,4 +1,4 @@
-"""How full a prefetch window is over time, and who waits for whom. Pure.
+"""How full a prefetch window is over time, and whether trainer or storage waits. Pure.
 
 If a window is full on average, the trainer cannot keep up; if it is empty, the storage cannot. A
 look now and then shows neither, since the window changes with every batch. So integrals over time
@@ -45,7 +45,7 @@ class Occupancy:
     """Integrates the state of one session's window."""
 
     def __init__(self, now: float) -> None:
-        """The window is empty and nobody waits, until the first `note`.
+        """The window is empty and no client waits, until the first `note`.
 
         Args:
             now: in seconds of a monotonic clock, as everywhere here.
@@ -70,7 +70,7 @@ class Occupancy:
 
         Args:
             now: not before that of the last call.
-            num_ready: batches that are ready and were not sent.
+            num_ready: batches ready but not sent.
             size: of the window, in batches; near the end of a stream, the batches still to be sent
                 if they are fewer.
             num_credits: batches that the client would take.
@@ -109,7 +109,7 @@ class StorageShare:
         self._storage_s = self._total_s = 0.0
 
     def add(self, storage_s: float, total_s: float) -> None:
-        """Add a batch group that is ready after `total_s`, of which storage took `storage_s`."""
+        """Add a batch group that took `total_s`, with `storage_s` of it in storage."""
         self._storage_s = self._storage_s * _KEPT + min(storage_s, total_s)
         self._total_s = self._total_s * _KEPT + total_s
 

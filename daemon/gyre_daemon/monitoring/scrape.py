@@ -1,6 +1,6 @@
 """Answers Prometheus: prometheus-client's own application on one port.
 
-Each scrape runs in a thread of its own, so a slow scraper holds up neither the event loop nor
+Each scrape runs in a separate thread, so a slow scraper holds up neither the event loop nor
 another scraper. The numbers belong to the event loop, which hands them over for each scrape.
 """
 
@@ -23,10 +23,10 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import TcpAddress
 
-# Each connection has a thread, so their number bounds what strangers can take of the daemon. A
+# Each connection has a thread, so their number bounds the resources that strangers can take. A
 # connection whose request is not there after _TIMEOUT_S is closed, and one that takes no answer for
 # as long: Prometheus itself gives up after ten seconds by default, and a daemon that needs five to
-# answer is in trouble. Where all places are taken, the request that has been expected for longest
+# answer is in trouble. Where all places are taken, the request expected for longest
 # makes room for the next.
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ class ScrapeServer:
         """Nothing listens yet.
 
         Args:
-            registry: what is served; its collectors are called in the threads of scrapes.
+            registry: the metrics to serve; its collectors are called in the threads of scrapes.
             timeout_s: how long a request may take to arrive, and the answer to be taken.
         """
         self._registry = registry
@@ -72,7 +72,7 @@ class ScrapeServer:
         return f"tcp:{address.host}:{server.server_port}"
 
     def stop(self) -> None:
-        """Stop listening; scrapes that are being answered end with the process."""
+        """Stop listening; scrapes in progress end with the process."""
         if self._server:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
             self._server.server_close()
@@ -102,7 +102,7 @@ class _Server(ThreadingWSGIServer):
     """
 
     request_queue_size = MAX_CONNECTIONS
-    timeout = 0  # `handle_request` is called only when somebody has connected
+    timeout = 0  # `handle_request` is called only when a client has connected
 
     def __init__(self, address: TcpAddress, timeout_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -159,7 +159,7 @@ class _Server(ThreadingWSGIServer):
             self._expected.pop(request, None)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """The scraper went away or was too slow: that is its own affair."""
+        """Ignore the error: the scraper went away or was too slow."""
 
     def _drop(self, request: socket.socket) -> None:
         self._places.discard(request)
@@ -167,7 +167,7 @@ class _Server(ThreadingWSGIServer):
 
 
 class _Arriving(io.RawIOBase):
-    """What a connection sends until a deadline; then reading it raises TimeoutError."""
+    """The bytes that a connection sends until a deadline; then reading raises TimeoutError."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._connection = connection

@@ -1,6 +1,6 @@
 """Shares a global batch out so that every rank's part costs about the same. Pure.
 
-The batch's samples stay what they are; only which rank reads which of them changes. So this depends
+The batch keeps its samples; only which rank reads which of them changes. So this depends
 on the number of ranks, and the cursor does not know of it.
 """
 
@@ -21,20 +21,20 @@ _EXCHANGES_PER_RANK = 4
 # Beyond this spread, exchanges with all other ranks are tried, too. They cost more than they win
 # below it.
 _EVEN_ENOUGH = 0.01
-# Pairs of samples that are compared for such an exchange: with more samples per rank than this
+# Pairs of samples compared for such an exchange: with more samples per rank than this
 # allows, exchanges with the least expensive rank are fine enough.
 _MAX_PAIRS = 1 << 18
 # With more samples per rank, not every pair is compared for an exchange: all pairs of 100,000
-# samples would take 80 GB. What is found is the same; below, comparing all is faster.
+# samples would take 80 GB. The result is the same; below, comparing all is faster.
 _MAX_COMPARED = 64
-# What one step is shared out in: some seconds of a thread and 20 MB at most. Who may read a
+# The largest steps to share out: some seconds of a thread and 20 MB at most. Any reader of a
 # dataset may ask for any order of it.
 _MAX_BATCH_SAMPLES, _MAX_RANKS = 1 << 17, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class CostRule:
-    """What a sample costs: `linear` times its length, and `quadratic` times the square of that.
+    """The cost of a sample: `linear` times its length, and `quadratic` times the square of that.
 
     Of a packed sequence, both are added up over its documents.
 
@@ -49,7 +49,7 @@ class CostRule:
     field: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse factors that are no cost.
+        """Reject factors that give no cost.
 
         Raises:
             InvalidRequest: one is negative or not finite, or both are 0.
@@ -87,7 +87,7 @@ class Balance:
         """Share out nothing yet.
 
         Args:
-            costs_of: takes int64 [n] samples and returns float64 [n], what each costs.
+            costs_of: takes int64 [n] samples and returns float64 [n], the cost of each.
         """
         self._costs_of = costs_of
 
@@ -157,7 +157,7 @@ def _exchange(parts: Int64Array, costs: Float64Array) -> Float64Array:
     """Exchange samples of the most and the least expensive rank while that brings them closer.
 
     Returns:
-        Float64 [K, W], what each rank's samples cost then.
+        Float64 [K, W], the cost of each rank's samples then.
     """
     num_steps, world_size = parts.shape[:2]
     steps = np.arange(num_steps)
@@ -186,13 +186,13 @@ def _best_exchange(
     """The exchange of two ranks that brings their loads closest, in each of K steps.
 
     Args:
-        dear: float64 [K, B], what the samples of one rank cost.
+        dear: float64 [K, B], the costs of one rank's samples.
         cheap: float64 [K, B], those of the other one.
         gap: float64 [K], by how much the first rank's load exceeds the other's.
 
     Returns:
-        What the exchange moves, float64 [K], and the two samples, both int64 [K]. Of several that
-        are equally good it is the one with the first samples.
+        The cost that the exchange moves, float64 [K], and the two samples, both int64 [K]. Of
+        several equally good ones, it is the one with the first samples.
     """
     num_steps, size = dear.shape
     if size > _MAX_COMPARED:
@@ -223,7 +223,7 @@ def _lower_peak(parts: Int64Array, costs: Float64Array, enough: float) -> None:
     Args:
         parts: int64 [W, B], the samples of each rank; changed.
         costs: float64 [G].
-        enough: what the most expensive rank may cost.
+        enough: the cost of the most expensive rank that ends the search.
     """
     world_size, size = parts.shape
     dealt = costs[parts]

@@ -4,8 +4,8 @@ Documents of one length are alike, so whole groups of them are put into whole gr
 the work grows with the number of different lengths and not with that of documents.
 
 Where sequences have several lengths, a document that fits nowhere begins a sequence of the smallest
-length that holds it. So every sequence has a document that is too long for the next smaller length,
-and shorter documents fill up what it leaves.
+length that holds it. So every sequence has a document too long for the next smaller length, and
+shorter documents fill up the rest.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 class Fitted(NamedTuple):
-    """What P sequences consist of.
+    """P sequences of parts.
 
     Attributes:
         numbers: int64 [M], the parts, sequence after sequence.
@@ -34,10 +34,10 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """What is in sequences that are filled alike.
+    """The parts in sequences that are filled alike.
 
-    Attributes:
-        before: what was put there before.
+    before: the parts put there before.
+    length: of the parts put there last.
         length: of the parts that were put there last.
         each: how many of them each sequence has.
         capacity: of a sequence.
@@ -49,7 +49,7 @@ class _Filling:
     capacity: int
 
 
-_Group = tuple[int, _Filling]  # how many sequences are filled alike, and with what
+_Group = tuple[int, _Filling]  # the number of sequences filled alike, and their parts
 
 
 def best_fit(lengths: Int64Array, capacities: Sequence[int]) -> Fitted:
@@ -83,7 +83,7 @@ def best_fit(lengths: Int64Array, capacities: Sequence[int]) -> Fitted:
 
 
 def _groups(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> Iterator[_Group]:
-    """The sequences that best-fit decreasing makes of so many parts of each falling length."""
+    """The sequences that best-fit decreasing makes of these numbers of parts, lengths falling."""
     room: list[int] = []  # the different numbers of free tokens, in rising order
     groups: dict[int, list[_Group]] = {}
 

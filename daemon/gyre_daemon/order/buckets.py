@@ -42,7 +42,7 @@ DEFAULT_WINDOW_BATCHES = 64
 _MAX_WINDOW_BATCHES = 1 << 16
 # Samples of a window: a tenth of a second of a thread, and 16 bytes of memory for each.
 _MAX_WINDOW_SAMPLES = 1 << 20
-# Windows that are kept: what is read ahead lies in one, what was read in another.
+# Sorted windows in memory: prefetched batches use one, batches already read another.
 _MAX_KEPT = 4
 
 
@@ -62,8 +62,8 @@ class BucketRule:
         """Refuse an order that it does not go with.
 
         Raises:
-            InvalidRequest: blocks decide what is read together, batches span epochs, or a window
-                has too many samples.
+            InvalidRequest: blocks decide which samples are read together, batches span epochs, or a
+                window has too many samples.
         """
         if mode == "block":
             raise InvalidRequest(
@@ -132,7 +132,7 @@ class BucketedOrder:
         return self.inner(self._mapped(places, 0))
 
     def inverse(self, sample_ids: Int64Array) -> Int64Array:
-        """See `EpochOrder.inverse`; sorts every window that has one of the samples."""
+        """See `EpochOrder.inverse`; sorts every window with one of the samples."""
         return self._mapped(self.inner.inverse(sample_ids), 1)
 
     def more_before(self, place: int, inner_places: Int64Array) -> int:
@@ -158,7 +158,7 @@ class BucketedOrder:
         return found
 
     def _by_window(self, places: Int64Array) -> list[tuple[int, Int64Array]]:
-        """Each window that has some of the places, and which of them."""
+        """Each window with some of the places, and which of them."""
         sorted_ones = np.flatnonzero(places < self._num_whole)
         windows = places[sorted_ones] // self._window
         return [(window, sorted_ones[windows == window]) for window in np.unique(windows).tolist()]
@@ -185,7 +185,7 @@ class BucketedOrder:
 
 
 def padding(lengths: Int64Array) -> float:
-    """The share of a batch that is padding where its samples are padded to its longest.
+    """The fraction of padding in a batch whose samples are padded to its longest.
 
     Args:
         lengths: int64 [n], of the samples of the batch.

@@ -4,8 +4,8 @@ It is tiny, versioned, equal on every rank and opaque to clients. One that does 
 
 Of a dataset that may grow, it also has the stages of the job and the shards that the last of them
 needs, of a mixture the sources and the phases, the steps that its job leaves out, and the buckets
-of its batches, in format versions of their own. All others are as they were before there was any of
-these.
+of its batches, each in its own format version. All other cursors are as they were before these
+existed.
 """
 
 import json
@@ -43,9 +43,9 @@ class Cursor:
     Attributes:
         fingerprint: of the dataset; of one that may grow, of its first `num_shards`.
         order: how the job goes through the dataset.
-        position: the first one that has not been consumed; a multiple of G.
+        position: the first one not consumed; a multiple of G.
         num_substitutes: samples replaced so far.
-        transforms: tells what is done to the samples from anything else; empty for nothing.
+        transforms: identifies the transforms of the samples; empty for none.
         algorithm: the version of the permutation.
         stages: of the job; empty where the dataset does not grow.
         num_shards: that the job reads in its last stage; 0 where the dataset does not grow.
@@ -73,7 +73,7 @@ class Cursor:
             "order": _without_defaults(self.order),
             "algorithm": self.algorithm,
         }
-        if self.transforms:  # cursors of data that is served as stored stay what they are
+        if self.transforms:  # cursors of data served as stored keep their bytes
             values["transforms"] = self.transforms
         if self.stages:
             stages = [(stage.first_epoch, stage.num_samples) for stage in self.stages]
@@ -86,7 +86,7 @@ class Cursor:
 
     @property
     def _version(self) -> int:
-        """The lowest format version that has what it knows."""
+        """The lowest format version that can hold it."""
         if self.order.bucket:
             return _BUCKETED_VERSION
         if self.order.skipped:
@@ -103,7 +103,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class CursorEncoder:
-    """Encodes the cursors of one job, which differ in what follows from the position alone.
+    """Encodes the cursors of one job, which differ only in facts that follow from the position.
 
     Attributes:
         common: the bytes behind the first `NUM_BEFORE` that all of them have.
@@ -113,7 +113,7 @@ class CursorEncoder:
     _checksum: int  # of `common`
 
     def encode(self, position: int, num_substitutes: int = 0) -> bytes:
-        """The cursor at a position, before which so many samples were replaced."""
+        """The cursor at a position, with the number of samples replaced before it."""
         (own,) = self.own([(position, num_substitutes)])
         return own[:NUM_BEFORE] + self.common + own[NUM_BEFORE:]
 
@@ -128,7 +128,7 @@ class CursorEncoder:
 
 
 def decode_cursor(data: bytes) -> Cursor:
-    """Read what `encode` wrote.
+    """Read a cursor that `encode` wrote.
 
     Raises:
         CursorRejected: the bytes are damaged, are no cursor, or have a version that this daemon
@@ -175,7 +175,7 @@ def check_cursor(
     order: Order,
     what_changed: Callable[[str], str] = lambda _: "",
 ) -> None:
-    """Check that every batch from the cursor on is the one that its job would have had.
+    """Check that the job would have had the same batches from the cursor on.
 
     Args:
         cursor: of a client.
@@ -185,7 +185,7 @@ def check_cursor(
         what_changed: takes another fingerprint, and says how the dataset with it differs.
 
     Raises:
-        CursorRejected: it is not; says what differs.
+        CursorRejected: it would not; says how they differ.
     """
     pairs = [
         ("the order algorithm's version", cursor.algorithm, ALGORITHM_VERSION),
@@ -222,13 +222,13 @@ def check_cursor(
 def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
     """A cursor whose job leaves steps out.
 
-    What the cursor's job leaves out stays so. More can be left out from the cursor on, because a
+    Steps that the cursor leaves out stay so. More can be left out from the cursor on, because a
     step before it was read.
 
     Args:
         cursor: where the job goes on.
-        wanted: all that is to be left out, for which `are_skipped` holds; None for what the cursor
-            says.
+        wanted: all steps to leave out, for which `are_skipped` holds; None for those of the
+            cursor.
 
     Raises:
         CursorRejected: the cursor leaves out other steps than these, or has read some of them.
@@ -274,8 +274,8 @@ def check_transforms(cursor: Cursor, transforms: str, what_to_do: str = "") -> N
 
     Args:
         cursor: of a client.
-        transforms: tells what is done to samples now from anything else.
-        what_to_do: ends the error; what a job that resumes can do, where it is empty.
+        transforms: identifies the current transforms of samples.
+        what_to_do: ends the error; empty for the advice to a job that resumes.
 
     Raises:
         CursorRejected: something else is done to them.
@@ -306,7 +306,7 @@ def _in_words(bucket: BucketRule | None) -> str:
 
 
 def _without_defaults(order: Order) -> dict[str, object]:
-    """The fields of an order that are not at their defaults.
+    """The fields of an order with other values than their defaults.
 
     So a cursor does not change when `Order` gets a field that its mode has no use for.
     """
@@ -315,7 +315,7 @@ def _without_defaults(order: Order) -> dict[str, object]:
 
 
 def _is_possible(cursor: Cursor) -> bool:
-    """Whether a job can have come there; the checksum proves only that the bytes are whole."""
+    """Whether a job can have this state; the checksum proves only that the bytes are whole."""
     order, position, num_substitutes = cursor.order, cursor.position, cursor.num_substitutes
     if type(cursor.transforms) is not str:
         return False

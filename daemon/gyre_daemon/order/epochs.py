@@ -5,7 +5,7 @@ from typing import Protocol
 
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
-# A batch may span the epoch that ends and the one that begins, and a sample's next use may lie in
+# A batch may span the epoch that ends and the one that begins, and a sample's next use may be in
 # the one after. A table of the order `block` is some MiB for irregular blocks, so no more are kept.
 _MAX_KEPT = 3
 

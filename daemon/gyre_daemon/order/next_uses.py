@@ -1,4 +1,4 @@
-"""When samples and blocks are read next, for the node cache: what is read last is evicted. Pure."""
+"""When samples and blocks are read next, for the node cache: it evicts the last to come. Pure."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from gyre_daemon.order.stages import Stages
 
 NEVER = (1 << 63) - 1  # a position that no job reaches
 # Epochs in which a next use is looked for. `drop` may leave a sample out of several epochs in a
-# row; one that is not read in any of these may as well be evicted.
+# row; one that none of these reads may as well be evicted.
 _MAX_EPOCHS_AHEAD = 8
 
 _Span = tuple[Int64Array, Int64Array]  # places [first, end)
@@ -45,7 +45,7 @@ class NextUses:
     def of_blocks(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
         """As `of_samples`, for the blocks of the order `block`.
 
-        It is the first position of the stretch in which a block is read, or `position` if that has
+        It is the first position of the stretch which reads a block, or `position` if that has
         begun.
         """
 
@@ -98,6 +98,6 @@ class NextUses:
                 high = np.minimum(span[1] + padding, end) + moved
                 usable = low < high
                 first[usable] = np.minimum(first[usable], position + low[usable])
-            if not start and (first != NEVER).all():  # what follows lies behind
+            if not start and (first != NEVER).all():  # later padding is read later
                 break
         return first

@@ -24,7 +24,7 @@ from gyre_daemon.order.shuffle.permutation import KEY_BYTES, Int64Array, Permuta
 
 Overlong = Literal["fail", "drop", "truncate", "split"]
 
-# Every change of what follows packs the same documents otherwise, and needs a new version.
+# Every change of the code below packs the same documents otherwise, and needs a new version.
 PACKING_VERSION = 1
 
 
@@ -34,10 +34,10 @@ class PackRule:
 
     Attributes:
         length: L, the tokens of the longest sequences.
-        overlong: what happens to a document of more than L tokens: `fail` refuses the dataset,
+        overlong: how to treat a document of more than L tokens: `fail` refuses the dataset,
             `drop` leaves it out, `truncate` keeps its first L tokens, `split` cuts it into parts of
             L tokens and a rest.
-        window: documents that are packed together.
+        window: the number of documents packed together.
         seed: of the permutation whose windows are packed, and of those of shorter sequences.
         shorter: the other lengths, rising; each divides the next one, and the last divides L.
     """
@@ -55,7 +55,7 @@ class PackRule:
 
 
 class _Parts(NamedTuple):
-    """Parts of documents that are to be packed; see `Sequences`."""
+    """Parts of documents to pack; see `Sequences`."""
 
     documents: Int64Array
     begins: Int64Array | None
@@ -93,7 +93,7 @@ def pack_documents(
         num_documents: D.
         lengths_of: takes int64 [n] documents and returns int64 [n], their tokens.
         rule: how.
-        left_out: int64 [C], documents that are in no sequence, in rising order.
+        left_out: int64 [C], documents in no sequence, in rising order.
 
     Raises:
         InvalidRequest: a document is too long and the rule says `fail`, or nothing is left.
@@ -137,7 +137,7 @@ def pack_documents(
 
 
 def _parts(documents: Int64Array, lengths: Int64Array, rule: PackRule) -> _Parts:
-    """What is to be packed of documents, by the rule for those that are too long."""
+    """The parts of documents to pack, by the rule for overlong ones."""
     if rule.overlong == "split":
         counts = -(-lengths // rule.length)
         first = np.cumsum(counts) - counts
@@ -169,7 +169,7 @@ def _by_length(
 ) -> tuple[Int64Array, Int64Array, SequenceLengths]:
     """Sort sequences by length, shuffle those of each length, and fill up to whole samples.
 
-    Best fit makes sequences that are alike one after the other: without the shuffle, those of a
+    Best fit makes similar sequences one after the other: without the shuffle, those of a
     sample would be.
 
     Args:

@@ -1,6 +1,6 @@
 """Which samples make a batch: a pure function of dataset, order, seed, global batch size and step.
 
-Position `p` of a stream lies in epoch `e = p // L` at place `q = p % L`. L is the length of an
+Position `p` of a stream is in epoch `e = p // L` at place `q = p % L`. L is the length of an
 epoch in positions: N with the tail `wrap`, N rounded down to whole global batches with `drop`,
 rounded up with `pad`. The sample there is `Permutation(key(seed, e), N)` of q in the order `full`,
 `BlockOrder` of q in `block`, and q itself in `sequential`. Padding places repeat the epoch's first
@@ -42,12 +42,12 @@ Tail = Literal["wrap", "drop", "pad"]
 
 MAX_START_POSITION = 1 << 62
 
-# What one more epoch costs in a plan, as so many positions: its order must be made. In the order
-# `block` this is 0.5 ms, and a position takes some 50 ns.
+# The cost of one epoch's permutation in a plan, in positions. In the order `block` this is 0.5 ms,
+# and a position takes some 50 ns.
 _EPOCH_IN_POSITIONS = 10_000
-# What it costs to sort one position of a window by length, and to share out one of a batch.
+# The cost to sort one position of a window by length, and to share out one of a batch.
 _SORTED_IN_POSITIONS, _SHARED_OUT_IN_POSITIONS = 4, 32
-# Positions of whole global batches that are planned together, where a rank's part depends on all.
+# Positions of whole global batches planned together, where a rank's part depends on all.
 # Each takes about 100 bytes meanwhile.
 _LOOKED_AT_ONCE = 1 << 20
 
@@ -164,11 +164,11 @@ class BatchPlanner:
         self._uses = NextUses(self.stages, self._epochs, self._start_place)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
-        """What a rank reads in a step; see `check_ranks` for its number."""
+        """The samples of a rank in a step; see `check_ranks` for its number."""
         return self.batches(step, 1, rank, world_size)[0]
 
     def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> GroupPlan:
-        """What a rank reads in `num_steps` successive steps, with one permutation an epoch."""
+        """The samples of a rank in `num_steps` successive steps, with one permutation an epoch."""
         if self._looks_at_all and world_size > 1 and num_steps:
             parts = self._in_parts(first_step, num_steps)
             if len(parts) > 1:
@@ -254,7 +254,7 @@ class BatchPlanner:
         """Split the positions `position + ahead`, which ascend, into epochs.
 
         Yields:
-            An epoch, which of the positions lie there, and their places in the running job's epoch.
+            An epoch, its slice of the positions, and their places in the running job's epoch.
         """
         begin = 0
         while begin < len(ahead):
@@ -288,12 +288,12 @@ class BatchPlanner:
         """How many corrupt samples the job replaced at positions before this one.
 
         It follows from the position alone, so that all ranks say the same. Padding does not count;
-        steps that are left out do.
+        steps left out do.
         """
         return self._substitutes.num_before(position)
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
-        """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
+        """The cost to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
         num_positions = self.positions_of(num_steps, world_size)
         if self._balance:
@@ -391,7 +391,7 @@ class BatchPlanner:
 
 
 def stages_of(order: Order, stages: Sequence[Stage]) -> Stages:
-    """Where the stages of a job begin; see `Stages` for what they must be.
+    """Where the stages of a job begin; see `Stages` for their conditions.
 
     Raises:
         InvalidRequest: the order does not fit one of them; see `BatchPlanner`.

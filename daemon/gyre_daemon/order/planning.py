@@ -29,7 +29,7 @@ def planner_for(
 
     Args:
         order: how the job goes through the dataset.
-        index: what the order goes through.
+        index: the dataset that the order goes through.
         corrupt: int64 [C], ids that others replace; a mixture's sources have their own.
         stages: see `BatchPlanner`.
         balance: see `BatchPlanner`.

@@ -1,13 +1,13 @@
-"""How well an order shuffles, beside a uniform shuffle (1.0) and the order by sample id (0.0).
+"""How well an order shuffles, between the order by sample id (0.0) and a uniform shuffle (1.0).
 
 Pure arithmetic on sample ids. There are three numbers, since each sees a fault that the others do
 not:
 
-* *displacement*: how far samples are from where they lie in the dataset, on average. A shuffle
+* *displacement*: how far samples are from their places in the dataset, on average. A shuffle
   buffer moves them by its size.
-* *mixing*: how far apart in the dataset two samples of one batch lie, on average. Reading whole
+* *mixing*: how far apart in the dataset two samples of one batch are, on average. Reading whole
   shards leaves neighbours together.
-* *spread*: from how many different neighbourhoods a batch comes, beside how many samples it has.
+* *spread*: from how many different neighbourhoods a batch comes, relative to its number of samples.
   Reading a run of samples from each of a few random places displaces and mixes well, but its
   batches know few places.
 """
@@ -27,7 +27,7 @@ from gyre_daemon.order.steps import GroupPlan
 _MAX_BATCH_SAMPLES = 1024  # of a batch
 _NUM_BATCHES = 64  # of an order
 _NUM_METERED_BATCHES = 64  # that a meter remembers
-_METER_ALL, _METER_MANY = (32, 2048)  # batches of which all, then one in 16, then one in 256 count
+_METER_ALL, _METER_MANY = (32, 2048)  # up to here all batches count, then one in 16, one in 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def expected_quality(planner: BatchPlanner) -> ShuffleQuality:
 
 
 class ShuffleMeter:
-    """Measures the quality of what a stream really reads, from some of its last batches."""
+    """Measures how well the batches of a stream are shuffled, from some of its last ones."""
 
     def __init__(self) -> None:
         self._last: list[ShuffleQuality] = []

@@ -1,4 +1,4 @@
-"""What packed sequences consist of, and which of them make a sample. Plain values."""
+"""The parts of packed sequences, and which sequences make a sample. Plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """What sequences consist of: M parts of documents, sequence after sequence.
+    """M parts of documents, sequence after sequence.
 
     Attributes:
         documents: int64 [M], the document of each part.
@@ -118,7 +118,7 @@ class Sequences:
         return ranges(first, self.bounds[sequences + 1] - first)
 
     def most_parts(self, num_samples: int) -> int:
-        """An upper bound of the parts of so many samples at successive places of an order.
+        """An upper bound of the parts of this many samples at successive places of an order.
 
         The places may begin in one epoch and end in another.
         """

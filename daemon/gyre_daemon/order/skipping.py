@@ -54,7 +54,7 @@ def steps_of(skipped: SkippedSteps, first_batch: int, num_batches: int) -> Int64
 
 
 def before(skipped: SkippedSteps, step: int) -> SkippedSteps:
-    """What is left out before a step."""
+    """The steps left out before a step."""
     return tuple((first, min(stop, step)) for first, stop in skipped if first < step)
 
 

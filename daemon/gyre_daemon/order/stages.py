@@ -37,7 +37,7 @@ class Stage:
 
 
 def is_growth(stages: Sequence[Stage]) -> bool:
-    """Whether a job can have these stages, of which there is at least one."""
+    """Whether a job can have these stages, at least one."""
     return (
         len(stages) <= MAX_STAGES
         and stages[0].first_epoch == 0 < stages[0].num_samples
@@ -146,7 +146,7 @@ class Stages:
     def grown(self, position: int, num_samples: int) -> tuple[Stage, ...]:
         """The stages of a job that goes on at a position, where there are more samples now.
 
-        The epoch that the position lies in keeps its samples; the next one to begin has all.
+        The epoch of the position keeps its samples; the next one to begin has all.
         """
         epoch, place = self.at(position)
         first_epoch = epoch if place == 0 else epoch + 1

@@ -1,4 +1,4 @@
-"""What a rank reads in one step, and in several successive ones. Plain values."""
+"""The samples of a rank in one step, and in several successive ones. Plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which sample takes the place of one that is corrupt, and how many were replaced so far. Pure.
+"""Which sample replaces a corrupt one, and how many were replaced so far. Pure.
 
 The k-th of C corrupt samples has, in each epoch, the k-th sample of a keyed permutation of the good
 ones in its place. So the substitute follows from the seed, the epoch and the position alone: every
@@ -42,7 +42,7 @@ class Substitutes:
             num_samples: N.
             seed: of the order.
             places_of: takes an epoch of the job and int64 [C] ids, and returns the places at which
-                the job reads them in that epoch, without those that it does not read.
+                the job reads them in that epoch, without unread ones.
         """
         assert 0 < 2 * len(corrupt) <= num_samples
         self._corrupt = corrupt
@@ -62,9 +62,9 @@ class Substitutes:
         return self._drawn.of(epoch)[np.searchsorted(self._corrupt, sample_ids)]
 
     def num_in_epoch(self, epoch_length: int) -> int:
-        """How many corrupt samples a whole epoch counts, which has so many positions.
+        """How many corrupt samples count in a whole epoch of this many positions.
 
-        All of them count, also those that the tail `drop` leaves out: to know which would take a
+        All of them count, also those that the tail `drop` leaves out: to know these would take a
         look at every epoch.
         """
         return min(len(self._corrupt), epoch_length)
@@ -124,7 +124,7 @@ class JobSubstitutes:
         return any(self._by_stage)
 
     def _of_stage(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
-        """The substitutes of a stage with so many samples; None if it needs none."""
+        """The substitutes of a stage with this many samples; None if it needs none."""
         corrupt = corrupt[: np.searchsorted(corrupt, num_samples)]
         if not len(corrupt):
             return None
@@ -174,7 +174,7 @@ class JobSubstitutes:
     def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
         """Where in an epoch of this job samples are read, without those that the tail drops.
 
-        With buckets, that is before windows are sorted: else all of them would have to be.
+        With buckets, these are places before windows are sorted: else all would have to be.
         """
         length, order = self._stages.length(epoch), self._epochs.of(epoch)
         inner = order.inner if isinstance(order, BucketedOrder) else order

@@ -1,8 +1,8 @@
-"""Who gets which batches: one session for each rank of each job, in order and each step once.
+"""Sessions: each sends one rank of one job its batches, in order and each step once.
 
 In: requests of clients, and the batch groups that `fetching` reads. Out: batches of successive
-steps with their cursors. `session` is what one client talks to. Sessions that want the same batches
-are consumers of one shared stream: `stream_state` decides what it fetches and for whom, and
-`shared_stream` does it. `table` has all sessions, and `room` shrinks the largest when a new one
-finds too little memory. `service` and `server` import this package.
+steps with their cursors. A client talks to one `session`. Sessions that want the same batches share
+a stream: `stream_state` decides which steps it fetches for which consumer, and `shared_stream`
+fetches them. `table` has all sessions, and `room` shrinks the largest when a new one finds too
+little memory. `service` and `server` import this package.
 """

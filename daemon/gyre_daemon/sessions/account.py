@@ -1,4 +1,4 @@
-"""What one session has sent, how full its window was, and how long its trainer waited. Pure."""
+"""Counters of one session: batches sent, fill of its window, waits of its trainer. Pure."""
 
 import math
 
@@ -36,13 +36,13 @@ class SessionAccount:
         return self._recorder.at(now, self.totals(now))
 
     def sent(self, num_batches: int, num_bytes: int, num_substitutes: int = 0) -> None:
-        """Batches with that much payload and that many substitutes were sent."""
+        """Count batches sent, with that much payload and that many substitutes."""
         self._num_batches += num_batches
         self._num_bytes += num_bytes
         self._num_substitutes += num_substitutes
 
     def trainer_waited(self, waited_s: float) -> None:
-        """The client reports that its trainer stood still; what is no time is ignored."""
+        """Add the time that a client reports its trainer waited; ignore invalid times."""
         if 0 < waited_s < math.inf:
             self._trainer_waited_s += waited_s
 

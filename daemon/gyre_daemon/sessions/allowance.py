@@ -1,7 +1,7 @@
-"""How much memory a newcomer may reserve: what the budget has, and what its user and job may take.
+"""The memory that a new session may reserve, within the budget and the limits of user and job.
 
-A user may take a fraction of what other users do not have (`limits.user.memory`). So nobody takes
-everything, and a user who comes later finds memory. All jobs of a user share that.
+A user may take a fraction of the memory that other users do not have (`limits.user.memory`), so a
+user who comes later still finds some. All jobs of a user share that fraction.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ class Taken:
     """The memory that each user and each job has.
 
     Attributes:
-        by_user: reserved by the user's sessions, and kept of arenas that are closed.
+        by_user: reserved by the user's sessions, and kept of arenas already closed.
         by_job: reserved by the sessions of a user's job.
     """
 
@@ -37,7 +37,7 @@ class Taken:
 def allowances(
     request: SessionRequest, taken: Taken, resources: DaemonResources
 ) -> Iterator[Allowance]:
-    """What the newcomer's user and job may still reserve, as far as they are limited."""
+    """The bytes that the new session's user and job may still reserve, where they have limits."""
     limits, limit_bytes = resources.limits, resources.budget.limit_bytes
     user, job = request.owner.name, request.reader.job
     if of_user := limits.of_user(user):
@@ -61,6 +61,6 @@ def allowances(
 
 
 def free_bytes(request: SessionRequest, taken: Taken, resources: DaemonResources) -> int:
-    """How many bytes the newcomer may reserve now."""
+    """How many bytes the new session may reserve now."""
     allowed = (each.free_bytes for each in allowances(request, taken, resources))
     return min([resources.budget.free_bytes, *allowed])

@@ -1,4 +1,4 @@
-"""Takes the census of a daemon: what its status and its metrics say at the moment of asking."""
+"""Takes the census of a daemon: the figures of its status and its metrics at one moment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 
-# What one status has computed of balanced batches: at most some tenths of a second of a thread.
+# Limits on the spreads of balanced batches in one status: some tenths of a second of a thread.
 _MAX_SPREAD_SAMPLES, _MAX_SPREADS = 1 << 14, 64
 
 
@@ -22,7 +22,7 @@ def take_census(
     """The state of a daemon now.
 
     Args:
-        sessions: those that are open.
+        sessions: the open ones.
         loop_lag: of the event loop.
         with_names: whether jobs are told apart; otherwise all count as `OTHERS`.
     """
@@ -69,7 +69,7 @@ async def spreads_of(
     Args:
         sessions: of any jobs; all ranks of a job have the same.
         table: of all sessions.
-        user: who asks.
+        user: the user who asks.
 
     Returns:
         None where nothing is balanced, or batches are too large to look at for a status.

@@ -15,7 +15,7 @@ class LeftArenas:
 
 
 class ClientArenas:
-    """What one client maps. It maps nothing before `share`; its batches are then copied to it."""
+    """The arenas that one client maps: none before `share`; its batches are then copied to it."""
 
     def __init__(
         self, held_in: Callable[[Arena], Sequence[int]], on_news: Callable[[], None]
@@ -30,7 +30,7 @@ class ClientArenas:
         self._on_news = on_news
         self._shown: ShownArenas | None = None
         self._left: list[int] = []  # the client is not yet told to unmap them
-        # first steps of what the client has moved out of an arena once it has unmapped it
+        # first steps of the batches that the client has moved out of an arena once it is unmapped
         self._moved: dict[int, Sequence[int]] = {}
 
     @property
@@ -66,12 +66,12 @@ class ClientArenas:
         return number
 
     def take_left(self) -> LeftArenas | None:
-        """The arenas that the client must be told to unmap; None if there are none."""
+        """The arenas that the client must be told to unmap; None if empty."""
         left, self._left = self._left, []
         return LeftArenas(left) if left else None
 
     def unmapped(self, numbers: Collection[int]) -> list[int]:
-        """Note that the client has unmapped these; the first steps of what it no longer holds."""
+        """Note that the client has unmapped these; the first steps that it no longer holds."""
         steps: list[int] = []
         for number in numbers:
             if self._shown:
@@ -82,7 +82,7 @@ class ClientArenas:
     def end(self, release: Callable[[], None], *, holds: bool) -> None:
         """Call `release` once the client reads no shared memory any more.
 
-        That is now where it maps none, or `holds` nothing that others read.
+        That is now if it maps no arena, or `holds` none that another process reads.
         """
         shown, self._shown = self._shown, None
         if shown:

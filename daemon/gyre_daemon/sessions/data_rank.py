@@ -9,13 +9,13 @@ The fastest peer takes batches from the stream. They stay in memory until every 
 and has released them. So a slow peer stops the others when memory is full, as it does in the next
 collective operation. A peer that dies, or whose lease runs out, leaves and stops no other.
 
-A peer joins at a step that is still here with all that follow. Peers open their sessions one after
-the other, and one that is started again comes later still. So the newest batches that all have
-released are *retained*: half of those that a client might keep, which it then keeps less. A peer
-whose step is gone gets a data rank, and memory, for itself.
+A peer joins at a step that is still here with all later ones. Peers open their sessions one after
+the other, and a restarted peer comes later still. So the newest batches that all have released are
+*retained*: half of those that a client might keep, which it then keeps less. A peer whose step is
+gone gets a data rank, and memory, for itself.
 
-A stream may end before a slow peer was sent a batch from there. What is still to be sent holds a
-lease of its arena; see [Note: Who owns an arena] in `memory.arena`.
+A stream may end before a slow peer was sent a batch from there. The unsent batches hold a lease of
+their arena; see [Note: Who owns an arena] in `memory.arena`.
 """
 
 from collections.abc import Callable, Iterator
@@ -254,7 +254,7 @@ class DataRank:
     def release(self, peer: RankPeer, first_step: int) -> None:
         """A peer no longer needs the batches that it was sent together from this step on.
 
-        If it holds none there, nothing changes. A peer that has left may release, too.
+        No effect if it holds none there. A peer that has left may still release.
         """
         held = peer.held.pop(first_step, None)
         if held:
@@ -282,7 +282,7 @@ class DataRank:
         self.streams.set_starved(self.consumer, is_starved=are_level and any_starved)
 
     def held_up_by(self, peer: RankPeer) -> RankPeer | None:
-        """The peer that another one waits for, because what it is still to be sent fills memory."""
+        """The peer that another one waits for, because its unsent batches fill the memory."""
         slowest = max(self.peers, key=lambda each: each.num_taken, default=peer)
         waits = not peer.is_ready and self.consumer.segments and self.consumer.stream.is_full
         return slowest if waits and slowest.num_taken else None
@@ -331,7 +331,7 @@ class DataRank:
         return part
 
     def _settle(self, part: _Part) -> None:
-        """Drop or retain a part that is not needed; lease the arena of one that is to be sent."""
+        """Drop or retain a part no longer needed; lease the arena of one still to be sent."""
         if part.num_waiting:
             part.lease(is_wanted=True)
         if part.num_waiting or part.num_held:  # who was sent it just now may not map the arena yet

@@ -1,4 +1,4 @@
-"""What `stream_state` leaves for its caller to do. Pure."""
+"""The instructions that `stream_state` leaves for its caller. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Stop a stream that nobody reads: give its memory back, even if clients hold batches there."""
+    """Stop a stream without consumers: give its memory back, even if clients hold batches there."""
 
     stream: Stream
 
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """Shrink a stream's memory to what its `share` says now."""
+    """Shrink a stream's memory to its current `share`."""
 
     stream: Stream
 
@@ -42,7 +42,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Put the slot of a batch group back: nobody needs the group."""
+    """Put the slot of a batch group back: no consumer needs the group."""
 
     group: Group
 

@@ -50,7 +50,7 @@ class PayloadQueue:
         return self._sending[1][begin : begin + num_bytes] if self._sending else None
 
     def close(self) -> None:
-        """Nobody waits for payloads any more."""
+        """Stop queueing payloads: the reader is gone."""
         self._is_closed = True
         self._sent()
         while self._waiting:

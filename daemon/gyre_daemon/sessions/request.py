@@ -1,4 +1,4 @@
-"""What a client asks for when it opens a session."""
+"""A client's request for a session."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ MAX_POSITION = 1 << 62
 # storage that answers late is asked for too little at once; with more, a job has more memory than
 # it needs, and others find less.
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 32 << 20, 4, 256
-# The same where several batches make a batch group, of which three are under way. A window of half
+# The same where several batches make a batch group; three groups are under way. A window of half
 # the bytes has batch groups of half the length: small batches then cost far more each.
 _GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
 # More batches than that only where all have one layout. A third of them is planned in 1 ms, during
@@ -30,8 +30,8 @@ _GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
 _MOST_IN_GROUPS, _SAMPLES_IN_GROUPS = 768, 48 << 10
 # Large batches: three batch groups of four, as far as these bytes are enough for them.
 _FEW_GROUPS, _FEW_GROUPS_BYTES = 12, 80 << 20
-# A session is never made smaller than this: a window of three batches, three that are queued, and
-# what the client keeps.
+# The smallest a session is ever made: a window of three batches, three in the queue, and the
+# batches that the client keeps.
 _LEAST_SLOTS = 10
 
 
@@ -59,10 +59,10 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a client asks for.
+    """A client's request for a session.
 
     Attributes:
-        owner: who asks; nobody else may use the session.
+        owner: the principal that asks; no other may use the session.
         dataset: an open one.
         order: how to go through it.
         reader: the rank that reads.
@@ -71,8 +71,8 @@ class SessionRequest:
         cursor: where it begins, which fits dataset and order; see `resumption`.
         prefetch_batches: the size of the window; 0 to let the size of a batch decide.
         step: the step to begin at, instead of the cursor's; None for the cursor's.
-        is_operator: whether the owner may know what other users have.
-        balance: what samples cost, to share out each global batch by; None for parts in the order
+        is_operator: whether the owner may know how much other users have.
+        balance: the cost of samples, to share out each global batch by; None for parts in the order
             of positions.
     """
 
@@ -142,12 +142,12 @@ class SessionRequest:
     def reserve(
         self, budget: Budget, limit_bytes: int, allowed: Collection[Allowance] = ()
     ) -> Share:
-        """Reserve what it wants of the budget, or less if that is more than half of what is free.
+        """Reserve the wanted share of the budget, or less if it exceeds half of the free bytes.
 
         Args:
             budget: of the daemon.
             limit_bytes: the most memory that one session may reserve.
-            allowed: what its user and its job may still take.
+            allowed: the bytes that its user and its job may still take.
 
         Raises:
             Overloaded: there is no memory for it now.
@@ -162,14 +162,14 @@ class SessionRequest:
         return share
 
     def least_bytes(self, limit_bytes: int) -> int:
-        """What a share for a few batches reserves: no open session has to do with less."""
+        """The bytes that a share for a few batches reserves; no open session gets fewer."""
         share = self.wanted_share(limit_bytes, scarce=True)
         num_slots = min(share.num_bytes // share.batch_bytes, _LEAST_SLOTS)
         return share.reserved_for(num_slots * share.batch_bytes)
 
     @property
     def _most_bytes(self) -> tuple[int, int]:
-        """Upper bounds of the size of a batch, and of what is kept beside it."""
+        """Upper bounds of the size of a batch, and of the bytes kept next to it."""
         dataset, num_samples = self.dataset, self.order.global_batch_size // self.reader.world_size
         if packed := dataset.packed:
             return max_packed_bytes(packed, num_samples), max_packed_metadata_bytes(

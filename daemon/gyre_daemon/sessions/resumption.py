@@ -1,12 +1,12 @@
-"""Where a session begins, and with which samples: from a client's cursor and what its dataset is.
+"""Finds the cursor and the samples at which a session begins.
 
 [Note: How a dataset grows] A dataset with `append = true` may get shards behind all others. A
 cursor of such a dataset says how many shards its job reads, with their fingerprint. The daemon
 compares that with the fingerprint of as many of the first shards that it has. If a client resumes
 from a saved state, it asks to grow: then the epochs that begin from there on have all samples, and
 the cursor says so from then on (`Stages.grown`). If it opens a session again within its run, it
-does not ask, and the job keeps its samples. So what a job reads is decided once, where all of its
-ranks are given the same state, and never by the moment at which one rank has lost its daemon.
+does not ask, and the job keeps its samples. So the samples of a job are decided once, where all of
+its ranks are given the same state, and never by the moment at which one rank loses its daemon.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Resumption:
         Args:
             order: that was asked for.
             data: the client's cursor; empty for the beginning.
-            transforms: tells what is done to the samples from anything else.
+            transforms: identifies the transforms of the samples.
             grow: whether epochs that have not begun get the shards that were added since.
             changed_transforms: whether the cursor may belong to samples that were transformed
                 otherwise; never where their lengths decide the order.
@@ -93,7 +93,7 @@ class Resumption:
         return replace(self._with_all(cursor), stages=stages)
 
     def _source_changed(self, source: str, fingerprint: str) -> str:
-        """How the data of a mixture's source differ from those that had this fingerprint."""
+        """How the data of a mixture's source differ from the data with this fingerprint."""
         opened = self.catalog.source_of(self.name, source)
         return opened.what_changed(fingerprint) if opened else ""
 
@@ -106,7 +106,7 @@ class Resumption:
         )
 
     async def _num_shards(self, cursor: Cursor) -> int:
-        """How many shards a cursor is of; 0 if that is not known.
+        """The number of shards that a cursor covers; 0 if unknown.
 
         One from before its dataset could grow does not say it, but the daemon may remember.
         """
@@ -114,7 +114,7 @@ class Resumption:
         return cursor.num_shards or await remembered(self.dataset, cursor.fingerprint)
 
     async def _first_shards(self, cursor: Cursor) -> Prefix | None:
-        """The first shards of a dataset that has grown, if a cursor is of them.
+        """The first shards of a dataset that has grown, if a cursor covers just these.
 
         Raises:
             CursorRejected: it is of more shards than there are, or their samples have other fields.
@@ -148,7 +148,7 @@ class Resumption:
 
 
 def _by_name(fields: Sequence[FieldSpec]) -> dict[str, tuple[object, ...]]:
-    """What a job knows of each field of a sample, in their order."""
+    """The properties of each field of a sample that a job sees, in the fields' order."""
     return {
         each.name: (place, each.dtype, each.shape, each.ragged, each.categories)
         for place, each in enumerate(fields)

@@ -1,11 +1,11 @@
-"""Room for one session more: the others give some of their memory to a newcomer.
+"""Makes room for one more session: the others give up some of their memory.
 
 The budget is divided among the users in equal parts, and the part of each user among its sessions.
-A newcomer that would find less than half of that makes others halve their shares until there is
+A new session that would find less than half of that makes others halve their shares until there is
 enough: the largest session of the user who has most, again and again. A user who has no more than
 its part gives nothing to another. No session goes below a few batches, and no batch is lost: memory
-is given back as batches are released. The newcomer waits for that, for some seconds at most, and
-takes what is there.
+is given back as batches are released. The new session waits for that, for some seconds at most, and
+takes the memory there is.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ async def make_room(
     """Free memory for a session with this request, as far as it can be had now.
 
     Args:
-        request: what the newcomer asks for.
-        sessions: all that are open.
+        request: that of the new session.
+        sessions: the open ones.
         resources: the daemon's.
     """
     room = _Room(request, sessions, resources)
@@ -37,7 +37,7 @@ async def make_room(
     if wanted_bytes <= room.free_bytes // 2:
         return
     await resources.registry.settle()
-    kept_bytes = resources.budget.abandoned_bytes  # nobody can say when that comes back
+    kept_bytes = resources.budget.abandoned_bytes  # when that comes back is unknown
     fair_bytes = room.fair_bytes
     if 2 * room.found_bytes < fair_bytes:
         room.halve_the_largest(fair_bytes)
@@ -45,7 +45,7 @@ async def make_room(
 
 
 class _Room:
-    """What one newcomer finds, and what the others can give it."""
+    """The memory that one new session finds, and the memory that the others can give it."""
 
     def __init__(
         self, request: SessionRequest, sessions: Collection[Session], resources: DaemonResources
@@ -58,21 +58,21 @@ class _Room:
 
     @property
     def free_bytes(self) -> int:
-        """How many bytes the newcomer may reserve now."""
+        """How many bytes the new session may reserve now."""
         return free_bytes(self._request, Taken(self._sessions, self._budget), self._resources)
 
     @property
     def found_bytes(self) -> int:
-        """What the newcomer would reserve now; 0 where that is too much."""
+        """Bytes the new session would reserve now, 0 if they do not fit."""
         free_bytes = self.free_bytes
         share = self._request.scarce_share(self._resources.arena_limit_bytes, free_bytes)
         return share.reserved_bytes if share.reserved_bytes <= free_bytes else 0
 
     @property
     def fair_bytes(self) -> int:
-        """What it would have if all had the same, or all that the others can do without.
+        """Bytes of an equal part for all, or all that the other sessions can do without if less.
 
-        0 where that is less than one batch.
+        0 if that is less than one batch.
         """
         num_own = 1 + sum(
             each.request.owner.name == self._user and each.reserved_bytes > 0
@@ -86,7 +86,7 @@ class _Room:
         return needed_bytes if needed_bytes <= most_bytes else 0
 
     def halve_the_largest(self, needed_bytes: int) -> None:
-        """Until the newcomer may have so many bytes, or may once batches are released."""
+        """Halve others until the new session may have these bytes, or may once batches go."""
         resources, part_bytes = self._resources, self._part_bytes
         taken = Taken(self._sessions, self._budget)
         others = set(self._sessions)
@@ -123,13 +123,13 @@ class _Room:
 
     @property
     def _part_bytes(self) -> int:
-        """What each user has if all have the same."""
+        """The bytes of each user if all have the same."""
         users = {self._user, *(each.request.owner.name for each in self._sessions)}
         return (self._budget.limit_bytes - self._budget.abandoned_bytes) // len(users)
 
     @property
     def _most_bytes(self) -> int:
-        """What is left for it where all others have no more than they cannot give."""
+        """Bytes left for it when all other sessions have given up all they can."""
         budget, part_bytes = self._budget, self._part_bytes
         taken = Taken(self._sessions, budget).by_user
         least: Counter[str] = Counter()

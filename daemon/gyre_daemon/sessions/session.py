@@ -4,7 +4,7 @@ A session sends its client the batches that a shared stream has fetched, in the 
 steps, each once. A step that failed raises its error when its turn comes and not before. Losing a
 session loses nothing, because its client has the cursor and opens another.
 
-Each session has reserved enough memory to continue in a stream of its own, together with its peers
+Each session has reserved enough memory to continue in a separate stream, together with its peers
 ([Note: Peers of a data rank] in `data_rank`); [Note: Sharing a stream] in `stream_state` says when
 it does. It ends when its steps end, when its lease runs out, or when a newer session of the same
 peer takes over.
@@ -46,7 +46,7 @@ class Sent:
     """Batches that are sent to a client together.
 
     Attributes:
-        group: the batches, which lie in one slot.
+        group: the batches, all in one slot.
         arena: the client's number for their arena, counted from 0; without a meaning if the client
             gets the payload instead.
     """
@@ -63,12 +63,12 @@ class Session:
         session_id: a secret, and of use to its owner only.
         handle: tells the session apart in the status and the log; no secret.
         opened_at: when it was opened, on the daemon's clock.
-        request: what its client asked for.
+        request: that of its client.
         shuffle: measures how well the samples that were sent are shuffled.
         attached: whether the control stream of a client is connected to it.
         credits: how many more batches may be sent to the client.
         cursors: encodes the cursor of each batch.
-        first_step: the step that is sent first.
+        first_step: the first step to send.
         num_steps: the step after the last; None for a session without end.
         rank: its data rank, which has reserved memory for all its peers.
         peer: where it stands in the batches of the data rank.
@@ -193,7 +193,7 @@ class Session:
 
     @property
     def reserved_bytes(self) -> int:
-        """The memory that it has reserved; 0 where it uses what another peer has reserved."""
+        """The memory that it has reserved; 0 if it uses the memory of another peer."""
         stands_for_all = self.rank.peers[:1] in ([], [self.peer])
         return self.rank.share.reserved_bytes if stands_for_all else 0
 
@@ -240,7 +240,7 @@ class Session:
         return self._seen + self._resources.lease_s - self._resources.clock()
 
     def cursor_at(self, step: int) -> bytes:
-        """The cursor of a client that has consumed all steps before `step`."""
+        """The cursor of a client that consumed all steps before `step`."""
         position = self.request.order.position_of(step)
         return self.cursors.encode(position, self.planner.num_substitutes(position))
 
@@ -302,7 +302,7 @@ class Session:
         return self._granted != before
 
     async def next_news(self, max_batches: int = _MAX_CREDITS) -> Sent | LeftArenas | None:
-        """Wait for what the client must be told next.
+        """Wait for the next news for the client.
 
         Returns:
             Batches of its next steps, at most `max_batches` and no more than it has credit for; or
@@ -402,7 +402,7 @@ class Session:
 
     @property
     def _held_steps(self) -> list[int]:
-        """The first steps of what the data rank took together and this client holds."""
+        """The first step of each group of batches that this client holds."""
         return [part.steps.start for _, part in self.peer.held.values()]
 
     def _count(self, group: BatchGroup) -> None:
@@ -417,7 +417,7 @@ class Session:
         self._account.sent(len(group.plan), num_bytes, group.plan.num_substitutes)
 
     def _note_window(self) -> None:
-        """Note how full the window is. Batches behind one that is missing do not count as ready."""
+        """Note how full the window is. Batches behind a missing one do not count as ready."""
         if self._ended:
             return
         peer, size = self.peer, self.window_size
@@ -471,7 +471,7 @@ def _spec(request: SessionRequest, planner: BatchPlanner) -> Spec:
 
 
 def _steps(request: SessionRequest, planner: BatchPlanner) -> tuple[int, int | None]:
-    """The step that is sent first, and the step after the last; None for a session without end."""
+    """The first step to send, and the step after the last; None for a session without end."""
     order, position = request.order, request.start_cursor().position
     first_step = order.batch_of(position // order.global_batch_size)
     return first_step, planner.num_steps(request.num_epochs) if request.num_epochs else None

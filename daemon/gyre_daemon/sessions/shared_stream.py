@@ -39,7 +39,7 @@ from gyre_daemon.storage.delays import Delays
 
 @dataclass(frozen=True, slots=True)
 class DaemonResources:
-    """What all sessions of a daemon have in common.
+    """The resources that all sessions of a daemon share.
 
     Attributes:
         budget: the memory that all sessions may reserve together.
@@ -49,9 +49,9 @@ class DaemonResources:
         arena_limit_bytes: the most memory that one session may reserve (`session_memory`).
         lease_s: a session ends when its client is silent for longer.
         clock: returns the time in seconds.
-        streams: the shared streams of each spec that somebody reads, by the spec's key.
+        streams: the shared streams of each spec with sessions, by the spec's key.
         timings: how long the last batches took, for `gyre why`.
-        limits: what one user and one job may take.
+        limits: on the memory and sessions of one user and one job.
     """
 
     budget: Budget
@@ -75,19 +75,19 @@ class DaemonResources:
         )
 
     def streams_of(self, spec: Spec) -> "SharedStreams":
-        """The shared streams of a spec, which are made if nobody reads it yet."""
+        """The shared streams of a spec; made if there are none yet."""
         return self.streams.setdefault(spec.key, SharedStreams(spec, self))
 
 
 class SharedStreams:
-    """All shared streams of one spec: tells a `StreamState` what happens, and does what it says.
+    """All shared streams of one spec: reports events to a `StreamState`, does as it instructs.
 
     Attributes:
-        spec: what makes the batches equal.
-        state: decides which consumers share a stream and what each stream fetches.
+        spec: the properties that make batches equal.
+        state: decides which consumers share a stream and which steps each stream fetches.
         running: the task of each open stream.
         ranks: the data ranks behind the consumers; the job of the owner pays for the reads.
-        resources: what all streams of the daemon have in common.
+        resources: those that all streams of the daemon share.
     """
 
     def __init__(self, spec: Spec, resources: DaemonResources) -> None:
@@ -106,7 +106,7 @@ class SharedStreams:
     def take(self, consumer: Consumer, max_batches: int) -> BatchGroup | Exception:
         """Take the batches of a consumer's next steps, at least one, or why the first one failed.
 
-        Call it only if the consumer `is_ready`. Batches that are taken together stay in memory
+        Call it only if the consumer `is_ready`. Batches taken together stay in memory
         until they are released together.
         """
         running, step = self.running[consumer.stream], consumer.next_step
@@ -189,11 +189,11 @@ class SharedStreams:
 
 
 class SharedStream:
-    """The task of one stream: plans its steps, reads them, and knows where each batch group lies.
+    """The task of one stream: plans its steps, reads them, and knows the slot of each batch group.
 
     Attributes:
         stream: its part of the `StreamState`.
-        arenas: the owner's memory, in which its batches lie.
+        arenas: the owner's memory, which has its batches.
         slots: the slot of each batch group, from `StreamState.begin` to `Free`.
         storage_share: the fraction of the time of reading that was spent waiting for storage.
         was_read: set when the first batch was taken.
@@ -232,11 +232,11 @@ class SharedStream:
         return self._streams.ranks[self.stream.owner].flow
 
     def result(self, step: int) -> GroupResult:
-        """What was read for a step that is ready."""
+        """The batches of a step in memory, or why it failed."""
         return self._results[self.stream.groups[step]]
 
     def note_reader(self, step: int, user: str) -> None:
-        """Let a user see the timing of a step that is ready."""
+        """Let a user see the timing of a step that has been read."""
         self._timings[self.stream.groups[step]].readers.add(user)
 
     def look_again(self) -> None:
@@ -244,7 +244,7 @@ class SharedStream:
         self._changed.set()
 
     def free(self, group: Group) -> None:
-        """Put the slot of a batch group back, because nobody needs the group."""
+        """Put the slot of a batch group back, because no consumer needs the group."""
         del self._results[group], self._timings[group]
         self.arenas.put_back(self.slots.pop(group))
 

@@ -1,8 +1,8 @@
-"""Which consumers share a stream, and what each stream fetches next: a pure state machine.
+"""Which consumers share a stream, and which steps it fetches next: a pure state machine.
 
-One `StreamState` has all shared streams of one spec (`fetching.prefetch.Spec`: what makes batches
-equal). It knows no event loop, clock, storage or log. `SharedStreams` tells it what happened by
-calling one of its methods, and then carries out the instructions that the method left behind.
+One `StreamState` has all shared streams of one spec (`fetching.prefetch.Spec`: the properties that
+make batches equal). It knows no event loop, clock, storage or log. `SharedStreams` reports each
+event by calling a method, and then carries out the instructions that the method left behind.
 
 Events, in the order of a batch group's life:
 
@@ -15,7 +15,7 @@ Events, in the order of a batch group's life:
 `release`                 a consumer no longer needs batches that it was sent together
 `set_starved`             a consumer has no batch to continue with, or has one again
 `tick`                    time has passed
-`resize`, `vacate`        a session has less memory; memory that is in use will be given back
+`resize`, `vacate`        a session has less memory; memory in use will be given back
 `leave`, `drain`          a consumer leaves; the daemon is about to stop
 ========================  =====================================================================
 
@@ -26,22 +26,22 @@ Instructions: `Open` and `Close` a stream, `Reshape` its memory, `Rewind` its pl
 [Note: Sharing a stream] Sessions that want the same batches are consumers of one stream. A stream
 fetches each batch group once, into memory that one of its consumers, the owner, has reserved. It
 fetches up to one prefetch window ahead of its fastest consumer. So a slow consumer holds up the
-others only when the memory is full. A batch group is needed by each consumer that is still to be
-sent a part of it, and by each part that was sent and not released. As soon as it is sealed and
-nobody needs it, its memory is free.
+others only when the memory is full. A batch group is needed by each consumer still to be sent a
+part of it, and by each part sent and not released. As soon as it is sealed and no longer needed,
+its memory is free.
 
 A consumer takes its steps from one or more *segments*, each a range of steps of one stream. A
-consumer that joins a little behind an existing stream has two: the first segment is in a stream of
-its own, which fetches the steps up to the place where the existing stream will fetch next; the
+consumer that joins a little behind an existing stream has two: the first segment is in a separate
+stream, which fetches the steps up to the place where the existing stream will fetch next; the
 second begins there, in the existing stream. The second segment counts as a reader from the start,
 so the existing stream cannot run further ahead than its memory reaches. Whole streams meet in the
 same way: if the steps that a stream would fetch next are in the memory of another, its consumers
 continue in the other. If the owner leaves, another consumer becomes the owner, and the stream uses
-that one's memory. Every session has reserved memory of its own for this moment.
+the memory of that one. Every session has reserved memory for this moment.
 
 The slow-consumer policy protects consumers from each other. While the memory is full, the time that
 others wait is charged to the slowest consumer. When it has cost them `STALL_S`, it is detached: it
-continues in a stream of its own. The fraction `TOLERATED` of all time is forgiven, so jobs whose
+continues in a separate stream. The fraction `TOLERATED` of all time is forgiven, so jobs whose
 speeds differ by less stay together. The time that a consumer itself waits for another is refunded,
 so jobs that keep each other waiting in turns stay together too.
 """
@@ -77,9 +77,9 @@ class StreamState:
     """All shared streams of one spec.
 
     Attributes:
-        streams: all streams that are open.
-        instructions: what the caller of the last method must do, in this order. The caller removes
-            them.
+        streams: the open streams.
+        instructions: for the caller of the last method, which carries them out in this order and
+            removes them.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class StreamState:
         self._is_draining = False
 
     def join(self, consumer: Consumer) -> None:
-        """Let a consumer begin: in an existing stream, behind one, or in one of its own."""
+        """Let a consumer begin: in an existing stream, behind one, or in a new one."""
         step, end = consumer.next_step, consumer.end_step
         for stream in self.streams:
             if not stream.may_be_joined:
@@ -166,7 +166,7 @@ class StreamState:
     def release(self, consumer: Consumer, first_step: int) -> None:
         """A consumer no longer needs the batches that it was sent together from this step on.
 
-        If it holds none there, nothing changes. A consumer that has left may release, too.
+        No effect if it holds none there. A consumer that has left may still release.
         """
         held = consumer.held.pop(first_step, None)
         if held:
@@ -185,7 +185,7 @@ class StreamState:
         """Charge the time since the last tick to the slowest consumer; detach it at `STALL_S`.
 
         Returns:
-            After how many seconds to call again at the latest; None while nobody waits.
+            After how many seconds to call again at the latest; None while no consumer waits.
         """
         if stream.stall:
             slowest, waiting, since = stream.stall
@@ -213,10 +213,10 @@ class StreamState:
             self._reshape(stream, share)
 
     def vacate(self, stream: Stream, leaving: Collection[Group]) -> None:
-        """Forget batch groups that lie in memory that will be given back; they are fetched again.
+        """Forget batch groups in memory that will be given back; they are fetched again.
 
-        Groups are forgotten from the newest one back, until one comes that is not sealed yet or
-        that some consumer was sent. So call it again whenever a group is sealed.
+        Groups are forgotten from the newest one back, until one comes that is unsealed or was
+        sent to a consumer. So call it again whenever a group is sealed.
         """
         first_step = min(
             (
@@ -313,7 +313,7 @@ class StreamState:
         self.instructions += [Reshape(stream), Fetch(stream)]
 
     def _detach(self, consumer: Consumer) -> None:
-        """Let a consumer continue in a stream of its own, in the memory that it has reserved."""
+        """Let a consumer continue in a new stream, in the memory that it has reserved."""
         self._leave_what_is_over(consumer)
         while len(consumer.segments) > 1:
             self._drop(consumer.segments[-1])
@@ -329,7 +329,7 @@ class StreamState:
         self._look_at(stream)
 
     def _merge(self, stream: Stream) -> bool:
-        """Continue this stream's consumers in another that has its next step; False without one."""
+        """Continue this stream's consumers in another with its next step; False without one."""
         step = stream.next_to_begin
         for other in self.streams:
             if other is not stream and other.may_be_joined and other.has(step):
@@ -337,7 +337,7 @@ class StreamState:
                 for segment in list(stream.segments):
                     self._go_on_in(other, segment, step)
                 over = [each for each in stream.segments if each is not each.consumer.segments[-1]]
-                # the owner is dropped last, so that nobody inherits a stream that all leave
+                # the owner is dropped last, so that no segment about to leave inherits the stream
                 for segment in sorted(over, key=lambda each: each.consumer is stream.owner):
                     if segment.is_over:
                         self._drop(segment)
@@ -345,7 +345,7 @@ class StreamState:
         return False
 
     def _go_on_in(self, other: Stream, segment: Segment, step: int) -> None:
-        """Move what a segment wants from `step` on to a new segment in another stream."""
+        """Move the steps that a segment wants from `step` on to a new segment in another stream."""
         stop, start = segment.stop, max(step, segment.front)
         if stop is None or stop > start:
             segment.stop = start

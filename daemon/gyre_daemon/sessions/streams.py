@@ -1,6 +1,6 @@
 """Shared streams, their consumers and their batch groups: the records that `StreamState` changes.
 
-Pure, as `stream_state` is. Properties derive what the records say together: which steps a consumer
+Pure, as `stream_state` is. Properties derive facts from several records: which steps a consumer
 still takes, how much may be fetched ahead, and which consumer is the slowest.
 """
 
@@ -17,14 +17,14 @@ TOLERATED = 0.05
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A batch group: steps that are fetched together into one slot.
+    """A batch group: steps fetched together into one slot.
 
     It owns the slot until it is freed; see [Note: The life of a slot] in `memory.arenas`.
 
     Attributes:
         stream: the stream that fetches the steps.
         steps: the steps, without a gap.
-        num_needs: the segments that are still to take some of the steps, plus the parts that
+        num_needs: the segments still to take some of the steps, plus the parts that
             consumers hold; at 0 the group can be freed.
         is_sealed: all steps are in memory, except those that failed.
     """
@@ -154,7 +154,7 @@ class Consumer:
         return {other.consumer for each in self.segments for other in each.stream.segments}
 
     def cost_s(self, now: float) -> float:
-        """The seconds that others have waited for it, less what is forgiven."""
+        """The seconds that others have waited for it, less the forgiven ones."""
         if not self._cost_s:
             return 0.0
         return max(0.0, self._cost_s - TOLERATED * max(0.0, now - self._charged_at))
@@ -174,15 +174,15 @@ class Stream:
 
     Attributes:
         owner: the consumer whose reserved memory it uses.
-        share: the size and division of that memory; at most what the owner has reserved.
-        next_to_begin: the step that is fetched next.
+        share: the size and division of that memory; at most the owner's reservation.
+        next_to_begin: the step to fetch next.
         groups: the batch groups in flight or in memory, by each of their steps.
         segments: one for each consumer that reads here now or later, in the order of joining.
         leads_on: it ends at a step where its consumers continue in another stream.
         apart_until: until a consumer reaches this step, no other joins it and it joins no other.
         is_full: no memory was free when it last wanted to fetch.
-        is_closed: nobody reads it any more.
-        stall: who is charged, which consumers wait, and since when; None while nobody waits. See
+        is_closed: it has no consumers any more.
+        stall: the consumer charged, those that wait, and since when; None while none waits. See
             `StreamState.tick`.
     """
 
@@ -209,7 +209,7 @@ class Stream:
 
     @property
     def end_step(self) -> int | None:
-        """The first step that nobody wants; None if somebody reads without end."""
+        """The step after the last that a consumer wants; None if one reads without end."""
         stops = [segment.stop for segment in self.segments]
         ends = [stop for stop in stops if stop is not None]
         return max(ends) if len(ends) == len(stops) > 0 else None
@@ -257,7 +257,7 @@ class Stream:
     def furthest_behind(self) -> Segment | None:
         """Of the segments behind the furthest one, the one that needs the oldest batch.
 
-        The furthest one may hold old batches, too, but it is not the one that is slow.
+        The furthest one may hold old batches, too, but it is not slow.
         """
         front = max((segment.front for segment in self.segments), default=0)
         behind = [segment for segment in self.segments if segment.front < front]
@@ -265,7 +265,7 @@ class Stream:
 
     @property
     def slowest(self) -> Segment | None:
-        """The segment that the others wait for, where batches that are kept fill the memory."""
+        """The segment that the others wait for, if batches still held fill the memory."""
         if not self.is_full:
             return None
         starved = [segment for segment in self.segments if segment.consumer.is_starved]

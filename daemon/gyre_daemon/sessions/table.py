@@ -32,9 +32,9 @@ from gyre_daemon.sessions.weights import weights_of
 
 Result = TypeVar("Result")
 
-# What threads do for a request, beside what they do for the jobs of all users: as many bytes are
-# copied in about that time. If it were free, a user who asks all the time would keep the others
-# from reading.
+# The cost of a request's work in threads, as the number of bytes copied in about that time: it
+# counts with the reads of all users' jobs. If it were free, a user who asks all the time would
+# keep the others from reading.
 _PLANNED_BYTES, _ANSWERED_BYTES = 1 << 20, 64 << 20
 
 
@@ -45,7 +45,7 @@ class SessionTable:
         """A table without sessions.
 
         Args:
-            resources: what the sessions share.
+            resources: those that all sessions share.
             weights: the weights of jobs by pattern, as `weights_of` takes them.
         """
         self.resources = resources
@@ -58,7 +58,7 @@ class SessionTable:
         self.draining = False
 
     def __iter__(self) -> Iterator[Session]:
-        """All sessions that are open."""
+        """The open sessions."""
         return iter(list(self._sessions.values()))
 
     def count_request(self, owner: Principal, job: str) -> None:
@@ -131,7 +131,7 @@ class SessionTable:
     async def compute(
         self, user: str, work: Callable[[], Result], num_bytes: int = _ANSWERED_BYTES
     ) -> Result:
-        """Compute what a user asks for, in a thread, when it is the user's turn.
+        """Compute a user's answer in a thread, when it is the user's turn.
 
         Args:
             user: the name of a principal.
@@ -147,7 +147,7 @@ class SessionTable:
         on the same data is furthest; 0 if there is none. Jobs that have grown are passed over.
 
         Args:
-            dataset: what the job reads.
+            dataset: that of the job.
             order: how it goes through it.
             may_read: whether its user may read a dataset; streams of others are not looked at.
         """
@@ -166,13 +166,13 @@ class SessionTable:
         )
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
-        """These weights count from now on, for jobs that read already too."""
+        """Count jobs with these weights from now on, those that already read too."""
         self._weights = weights
         for key, flow in list(self._flows.items()):
             flow.weight, flow.user_weight = weights_of(key.user, key.name, weights)
 
     def by_job(self) -> Iterator[tuple[JobKey, Session]]:
-        """All sessions that are open, each with its job in the metrics."""
+        """The open sessions, each with its job in the metrics."""
         for session in self:
             yield self._counted_as[session.session_id], session
 
@@ -181,7 +181,7 @@ class SessionTable:
 
         Raises:
             LeaseExpired: no session of the caller has this id, or it has ended. A session of
-                somebody else is as good as none.
+                another user counts as absent.
         """
         session = self._sessions.get(session_id)
         if session is None or session.request.owner.name != caller.name:
@@ -281,7 +281,7 @@ class SessionTable:
 
 
 def _facts(session: Session) -> dict[str, object]:
-    """What a session is in the audit log."""
+    """The description of a session in the audit log."""
     request = session.request
     return {
         "session": session.handle,

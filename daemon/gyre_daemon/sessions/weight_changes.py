@@ -10,8 +10,8 @@ meanwhile, without a cursor, is a late rank of the job, and no new job of its na
 session is open again, or until the others would have opened theirs long ago.
 
 A job whose ranks read at several daemons is given a change by each of them. Where one of them
-fails, the others withdraw it: that is written, too, and taken out of the cursors of sessions that
-are opened again, as long as they stand before its step.
+fails, the others withdraw it. The withdrawal, too, is written, and removes the change from cursors
+of sessions that are opened again, as long as they stand before its step.
 """
 
 import errno
@@ -30,7 +30,7 @@ from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _FILE = "weights.jsonl"
 _MAX_FILE_BYTES = 16 << 20
-# Of these, what one user may fill with changes, and as much again with taking them back. With more,
+# One user's changes may fill this much of it, and as much again with taking them back. With more,
 # one user could keep all others from changing their weights.
 _MAX_USER_BYTES = 1 << 20
 # Ranks open their sessions again at once; they may measure or index before they are there.
@@ -150,7 +150,7 @@ class WeightChanges:
         Raises:
             Overloaded: as `give`.
         """
-        self._check_user(key.user, 2 * _MAX_USER_BYTES)  # what was given can be taken back
+        self._check_user(key.user, 2 * _MAX_USER_BYTES)  # room to take each change back
         self._write(key, {"withdrawn": [phase.first_step, *phase.weights]})
         self._note_withdrawn(key, phase)
         self._reopening[key] = self._clock() + _REOPENING_S
@@ -160,13 +160,13 @@ class WeightChanges:
         return [key for key, phases in self._changes.items() if phase in phases]
 
     def was_opened(self, key: JobOnMixture) -> None:
-        """A session of the job is open, so one that begins is no late rank of a change any more."""
+        """A session of the job is open, so a new one is no late rank of a change any more."""
         self._reopening.pop(key, None)
 
     def forget(self, key: JobOnMixture) -> None:
         """A job of this name begins again: it has been given nothing.
 
-        While its ranks open their sessions again for a change, one that begins is a late rank of
+        While its ranks open their sessions again for a change, a new session is a late rank of
         theirs, and nothing is forgotten.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Weights of jobs: by the name that a client chooses, and by the user whom the daemon knows."""
+"""Weights of jobs: by the name that a client chooses, and by the user that the daemon knows."""
 
 import fnmatch
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The step of a chain that says what is cached."""
+"""The step of a chain that caches its samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

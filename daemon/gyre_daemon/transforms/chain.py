@@ -26,7 +26,7 @@ class TransformFailed(Exception):
 
 
 class Chain:
-    """Transforms that are applied one after the other.
+    """Transforms applied one after the other.
 
     Attributes:
         made: the fields of the batch that they make.
@@ -37,14 +37,14 @@ class Chain:
     """
 
     def __init__(self, steps: Sequence[tuple[str, Transform]], source: Mapping[str, Field]) -> None:
-        """Check that each transform gets what it needs.
+        """Check that each transform finds the fields it needs.
 
         Args:
             steps: each transform with its name.
             source: the fields of a stored sample.
 
         Raises:
-            ValueError: a transform needs a field that is not there, or the batch would have a field
+            ValueError: a transform needs an absent field, or the batch would have a field
                 whose samples differ in more than the first length.
         """
         fields = dict(source)
@@ -114,7 +114,7 @@ class Chain:
             sample.update(own)
 
     def scratch(self) -> Sample:
-        """Memory for `out` where nobody wants what is made."""
+        """Memory for `out` of results that no caller reads."""
         made = self.made.items()
         return {
             name: np.empty([length or 0 for length in field.shape], field.dtype)
@@ -126,7 +126,7 @@ class Chain:
         """Each ragged field of a sample to which the chain was applied.
 
         Raises:
-            TransformFailed: one is not what its transform declares.
+            TransformFailed: one differs from the declaration of its transform.
         """
         found = []
         for name in self.ragged:

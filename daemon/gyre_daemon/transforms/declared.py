@@ -1,4 +1,4 @@
-"""Datasets whose samples are transformed, from what operators and clients declare."""
+"""Datasets with transformed samples, from declarations of operators and clients."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import TransformWorkers
 
-# Memory of samples that are being read and transformed, of all jobs; it is not part of any budget.
+# Memory of samples being read and transformed, of all jobs; it is not part of any budget.
 # Less would leave processes idle while a slow storage is read.
 _MAX_BYTES_AT_ONCE = 128 << 20
 # Datasets and chains before `cache` whose records are known. Another one forgets where the records
@@ -53,7 +53,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TransformPool:
-    """What transforming takes from a daemon.
+    """The daemon's resources for transforms.
 
     Attributes:
         workers: the processes.
@@ -74,9 +74,9 @@ class TransformedDataset(Dataset):
         made: the fields that transforms make, which come first.
         read: the names of the stored fields that they read.
         cost: of one sample.
-        pool: who transforms them.
+        pool: the processes that transform them.
         engines: programs that may transform them faster, the fastest first.
-        measured: the lengths of the ragged fields that are made; None while they are not known.
+        measured: the lengths of the ragged output fields; None while unknown.
         random: the names of transforms that may draw random numbers.
         held: records that were made when it was measured; None for none.
     """
@@ -104,7 +104,7 @@ class TransformedDataset(Dataset):
 
     @property
     def num_made(self) -> int:
-        """See `Dataset.num_made`: what was made before `cache` and passes since counts, too."""
+        """See `Dataset.num_made`: fields made before `cache` and passed on since count, too."""
         before = self.source.made if isinstance(self.source, KeptDataset) else ()
         names = {spec.name for spec in before}
         passed = (self.chosen or ())[len(self.made) :]
@@ -128,14 +128,14 @@ class TransformedDataset(Dataset):
         return replace(self, measured=index)
 
     def sized_fully(self) -> "TransformedDataset":
-        """The dataset with an index of its own fields, where it makes none to be measured."""
+        """The dataset with an index of its own fields, if none of its outputs must be measured."""
         if self.measured:
             return self
         return self.with_lengths(np.empty((self.source.index.num_samples, 0), np.int32))
 
 
 Made = TransformedDataset | KeptDataset
-# Takes what the transforms before `cache` make, and whether none follows; returns it measured.
+# Takes the dataset of the transforms before `cache`, and whether none follows; returns it measured.
 Ready = Callable[[TransformedDataset, bool], Awaitable[TransformedDataset]]
 
 
@@ -156,12 +156,12 @@ class Transforms:
             workers: of the daemon.
             installed: names of other packages' transforms that the operator enables.
             keep: see `Keep`; None where the node has no cache.
-            allow_modules: whether clients may name classes of their own.
+            allow_modules: whether clients may name their own classes.
         """
         self._pool = TransformPool(workers, ExchangeRoom(_MAX_BYTES_AT_ONCE))
-        # Who waits for records holds an exchange meanwhile, so these have rooms of their own. A
-        # source of a mixture waits for its own records, and a mixture for its sources: so there are
-        # two for each number of mixtures that lie below.
+        # A transform that waits for records holds an exchange meanwhile, so records have separate
+        # pools. A source of a mixture waits for its own records, and a mixture for its sources: so
+        # there are two pools for each depth of nested mixtures.
         self._pools_of_records: dict[int, TransformPool] = {}
         self._installed = installed
         self._keep = keep
@@ -184,7 +184,7 @@ class Transforms:
             declared: tables with a `name` and options; at least one.
             ready: see `Ready`.
             by_client: whether a client declares them, and not the operator.
-            height: how many mixtures lie in the dataset, one in another.
+            height: the depth of nested mixtures in the dataset.
 
         Raises:
             ConfigError: a transform is unknown, or does not fit the dataset or its options.
@@ -203,7 +203,7 @@ class Transforms:
         source = self._records(dataset, await ready(prefix, is_last))
         if is_last:
             return source
-        # What follows is known by all of the chain, `cache` left out: it changes nothing.
+        # The whole chain without `cache`, which changes nothing, identifies the rest.
         declared = [*declared[:place], *declared[place + 1 :]]
         del described.versions[place]
         fingerprint = _fingerprint(declared, described)
@@ -216,7 +216,7 @@ class Transforms:
     async def before_cache(
         self, dataset: Dataset, declared: Sequence[Mapping[str, Any]]
     ) -> tuple[TransformedDataset, bool] | None:
-        """What `apply` hands to `ready`, of an operator's transforms; None where it does not.
+        """The dataset that `apply` hands to `ready`, of an operator's transforms; None without one.
 
         Raises:
             GyreError: as `apply`.
@@ -249,7 +249,7 @@ class Transforms:
         declared: Sequence[Mapping[str, Any]],
         height: int,
     ) -> TransformedDataset:
-        """What the transforms before `cache` make."""
+        """The dataset of the transforms before `cache`."""
         if self._keep is None:
             raise ConfigError(
                 "a chain has the transform `cache`, and this daemon has no cache; set cache_memory"
@@ -259,9 +259,9 @@ class Transforms:
         return replace(prefix, transforms=_fingerprint(declared, described))
 
     def _records(self, dataset: Dataset, prefix: TransformedDataset) -> KeptDataset:
-        """Its records; the same object for all who ask for the same."""
+        """Its records; the same object for the same records."""
         assert self._keep
-        # those that cannot be transformed are part of what `transforms` tells
+        # samples that cannot be transformed are part of `transforms`
         key = dataset.storage, dataset.fingerprint, prefix.recipe, prefix.transforms
         if key not in self._kept:
             fields = as_records(prefix.made, prefix.fields[len(prefix.made) :])
@@ -296,7 +296,7 @@ class Transforms:
         )
 
     def for_records(self, dataset: TransformedDataset, height: int) -> TransformedDataset:
-        """The same, for who reads what it makes while others hold the memory of jobs.
+        """The same for readers of its samples that run while jobs hold their memory.
 
         Args:
             dataset: a source of a mixture.
@@ -305,14 +305,14 @@ class Transforms:
         return replace(dataset, pool=self._pool_at(2 * height + 1))
 
     def _pool_at(self, level: int) -> TransformPool:
-        """A pool whose memory is only held by those who wait for lower levels, or for none."""
+        """A pool whose memory is held only by reads that wait for lower levels, or for none."""
         if level not in self._pools_of_records:
             room = ExchangeRoom(_MAX_BYTES_AT_ONCE)
             self._pools_of_records[level] = TransformPool(self._pool.workers, room)
         return self._pools_of_records[level]
 
     async def with_engine(self, dataset: TransformedDataset, engine: str) -> TransformedDataset:
-        """The dataset, transformed by a faster program; what it makes must be verified.
+        """The dataset, transformed by a faster program whose results must be verified.
 
         Raises:
             ConfigError: the program cannot do it.

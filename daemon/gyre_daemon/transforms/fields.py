@@ -43,7 +43,7 @@ class Copy(Transform):
         return {self.to: fields[self.field]}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
-        """See `Transform.apply`: no transform writes to what it reads, so memory is shared."""
+        """See `Transform.apply`: no transform writes to its inputs, so memory is shared."""
         self.put(self.to, sample[self.field], sample, out)
 
 

@@ -56,7 +56,7 @@ class MadeByFunction:
 
 @dataclass(frozen=True)
 class PythonFunction(Transform):
-    """Replaces a sample's fields by those that a function returns.
+    """Replaces a sample's fields by the fields that a function returns.
 
     Attributes:
         title: the function's name.
@@ -92,7 +92,7 @@ class PythonFunction(Transform):
 
     @property
     def inputs(self) -> Sequence[str]:
-        """See `Transform.inputs`: all that there are."""
+        """See `Transform.inputs`: all fields."""
         return ()
 
     def inputs_of(self, fields: Mapping[str, Field]) -> Sequence[str]:
@@ -137,7 +137,7 @@ class PythonFunction(Transform):
         self.put(LEARNT, text, sample, out)
 
     def _returned(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """What the function makes of a sample, as arrays.
+        """The function's results for a sample, as arrays.
 
         Raises:
             ValueError: it fails, or returns no dict of arrays.

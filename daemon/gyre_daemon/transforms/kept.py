@@ -1,12 +1,12 @@
 """Samples that the node's cache keeps as the first transforms of a chain make them.
 
-[Note: How transformed samples are cached] The step `cache` cuts a chain in two. What the transforms
-before it make of a sample draws no random numbers, so it is the same for every seed, epoch and job.
-It is a record, and all records lie one behind the other in one large shard, which nobody stores: a
-read from it has the samples transformed. Before it lies the node's cache. Its blocks are one record
-each where all records have one size, and else some records that lie behind one another. So memory,
-disk, eviction by next use and counters are those of any cached shard. The transforms behind the
-step read their samples there, as from a dataset; where none follows, batches are read there.
+[Note: How transformed samples are cached] The step `cache` cuts a chain in two. The transforms
+before it draw no random numbers, so their output for a sample is the same for every seed, epoch and
+job. This output is a record, and all records form one large virtual shard: reading from it runs the
+transforms. The node's cache is in front of it. A block of the cache is one record if all records
+have one size, else a few consecutive records. So memory, disk, eviction by next use and counters
+are those of any cached shard. The transforms behind the step read their samples there, as from a
+dataset; where none follows, batches are read there.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from gyre_daemon.transforms.messages import Step
 STEP = "cache"
 # No order has blocks of this size, so it can stand for the blocks of the cache.
 RECORD_BLOCKS = 1
-# Records of different sizes that begin within so many bytes are one block. Each block takes whole
-# pages and has entries of its own in the cache, so single documents are too small. With larger
+# Records of different sizes that begin within this many bytes are one block. Each block takes whole
+# pages and separate entries in the cache, so single documents are too small. With larger
 # blocks, first batches wait for records of later ones. Blocks grow with the dataset, because the
 # cache keeps some arrays of all of them.
 _BLOCK_BYTES, _MAX_BLOCKS = 64 << 10, 1 << 17
@@ -70,8 +70,8 @@ class RecordIndex:
             source: the samples as they are stored.
             fields: of the records.
             sized: knows their sizes; None where all records have one size.
-            left_out: int64 [L], samples that nobody reads. Where sizes differ, their records are
-                empty, so that nothing has to make them.
+            left_out: int64 [L], samples that are never read. Where sizes differ, their records are
+                empty, so that they need not be made.
         """
         self.fields = fields
         self._source, self._sized, self._left_out = source.index, sized, left_out
@@ -113,7 +113,7 @@ class RecordIndex:
         return b"records" + (self._sized or self._source).digest() + left_out
 
     def _sizes_of(self, sample_ids: Int64Array) -> Int64Array:
-        """Int64 [n, F], the bytes of each field that is not indexed."""
+        """Int64 [n, F], the bytes of each field without an index."""
         if self._sized:
             sizes = self._sized.locate(sample_ids).tensor_bytes
             return np.where(np.isin(sample_ids, self._left_out)[:, None], 0, sizes)
@@ -188,7 +188,7 @@ def cut(steps: Sequence[Step], random: Sequence[int], drawing: Sequence[str] = (
         drawing: the transforms that did so before the chain, of sources of a mixture.
 
     Raises:
-        ConfigError: what is before it cannot be cached.
+        ConfigError: the transforms before it cannot be cached.
     """
     places = [place for place, step in enumerate(steps) if step.name == STEP]
     if not places:
@@ -216,7 +216,7 @@ def cut(steps: Sequence[Step], random: Sequence[int], drawing: Sequence[str] = (
 
 
 def as_records(made: Sequence[FieldSpec], passed: Sequence[FieldSpec]) -> list[FieldSpec]:
-    """Fields that transforms make, and those that pass, as they lie in records."""
+    """The fields of records: those that transforms make, and those that pass."""
     return [
         *made,
         *(replace(each, codec="bytes", forms=(), default=b"") for each in stored_fields(passed)),
@@ -244,7 +244,7 @@ def kept(prefix: Dataset, source: Dataset, recipe: bytes, keep: Keep) -> KeptDat
     """The samples that the transforms before `cache` make, as a dataset.
 
     Args:
-        prefix: as these transforms make them, with fields as they lie in records.
+        prefix: as these transforms make them, with the fields of records.
         source: the samples as they are stored.
         recipe: of these transforms.
         keep: makes the storage.

@@ -18,7 +18,7 @@ class MeasuredIndex(SampleIndex):
     """A `SampleIndex` of transformed samples: it knows their lengths, and no place in storage.
 
     Attributes:
-        lengths: int32 [N, R], the elements of each ragged field that is made.
+        lengths: int32 [N, R], the elements of each ragged output field.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MeasuredIndex(SampleIndex):
 
         Args:
             source: the samples as they are stored.
-            stored: the fields that are read of these.
+            stored: the fields read from these.
             made: the fields that transforms make.
             passed: the fields that stay as they are.
             lengths: of the ragged ones of `made`.

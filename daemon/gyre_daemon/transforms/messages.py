@@ -1,7 +1,7 @@
-"""What the daemon and its worker processes say to each other.
+"""Messages between the daemon and its worker processes.
 
 A request is one packet: the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
-of an exchange, in which a `Portion` lies, too. So do `MEASURE`, which makes nothing and tells how
+of an exchange with a `Portion`, too. So do `MEASURE`, which makes nothing and tells how
 long the samples would be, and `VERIFY`, which tells whether an engine makes the same. Each is
 answered by one packet, a `Described` or a `Done`. Answers may come from a process that hostile
 bytes have taken over.
@@ -18,13 +18,13 @@ from gyre_daemon.transforms.transform import Cost
 
 # kind; where the portion begins and ends in the exchange; first sample, and the one after the last
 HEAD = struct.Struct("<5q")
-MAX_PACKET_BYTES = 128 << 10  # below what the kernel lets a socket queue
+MAX_PACKET_BYTES = 128 << 10  # the kernel lets a socket queue more
 _MAX_DIMS, _MAX_LENGTH = 8, 1 << 32
 _Length = Annotated[int, Meta(ge=1, le=_MAX_LENGTH)]
 
 
 class Kind(IntEnum):
-    """What a request asks for."""
+    """The kinds of request."""
 
     DESCRIBE = 1
     TRANSFORM = 2
@@ -62,7 +62,7 @@ class Recipe(msgspec.Struct, frozen=True):
         steps: its transforms.
         source: the fields that it begins with.
         versions: of its transforms, when it was described; empty before.
-        engine: the faster program that does what it can do; empty for none.
+        engine: the faster program to use where it can; empty for none.
     """
 
     steps: list[Step]
@@ -81,7 +81,7 @@ class MadeField(msgspec.Struct, frozen=True):
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a chain is.
+    """The properties of a chain.
 
     Attributes:
         error: why there can be none; empty if there can.
@@ -102,7 +102,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Input(msgspec.Struct, frozen=True):
-    """Where a stored field of n samples lies in an exchange.
+    """The place of a stored field of n samples in an exchange.
 
     Attributes:
         name: of the field.
@@ -141,17 +141,17 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Portion(msgspec.Struct, frozen=True):
-    """Samples that are transformed together.
+    """Samples to transform together.
 
     Attributes:
         recipe: an encoded `Recipe`.
         seed: of the job.
         sample_ids: int64 [n].
         epochs: int64 [n].
-        inputs: what the chain reads.
-        outputs: what it makes; empty where it is only measured.
-        room: where what is made to be measured goes, sample after sample with all fields of each;
-            the first byte of the exchange and the end. Empty where nobody wants it.
+        inputs: the fields that the chain reads.
+        outputs: the fields that it makes; empty where it is only measured.
+        room: the bytes for output that is only measured, sample after sample with all fields of
+            each; the first byte of the exchange and the end. Empty where it is dropped.
     """
 
     recipe: bytes
@@ -172,7 +172,7 @@ class Done(msgspec.Struct, frozen=True):
         reason: why.
         cpu_s: processor time that it took.
         lengths: to `MEASURE`, int32 [n, R], the elements of each field in which samples differ.
-        num_kept: to `MEASURE`, the first samples that are whole in the room of the portion.
+        num_kept: to `MEASURE`, the number of first samples that fit whole into the room.
     """
 
     failed: int = -1

@@ -50,7 +50,7 @@ BUILT_IN: Mapping[str, str] = {
     "python": f"{_HERE}.function:PythonFunction",
 }
 _FUNCTION = "python"
-# Options that are paths. Clients of a shared daemon must not have it open files of their choice.
+# Options with paths. Clients of a shared daemon must not have it open files of their choice.
 _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
 # Most chains have a dozen transforms, and ten views of an image some eighty. More would let one
 # request take the memory of a worker.
@@ -65,7 +65,7 @@ def to_steps(
     allow_modules: bool,
     allow_files: bool,
 ) -> list[Step]:
-    """The transforms that are declared, each with the place of its class.
+    """The declared transforms, each with the place of its class.
 
     Args:
         declared: tables with the key `name` and the options.

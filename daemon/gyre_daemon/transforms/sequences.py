@@ -13,7 +13,7 @@ from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 @dataclass(frozen=True)
 class Truncate(Transform):
-    """Cuts sequences that are longer than a length; shorter ones stay as they are.
+    """Cuts sequences longer than a length; shorter ones stay as they are.
 
     Attributes:
         field: [n, ...], which becomes [min(n, length), ...].
@@ -64,7 +64,7 @@ class CropOrPad(Truncate):
 
     Attributes:
         field: [n, ...], which becomes [length, ...].
-        value: what shorter sequences are filled up with, at their end.
+        value: fills up shorter sequences, at their end.
     """
 
     value: float = 0
@@ -90,6 +90,6 @@ class CropOrPad(Truncate):
 
 
 def _cut(field: Field, length: int | None) -> Field:
-    """Boxes still lie in their image; an image no longer has all pixels of its file."""
+    """Boxes stay those of their image; an image no longer has all pixels of its file."""
     is_whole = field.is_whole and len(field.shape) != 3
     return replace(field, shape=(length, *field.shape[1:]), is_whole=is_whole)

@@ -1,4 +1,4 @@
-"""The seam between transforms and the daemon: what a transform is."""
+"""The interface between transforms and the daemon."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-# What a sample costs: `light` some microseconds, `heavy` about a millisecond, `slow` more than ten.
+# The cost of a sample: `light` some microseconds, `heavy` about 1 ms, `slow` more than 10 ms.
 # It decides how many samples a worker process is given at once.
 Cost = Literal["light", "heavy", "slow"]
 Sample = dict[str, npt.NDArray[Any]]
@@ -21,9 +21,9 @@ class Field:
     Attributes:
         dtype: of its elements.
         shape: of one sample; None for a length in which samples differ.
-        is_whole: of an image: whether its pixels are those of its file, one by one. What is made of
-            it is another field, which does not say so. Of boxes: whether nothing has moved them.
-        image: of boxes and of a mask: the image that they belong to; empty where nobody said.
+        is_whole: of an image: whether its pixels are those of its file, one by one. A transform of
+            it makes another field, which does not say so. Of boxes: whether nothing has moved them.
+        image: of boxes and of a mask: the image that they belong to; empty if undeclared.
         is_index: of an image: whether its pixels are numbers, such as those of classes.
         is_final: of boxes: whether they no longer move with their image.
         is_normalized: of boxes: whether they are parts of its width and height.
@@ -62,7 +62,7 @@ class Transform(ABC):
     An exception of `apply` makes the sample a corrupt one.
 
     Attributes:
-        version: of what it does. Another version gives other samples, so that cursors do not fit.
+        version: of its results. Another version gives other samples, so that cursors do not fit.
         cost: of one sample.
     """
 
@@ -85,7 +85,7 @@ class Transform(ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether `apply` may draw random numbers. Only what draws none can be cached."""
+        """Whether `apply` may draw random numbers. Only outputs without them can be cached."""
         return True
 
     @abstractmethod
@@ -104,11 +104,10 @@ class Transform(ABC):
         """Make the outputs for one sample; `put` stores one.
 
         Args:
-            sample: the fields that it has so far. Stored bytes are uint8 [n]; nobody may write to
-                them.
+            sample: the fields that it has so far. Stored bytes are uint8 [n] and read-only.
             rng: seeded for this sample alone, by the job's seed, the epoch and the sample's id. All
                 transforms of a chain draw from it in their order.
-            out: the memory of those outputs that are fields of the batch.
+            out: the memory of those outputs among the fields of the batch.
 
         Raises:
             ValueError: the sample is damaged; says how.
@@ -123,7 +122,7 @@ class Transform(ABC):
         return ()
 
     def with_engine(self, engine: str) -> "Transform":
-        """The transform by an engine; itself if that is none of its own.
+        """The transform by an engine; itself if it has no such engine.
 
         Raises:
             ValueError: the engine cannot do it.
@@ -164,7 +163,7 @@ class OfField(Transform):
         return [self.field]
 
     def require_bytes(self, fields: Mapping[str, Field]) -> None:
-        """Refuse a field that is not the bytes of files.
+        """Refuse a field other than the bytes of files.
 
         Raises:
             ValueError: it has another dtype, or one shape.

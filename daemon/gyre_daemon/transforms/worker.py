@@ -2,7 +2,7 @@
 
 Only a daemon starts it: see `workers`. A process answers the requests of `messages`, one after the
 other. It reads bytes that anybody may have written, with large libraries and the code of others. So
-it has no credentials, no way to the memory of clients, and little memory of its own, and it may be
+it has no credentials, no way to the memory of clients, and little memory, and it may be
 killed at any time.
 """
 
@@ -46,7 +46,7 @@ from gyre_daemon.transforms.messages import (
 from gyre_daemon.transforms.seeding import SampleGenerators
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 
-# What a process may allocate: some decoded images of 100 megapixels. More would let one sample take
+# The most a process may allocate: some decoded images of 100 megapixels. More would let one take
 # the memory of the machine.
 _MAX_DATA_BYTES = 2 << 30
 # Exchanges that stay mapped: to map one again faults in its pages once more. Files that the daemon
@@ -61,7 +61,7 @@ _Value = TypeVar("_Value")
 
 
 def answer(connection: socket.socket) -> None:
-    """Do what is asked for until the daemon hangs up."""
+    """Answer requests until the daemon hangs up."""
     with contextlib.suppress(OSError):  # the kernel ends this process before the daemon
         Path("/proc/self/oom_score_adj").write_text("500")
     worker = _Worker()
@@ -87,7 +87,7 @@ class _Worker:
         self._generators = SampleGenerators()
 
     def describe(self, recipe: bytes) -> Described:
-        """What a chain is, or why there can be none."""
+        """The properties of a chain, or why there can be none."""
         try:
             steps, source = _made(RECIPE_DECODER.decode(recipe))
             chain = Chain(steps, source)
@@ -119,7 +119,7 @@ class _Worker:
         )
 
     def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
-        """Transform or measure some samples of the portion that lies in an exchange."""
+        """Transform or measure some samples of the portion in an exchange."""
         began_s = time.process_time()
         memory = self._mapped(descriptor)
         portion = PORTION_DECODER.decode(memoryview(memory)[where])
@@ -151,7 +151,7 @@ class _Worker:
         return Done(cpu_s=cpu_s, lengths=told, num_kept=room.num_kept)
 
     def _verify(self, chain: Chain, portion: Portion, samples: "_Samples", numbers: range) -> Done:
-        """Compare what a chain makes with what it makes without its engine."""
+        """Compare a chain's outputs with those without its engine."""
         recipe = msgspec.structs.replace(RECIPE_DECODER.decode(portion.recipe), engine="")
         plain = _chain(ENCODER.encode(recipe))
         for number in numbers:
@@ -180,7 +180,7 @@ class _Worker:
 
 
 class _Room:
-    """Where samples that are made to be measured are kept as long as there is room.
+    """Memory for samples made to be measured, filled as long as there is room.
 
     Attributes:
         num_kept: how many are there, from the first one on.
@@ -191,7 +191,7 @@ class _Room:
         self.num_kept = 0
 
     def put(self, chain: Chain, fixed: Sample, ragged: list[np.ndarray[Any, Any]]) -> None:
-        """Keep one sample, its fields in the order of `made`; one that is too large ends it."""
+        """Keep one sample, its fields in the order of `made`; one too large ends it."""
         if self._at == self._end:
             return
         values = {**fixed, **dict(zip(chain.ragged, ragged, strict=True))}
@@ -256,7 +256,7 @@ class _InputColumn:
 
 
 class _RaggedColumn:
-    """One ragged field that is made of the samples of a portion; their lengths were measured."""
+    """One ragged output field of the samples of a portion; their lengths were measured."""
 
     def __init__(self, field: Output, memory: mmap.mmap) -> None:
         self._name = field.name
@@ -353,7 +353,7 @@ def _load(place: int, step: Step) -> Transform:
 def _kept(
     cache: "OrderedDict[Any, _Value]", key: Any, most: int, make: Callable[[], _Value]
 ) -> _Value:
-    """What a cache has under a key, or what is made for it; the least recently used goes."""
+    """The value that a cache has under a key, or a new one; the least recently used goes."""
     if key not in cache:
         cache[key] = make()
         if len(cache) > most:
@@ -363,7 +363,7 @@ def _kept(
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(ImportError):  # an extra; once for all processes that are forked
+    with contextlib.suppress(ImportError):  # an extra; once for all forked processes
         for part in ("decode", "geometry", "flips", "colors"):
             importlib.import_module(f"{_HERE}.images.{part}")
     serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

@@ -29,7 +29,7 @@ from gyre_daemon.transforms.messages import (
 
 # To load a chain's classes may take that long: libraries of users import others for seconds.
 _MIN_LOAD_S = 60.0
-# What it is taken to cost to describe a chain, until that is known. If it were free, clients that
+# The assumed cost of describing a chain, until it is known. If it were free, clients that
 # ask for one chain after the other would keep the turns from those who read. One that takes much
 # longer, as libraries are imported, counts as this at most.
 _DESCRIBED_IN_S, _MOST_DESCRIBED_IN_S = 0.01, 1.0
@@ -43,7 +43,7 @@ class SampleFailed(Exception):
 
     Attributes:
         number: of the sample in its portion.
-        transform: the name of the one that failed; empty if that is unknown.
+        transform: the name of the one that failed; empty if unknown.
         reason: in words.
         is_costly: whether to find out took a process, and perhaps its deadline.
     """
@@ -63,7 +63,7 @@ class TransformWorkers:
         Args:
             num: of processes, at most.
             deadline_s: how long one may take for a portion, or for one sample.
-            counts: what they did.
+            counts: of their work.
         """
         self._deadline_s = deadline_s
         self._counts = counts
@@ -76,7 +76,7 @@ class TransformWorkers:
         self._is_closed = False
 
     async def describe(self, recipe: bytes, flow: Flow) -> Described:
-        """What a chain is.
+        """The properties of a chain.
 
         Args:
             recipe: an encoded `Recipe`.
@@ -117,13 +117,13 @@ class TransformWorkers:
         Args:
             kind: `TRANSFORM` or `MEASURE`.
             exchange: has the stored fields where the portion says.
-            request: the bytes of the exchange that are the portion.
+            request: the portion's bytes in the exchange.
             num: of its samples.
             claims: the jobs that wait.
-            cost_s: the processor time that it will take, as far as that is known.
+            cost_s: the processor time that it will take, as far as known.
 
         Raises:
-            SampleFailed: a sample is refused, or kills or stops those who try it.
+            SampleFailed: a sample is refused, or kills or stops the process that tries it.
             Overloaded: no process can be started.
         """
         async with self._line.turn_of(claims, cost_s):
@@ -162,7 +162,7 @@ class TransformWorkers:
     async def _transform(
         self, kind: Kind, exchange: Exchange, request: range, numbers: range
     ) -> tuple[Done | None, str]:
-        """What became of some samples; None and the reason if the process died or hung."""
+        """The outcome for some samples; None and the reason if the process died or hung."""
         ends = request.start, request.stop, numbers.start, numbers.stop
         packet = HEAD.pack(kind, *ends)
         answer, reason = await self._ask(packet, self._deadline_s, exchange.file.fileno())

@@ -153,7 +153,7 @@ class _JoinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Join.ValueType],
     JOIN_UNSPECIFIED: _Join.ValueType  # 0
     """alone"""
     JOIN_ALONE: _Join.ValueType  # 1
-    """at the start of its own first epoch"""
+    """at the start of the job's first epoch"""
     JOIN_ROTATE: _Join.ValueType  # 2
     """where a running job with the same order and data reads now; each epoch wraps round from there"""
 
@@ -163,7 +163,7 @@ class Join(_Join, metaclass=_JoinEnumTypeWrapper):
 JOIN_UNSPECIFIED: Join.ValueType  # 0
 """alone"""
 JOIN_ALONE: Join.ValueType  # 1
-"""at the start of its own first epoch"""
+"""at the start of the job's first epoch"""
 JOIN_ROTATE: Join.ValueType  # 2
 """where a running job with the same order and data reads now; each epoch wraps round from there"""
 Global___Join: _TypeAlias = Join  # noqa: Y015
@@ -178,7 +178,7 @@ class _WeightsActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Weights
     WEIGHTS_ACTION_CHECK: _WeightsAction.ValueType  # 1
     """whether they could be given; nothing is changed"""
     WEIGHTS_ACTION_WITHDRAW: _WeightsAction.ValueType  # 2
-    """what was given, or may have been; also where it was not"""
+    """takes back a change that was given, or may have been; also where it was not"""
 
 class WeightsAction(_WeightsAction, metaclass=_WeightsActionEnumTypeWrapper): ...
 
@@ -186,7 +186,7 @@ WEIGHTS_ACTION_GIVE: WeightsAction.ValueType  # 0
 WEIGHTS_ACTION_CHECK: WeightsAction.ValueType  # 1
 """whether they could be given; nothing is changed"""
 WEIGHTS_ACTION_WITHDRAW: WeightsAction.ValueType  # 2
-"""what was given, or may have been; also where it was not"""
+"""takes back a change that was given, or may have been; also where it was not"""
 Global___WeightsAction: _TypeAlias = WeightsAction  # noqa: Y015
 
 class _Transport:
@@ -468,7 +468,7 @@ Global___DatasetSummary: _TypeAlias = DatasetSummary  # noqa: Y015
 
 @_typing.final
 class TransformList(_message.Message):
-    """What is done to samples, in this order. Each table has the key `name`; its other keys are the transform's options. A list without
+    """Transforms of samples, in this order. Each table has the key `name`; its other keys are the transform's options. A list without
     transforms asks for the samples as they are stored; without a list, they are transformed as the dataset's definition says.
     """
 
@@ -560,7 +560,7 @@ class DatasetDescription(_message.Message):
 
     @_builtins.property
     def transforms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """the names of those that are applied"""
+        """names of the applied ones"""
 
     @_builtins.property
     def packing(self) -> Global___Packing:
@@ -568,7 +568,7 @@ class DatasetDescription(_message.Message):
 
     @_builtins.property
     def dropped_categories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Categories]:
-        """of stored fields that are not among `fields`, or have no categories there"""
+        """of stored fields that `fields` lacks or has without categories"""
 
     def __init__(
         self,
@@ -602,7 +602,7 @@ Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
 
 @_typing.final
 class Categories(_message.Message):
-    """What the values 0, 1, ... of a field stand for."""
+    """The meanings of the values 0, 1, ... of a field."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -648,13 +648,13 @@ class Packing(_message.Message):
     num_tokens: _builtins.int
     """in all sequences"""
     efficiency: _builtins.float
-    """the part of all places in sequences that has a token"""
+    """the fraction of the places in sequences that hold a token"""
     num_empty: _builtins.int
     """documents without tokens, which are in no sequence"""
     num_overlong: _builtins.int
     """documents longer than a sequence"""
     overlong: _builtins.str
-    """what happened to them"""
+    """how they were handled"""
     @_builtins.property
     def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackedLength]:
         """rising; empty where all sequences have one length"""
@@ -778,14 +778,14 @@ class Field(_message.Message):
     text: _builtins.bool
     """the bytes are UTF-8: text, or a JSON document"""
     media_type: _builtins.str
-    """of bytes that are an encoded file: what is known of all samples, such as "image/jpeg" or "image/*" """
+    """of bytes that hold an encoded file: the type of all samples, such as "image/jpeg" or "image/*" """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
 
     @_builtins.property
     def categories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """what the values 0, 1, ... stand for, such as names of classes"""
+        """the meanings of the values 0, 1, ..., such as names of classes"""
 
     @_builtins.property
     def row_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -825,8 +825,8 @@ class IndexDatasetRequest(_message.Message):
     checksums: _builtins.bool
     """wait until every local shard has checksums, which reads all of it"""
     engine: _builtins.str
-    """What scans the shards: empty or `local` for processes of the daemon; `ray` for a Ray of the daemon's own, `ray://HOST:PORT` for
-    the cluster there, both for operators only.
+    """The engine that scans the shards: empty or `local` for processes of the daemon; `ray` for the daemon's private Ray,
+    `ray://HOST:PORT` for the cluster there, both for operators only.
     """
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
@@ -1041,7 +1041,7 @@ class LintProgress(_message.Message):
     num_bytes: _builtins.int
     """of the fields that were checked so far"""
     num_left_out: _builtins.int
-    """new findings that are not named"""
+    """new findings without a name here"""
     num_decoded: _builtins.int
     """images and sounds that were decoded so far"""
     @_builtins.property
@@ -1086,13 +1086,13 @@ class LintFinding(_message.Message):
         KIND_UNSPECIFIED: LintFinding._Kind.ValueType  # 0
         KIND_CORRUPT: LintFinding._Kind.ValueType  # 1
         KIND_ODD: LintFinding._Kind.ValueType  # 2
-        """it can be served, and is probably not what was meant"""
+        """it can be served, but is probably a mistake"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: LintFinding.Kind.ValueType  # 0
     KIND_CORRUPT: LintFinding.Kind.ValueType  # 1
     KIND_ODD: LintFinding.Kind.ValueType  # 2
-    """it can be served, and is probably not what was meant"""
+    """it can be served, but is probably a mistake"""
 
     KIND_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
@@ -1204,7 +1204,7 @@ Global___Bucket: _TypeAlias = Bucket  # noqa: Y015
 
 @_typing.final
 class Balance(_message.Message):
-    """What a sample costs: linear * L + quadratic * L^2, where L is its length. Of a packed sequence, the sum over its documents."""
+    """The cost of a sample: linear * L + quadratic * L^2, where L is its length. Of a packed sequence, the sum over its documents."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1575,7 +1575,7 @@ class ChangeWeightsRequest(_message.Message):
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
     def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """of sources; one that is absent is not read"""
+        """of sources; an absent one is not read"""
 
     def __init__(
         self,
@@ -1901,7 +1901,7 @@ class LocatedSample(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     BATCH_ROW_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.int
-    """in its source, or in the dataset that is no mixture"""
+    """in its source, or in the dataset if it is not a mixture"""
     shard: _builtins.int
     """number in `shards`"""
     row: _builtins.int
@@ -1916,7 +1916,7 @@ class LocatedSample(_message.Message):
     """where documents are packed: the part of it that the sequence has"""
     num_tokens: _builtins.int
     batch_row: _builtins.int
-    """where sequences have several lengths: the row of the global batch that has it"""
+    """where sequences have several lengths: its row of the global batch"""
     def __init__(
         self,
         *,
@@ -2161,15 +2161,15 @@ class SessionOpened(_message.Message):
     lease_s: _builtins.float
     """the session ends when its client is silent for longer"""
     max_queued_batches: _builtins.int
-    """the most batches that are sent and that the trainer has not taken"""
+    """the most batches sent that the trainer has not taken"""
     arena_bytes: _builtins.int
-    """The size of the first arena. The session's batches lie in arenas, whose descriptors come over the side channel (see below);
+    """The size of the first arena. The session's batches are in arenas, whose descriptors come over the side channel (see below);
     0: they are sent inline.
     """
     max_kept_batches: _builtins.int
     """batches that a client may keep in their slots after it took the next; it copies the others"""
     transforms: _builtins.str
-    """tells what is done to the samples from anything else; empty: nothing"""
+    """identifies the transforms of the samples; empty: none"""
     order_version: _builtins.int
     """of the permutation that orders the samples"""
     @_builtins.property
@@ -2215,8 +2215,8 @@ Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
 
 @_typing.final
 class MixtureDigest(_message.Message):
-    """From a step of a job on a mixture on, until the next one: what tells its weights, those before them, and the steps at which all of
-    them began, from any others. Ranks that train on one mixture have the same.
+    """From a step of a job on a mixture on, until the next one: identifies its weights, those before them, and the steps at which all of
+    them began. Ranks that train on one mixture have the same.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2305,12 +2305,12 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, where the kernel tells it who a client is.
+    """Next to a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, where the kernel identifies the client.
     1. A client that connects receives a token of 32 ASCII letters. Every call over the Unix socket carries the token as the metadata
        `gyre-side-token`, and is refused without it. The client keeps the connection for as long as it calls or may read arenas: when
        the connection ends, the token is no longer valid, and the session's batches may be overwritten. The memory of an arena counts
        until the kernel says that no process has it open or mapped, whatever a client says and whether it is connected or not.
-    2. A client that asks for the transport ARENA receives each arena of the session before the first batch that lies there: a message
+    2. A client that asks for the transport ARENA receives each arena of the session before the first batch in it: a message
        with the session's id, a space and the arena's number, and with the descriptor of a sealed memory file (SCM_RIGHTS). It comes
        on the connection whose token OpenSession carries. The first arena comes before OpenSession is answered.
 
@@ -2372,7 +2372,7 @@ class Heartbeat(_message.Message):
 
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     waiting_for: _builtins.str
-    """from the daemon: what the next batch waits for, for people; empty where it is sent by a client"""
+    """from the daemon: the reason why the next batch waits, for people; empty where a client sends it"""
     def __init__(
         self,
         *,
@@ -2481,7 +2481,7 @@ Global___Batches: _TypeAlias = Batches  # noqa: Y015
 
 @_typing.final
 class ArenasLeft(_message.Message):
-    """No further batch will lie in these arenas of the session. The client copies the batches there that it still needs, unmaps the
+    """The session puts no further batch into these arenas. The client copies the batches there that it still needs, unmaps the
     arenas, closes their descriptors and sends Unmapped. An arena that the daemon has closed counts as abandoned until the kernel
     says that no process has it open or mapped.
     """
@@ -2634,7 +2634,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ArenaSlot(_message.Message):
-    """The payloads lie in an arena. They stay unchanged until the client releases the batch group or, if the session ends before,
+    """The payloads are in an arena. They stay unchanged until the client releases the batch group or, if the session ends before,
     until its connection to the side channel ends.
     """
 
@@ -2833,7 +2833,7 @@ class SessionState(_message.Message):
     num_substitutes: _builtins.int
     """samples that were sent in place of corrupt ones"""
     filled: _builtins.float
-    """the part of the places of its packed sequences that has a token; absent where none are packed"""
+    """the fraction of places in its packed sequences that hold a token; absent where none are packed"""
     spread: _builtins.float
     """by how much the most expensive rank of the last step sent exceeds the mean; absent without balance"""
     user: _builtins.str
@@ -2848,7 +2848,7 @@ class SessionState(_message.Message):
     def lately(self) -> Global___Lately: ...
     @_builtins.property
     def transforms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """the names of those that are applied"""
+        """names of the applied ones"""
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
@@ -3003,8 +3003,8 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class DaemonStatus(_message.Message):
-    """Who may not read every dataset gets neither `storage`, `endpoints` nor `cache`, and in `num_batches_sent`, `num_bytes_sent` and
-    `num_substitutes_sent` what its own open sessions were sent.
+    """A caller that may not read every dataset gets neither `storage`, `endpoints` nor `cache`; `num_batches_sent`, `num_bytes_sent` and
+    `num_substitutes_sent` then count only its own open sessions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3110,12 +3110,12 @@ class MeasuringState(_message.Message):
     NUM_REUSED_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     num_done: _builtins.int
-    """samples that are measured, now or before"""
+    """samples measured, now or before"""
     num_samples: _builtins.int
     """in all"""
     elapsed_s: _builtins.float
     num_reused: _builtins.int
-    """of those that are done: had been measured before"""
+    """of those done: had been measured before"""
     def __init__(
         self,
         *,
@@ -3246,7 +3246,7 @@ class EndpointState(_message.Message):
     NUM_RETRIES_LEFT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     limit: _builtins.int
-    """requests that may be in flight; it adapts to what the storage handles"""
+    """requests that may be in flight; it adapts to the load that the storage handles"""
     num_in_flight: _builtins.int
     num_waiting: _builtins.int
     """requests that wait until they may be sent"""
@@ -3291,7 +3291,7 @@ class DrainResponse(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
-    """that are open"""
+    """open now"""
     timeout_s: _builtins.float
     """the daemon ends after this time at the latest, whatever they do"""
     def __init__(
@@ -3383,7 +3383,7 @@ class BatchTiming(_message.Message):
     SLOWEST_FIELD_NUMBER: _builtins.int
     STORAGE_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """empty: another user's, which shared what was read"""
+    """empty: another user's, which shared the reads"""
     rank: _builtins.int
     world_size: _builtins.int
     first_step: _builtins.int

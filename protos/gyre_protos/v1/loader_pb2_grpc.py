@@ -133,7 +133,7 @@ class LoaderServicer:
 
     def IndexDataset(self, request, context):
         """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
-        reads what the first job would wait for.
+        reads the values and lengths that the first job would wait for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +169,7 @@ class LoaderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PlanMixture(self, request, context):
-        """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read.
+        """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,8 +177,8 @@ class LoaderServicer:
 
     def ChangeWeights(self, request, context):
         """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
-        or takes it back in the same way, as long as no rank has received the step.
+        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
+        or takes a change back in the same way, as long as no rank has received the step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

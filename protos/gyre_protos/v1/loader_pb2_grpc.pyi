@@ -77,7 +77,7 @@ class LoaderStub:
     DescribeDataset: _grpc.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]
     IndexDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]
     """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
-    reads what the first job would wait for.
+    reads the values and lengths that the first job would wait for.
     """
     LintDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
@@ -90,11 +90,11 @@ class LoaderStub:
     LocateStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.LocateStepRequest, _loader_pb2.LocateStepResponse]
     """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]
-    """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+    """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
     ChangeWeights: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]
     """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
-    or takes it back in the same way, as long as no rank has received the step.
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
+    or takes a change back in the same way, as long as no rank has received the step.
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
@@ -117,7 +117,7 @@ class LoaderAsyncStub(LoaderStub):
     DescribeDataset: _aio.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]  # type: ignore[assignment]
     IndexDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]  # type: ignore[assignment]
     """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
-    reads what the first job would wait for.
+    reads the values and lengths that the first job would wait for.
     """
     LintDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]  # type: ignore[assignment]
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
@@ -130,11 +130,11 @@ class LoaderAsyncStub(LoaderStub):
     LocateStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.LocateStepRequest, _loader_pb2.LocateStepResponse]  # type: ignore[assignment]
     """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]  # type: ignore[assignment]
-    """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+    """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
     ChangeWeights: _aio.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]  # type: ignore[assignment]
     """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
-    or takes it back in the same way, as long as no rank has received the step.
+    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
+    or takes a change back in the same way, as long as no rank has received the step.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
@@ -172,7 +172,7 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_loader_pb2.IndexProgress], _abc.AsyncIterator[_loader_pb2.IndexProgress]]:
         """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again. Then
-        reads what the first job would wait for.
+        reads the values and lengths that the first job would wait for.
         """
 
     @_abc_1.abstractmethod
@@ -215,7 +215,7 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.PlanMixtureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanMixtureResponse, _abc.Awaitable[_loader_pb2.PlanMixtureResponse]]:
-        """What each source of a mixture contributes up to each of some steps. It is computed; no sample is read."""
+        """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
 
     @_abc_1.abstractmethod
     def ChangeWeights(
@@ -224,8 +224,8 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.ChangeWeightsResponse, _abc.Awaitable[_loader_pb2.ChangeWeightsResponse]]:
         """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether that is possible,
-        or takes it back in the same way, as long as no rank has received the step.
+        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
+        or takes a change back in the same way, as long as no rank has received the step.
         """
 
     @_abc_1.abstractmethod

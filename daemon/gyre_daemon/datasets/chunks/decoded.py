@@ -1,4 +1,4 @@
-"""A storage of decoded shards; see [Note: Where a row lies] in `formats.chunks`.
+"""A storage of decoded shards; see [Note: Rows of chunks] in `formats.chunks`.
 
 A read has its chunks fetched from the shards, by the storage that has these, and decoded by another
 process into memory that it shares with the daemon. From there the ranges are copied. Nothing is

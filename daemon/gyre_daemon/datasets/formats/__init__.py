@@ -1,8 +1,8 @@
-"""The storage formats: what the bytes of a dataset mean.
+"""The storage formats: how the bytes of a dataset are divided into samples and fields.
 
-In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which says where each sample lies
-and which fields it has. Everything here is pure. `base` defines the interface and shows how to
-write a format; `indexes` has the indexes that formats share; each format is a package of its own.
+In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which has the place and the fields
+of each sample. Everything here is pure. `base` defines the interface and shows how to write a
+format; `indexes` has the indexes that formats share; each format is a separate package.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 
-SINGLE_FILES = "files"  # the format of a folder whose files lie in folders
+SINGLE_FILES = "files"  # the format of a folder with files in subfolders
 FORMATS: Mapping[str, FormatEntry] = {
     "tokens": FormatEntry.of(TokensFormat, TokensOptions),
     "webdataset": FormatEntry.of(WebdatasetFormat, WebdatasetOptions),

@@ -1,4 +1,4 @@
-"""What formats have in common whose columns pyarrow reads."""
+"""The options and versions that formats with pyarrow's columns share."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class ColumnOptions(SchemaOptions):
 
     @property
     def wanted(self) -> Wanted:
-        """The columns that are chosen."""
+        """The chosen columns."""
         pairs = tuple(renamed(self.columns, "columns"))
         lengths = {name: length for name, length in self.lengths.items() if length}
         return Wanted(pairs, self.schema == "union", tuple(sorted(lengths.items())))
@@ -73,7 +73,7 @@ def require_pyarrow(name: str) -> None:
 
 
 def scan_version(version: str, wanted: Wanted) -> str:
-    """What changes with what a scan finds: its own version, and the columns that are chosen."""
+    """A version of scans that changes with their code and with the chosen columns."""
     union = ["union"] * wanted.may_lack
     pairs = [f"{field}={column}" for field, column in wanted.pairs]
     return " ".join([version, *union, *pairs, *(f"{name}:{size}" for name, size in wanted.lengths)])

@@ -3,8 +3,8 @@
 A format describes how samples are stored in shards. It only computes: the daemon does all reading.
 To open a dataset, the daemon uses a `Format` in this order:
 
-1. `pattern` selects the files of a folder that are shards.
-2. `inspection` finds out what the format must know about the shards. A `Scan` reads every shard
+1. `pattern` selects the shards among the files of a folder.
+2. `inspection` gathers the facts that the format needs about the shards. A `Scan` reads every shard
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
    which the daemon keeps in sidecar files and hands back the next time.
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
@@ -120,7 +120,7 @@ __all__ = [
     "stored_fields",
 ]
 
-Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
+Arrays = Mapping[str, np.ndarray]  # the results of an inspection, by names that the format chooses
 
 
 def array_of(
@@ -152,7 +152,7 @@ class SampleIndex(Protocol):
         """The tensors of a sample, the stored ones before the indexed ones."""
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
-        """Where samples lie; `sample_ids` is int64 [n]. Vectorised arithmetic without I/O."""
+        """The places of samples; `sample_ids` is int64 [n]. Vectorised arithmetic without I/O."""
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """An upper bound of the bytes of all ragged fields at `num_samples` successive positions.
@@ -172,7 +172,7 @@ class SampleIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """What the scan of a shard in object storage will read, as far as a file beside it tells.
+    """The ranges that the scan of a shard will read, if a file next to it tells them.
 
     Attributes:
         suffix: of the file, in place of the shard's own.
@@ -198,9 +198,9 @@ class Scan:
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
         seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
-        skips: whether `run` passes over parts of a file that can seek, always forward. Of an object
-            those are not read that are large.
-        ahead: what may tell which ranges those are; None if nothing does.
+        skips: whether `run` passes over parts of a file that can seek, always forward. Of an
+            object, large such parts are not read.
+        ahead: predicts the ranges to read; None if no file does.
         ragged: names of fields of lists that stay ragged even if all of them have one length.
     """
 
@@ -222,9 +222,9 @@ class ProbeRequest:
         shard: n indices of shards.
         start: n first bytes.
         stop: n ends, exclusive; a range is cut off at the end of its file.
-        suffix: if not empty, read the files beside the shards that have this suffix in place of
+        suffix: if not empty, read the files next to the shards with this suffix in place of
             their own.
-        is_optional: whether the files beside the shards may be absent.
+        is_optional: whether the files next to the shards may be absent.
     """
 
     shard: Sequence[int]
@@ -253,7 +253,7 @@ ProbeSteps = Generator[ProbeRequest, ProbeResponse | None, Arrays]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An inspection that reads a few byte ranges of the shards, or of files beside them.
+    """An inspection that reads a few byte ranges of the shards, or of files next to them.
 
     Attributes:
         version: name and version of the arrays; a sidecar of another version is made again.
@@ -276,7 +276,7 @@ class DamagedSample:
         shard: number of the shard.
         sample: its id in the dataset.
         offset: the byte of the shard at which it begins.
-        reason: what is wrong.
+        reason: the damage, in words.
     """
 
     shard: int
@@ -294,7 +294,7 @@ class TolerantFormat(Protocol):
     ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
         """As `Format.assemble`, with the samples that it would refuse, in the order of their ids.
 
-        The index has them too, so that ids do not depend on damage; nobody reads them.
+        The index has them too, so that ids do not depend on damage; they are never read.
         """
 
 
@@ -311,7 +311,7 @@ class Format(Protocol):
 
     @property
     def inspection(self) -> Scan | Probe | None:
-        """What must be read before `assemble`; None if offsets are plain arithmetic."""
+        """The inspection to do before `assemble`; None if offsets are plain arithmetic."""
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """The index of a whole dataset.

@@ -1,6 +1,6 @@
 """The second seam: formats whose samples are rows of chunks that must be decoded whole. Pure.
 
-[Note: Where a row lies]
+[Note: Rows of chunks]
 
 A format of chunks describes the *decoded shard*: the decoded chunks of a shard, back to back. A
 decoded chunk has its fields one after the other, and each field the values of all rows. So a row
@@ -35,7 +35,7 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
-# The most that a decoded chunk may have. It lies in memory as a whole, once in the process that
+# The most that a decoded chunk may have. It is in memory as a whole, once in the process that
 # decodes it and once in the cache; and rows within it are counted with 32 bits.
 MAX_CHUNK_BYTES = 2 << 30
 _MAX_REASON_CHARS = 300
@@ -67,7 +67,7 @@ class StoredChunk:
         shard_bytes: the size of the shard.
         pieces: of the shard, by the byte where each begins; at first the part that all chunks of
             the shard need, if there is one.
-        parameters: what else the scan kept for the chunk.
+        parameters: numbers of the scan that its decoder needs.
     """
 
     shard: str
@@ -83,12 +83,12 @@ Decode = Callable[[StoredChunk], Sequence[Column]]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a field of a decoded chunk must be.
+    """The size and checksums that a field of a decoded chunk must have.
 
     Attributes:
         num_bytes: of all rows.
         ends: a checksum of where the rows end; 0 if the field is not ragged.
-        present: a checksum of which rows have it; 0 if all do.
+        present: a checksum of the rows with a value; 0 if all have one.
     """
 
     num_bytes: int
@@ -97,7 +97,7 @@ class Expected:
 
     @classmethod
     def of(cls, column: Column) -> "Expected":
-        """What a column is."""
+        """The size and checksums of a column."""
         ends = 0 if column.ends is None else checksum(column.ends.astype(np.uint32))
         has_all = column.present is None or column.present.all()
         present = 0 if has_all else checksum(np.asarray(column.present))
@@ -112,13 +112,13 @@ class DamagedPart(ValueError):
     """
 
     def __init__(self, message: str, offset: int) -> None:
-        """Say what is wrong, and where."""
+        """Take the damage in words, and its offset."""
         super().__init__(message)
         self.offset = offset
 
 
 def checksum(values: npt.NDArray[np.generic]) -> int:
-    """A checksum that is not 0."""
+    """A checksum other than 0."""
     return zlib.crc32(np.ascontiguousarray(values).data) | 1 << 32
 
 
@@ -132,14 +132,14 @@ def chunk_arrays(
     parameters: Sequence[Sequence[int]] | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> Arrays:
-    """What the scan of a shard with C chunks of together R rows returns.
+    """The arrays of a scanned shard with C chunks of together R rows.
 
     Args:
         fields: of a row; of a ragged one every row has a length, also if it is not present.
         num_rows: of each chunk.
-        pieces: of each chunk, the bytes `[start, stop)` of the shard that it is decoded from.
+        pieces: of each chunk, the bytes `[start, stop)` of the shard to decode.
         columns: of each chunk, a column for each field; their data is not looked at. None for a
-            field that is not ragged and that all rows have.
+            field that is not ragged and present in all rows.
         shared: bytes `[start, stop)` of the shard that all chunks need.
         numbers: of the chunks in their shard, if it has others without a row.
         parameters: of each chunk, numbers that its decoder needs; None for none.
@@ -297,7 +297,7 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
     """The fields of a shard.
 
     Raises:
-        ValueError: they are none that a format of chunks has.
+        ValueError: a format of chunks has no such fields.
     """
     fields = []
     try:

@@ -1,6 +1,6 @@
-"""Decodes one chunk, in a process of its own.
+"""Decodes one chunk, in a separate process.
 
-The process gets a memory file that it shares with the daemon. The pieces of the chunk lie at its
+The process gets a memory file that it shares with the daemon. The pieces of the chunk are at its
 beginning, and the decoded chunk goes behind them.
 """
 
@@ -22,12 +22,12 @@ class DecodeRequest:
 
     Attributes:
         decode: the format's.
-        noun: what the format calls a chunk.
+        noun: the format's name for a chunk.
         number: of the chunk in its shard.
         shard_bytes: the size of the shard.
-        parameters: what else its scan kept for the chunk.
+        parameters: numbers of its scan that the decoder needs.
         pieces: bytes `[start, stop)` of the shard, back to back at the beginning of the file.
-        expected: what each field must be.
+        expected: the size and checksums of each field.
         target: where the decoded chunk goes in the file.
         file_bytes: the size of the file.
     """
@@ -46,7 +46,7 @@ class DecodeRequest:
         """Write the decoded chunk.
 
         Raises:
-            CorruptSample: it cannot be decoded, or is not what it was when it was indexed.
+            CorruptSample: it cannot be decoded, or has changed since it was indexed.
         """
         memory = memoryview(mmap.mmap(file.fileno(), self.file_bytes))
         pieces, begin = [], 0

@@ -1,4 +1,4 @@
-"""How a format is found by its name: what the list of formats has for each."""
+"""The entry of each format in the list of formats, by its name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

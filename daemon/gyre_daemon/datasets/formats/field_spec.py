@@ -1,4 +1,4 @@
-"""What a sample consists of: its fields, and where they lie. Pure."""
+"""The fields of a sample, and their places. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-# A batch has these tensors beside its fields, and names derived from a field's name with these
+# A batch has these tensors besides its fields, and names derived from a field's name with these
 # suffixes. No field may have such a name.
 SAMPLE_ID = "sample_id"
 MASK = "mask"
@@ -40,15 +40,15 @@ class FieldSpec:
         dtype: of the tensor.
         shape: of one sample; of one element if the field is ragged.
         ragged: whether samples differ in length along the first dim.
-        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor lies in
+        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor is in
             memory. The values of an `indexed` field are in the index, and nothing is read.
         token_ids: whether the elements are token ids; clients may widen unsigned ones.
         vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
-        categories: what the values of an integer field stand for, such as the names of classes;
+        categories: the meanings of the values of an integer field, such as the names of classes;
             empty if they are just numbers.
-        media_type: of bytes that are an encoded file: what is known of all samples, such as
-            `image/jpeg` or `image/*`; empty if nothing is.
-        cast_from: with the codec `cast`, the codec and the dtype of what is stored.
+        media_type: of bytes that hold an encoded file: the type of all samples, such as
+            `image/jpeg` or `image/*`; empty if unknown.
+        cast_from: with the codec `cast`, the codec and the dtype of the stored values.
         default: with the codec `default`, the bytes of every sample; nothing is stored.
         forms: how each schema of the shards stores the field; empty if all store it as this says.
         row_lengths: that the rows of a batch may have, where a sample may be several rows; see
@@ -56,7 +56,7 @@ class FieldSpec:
         length: the elements that each sample of a ragged field has, where all have as many; batches
             then have the field as an array of one shape. 0 where samples differ, or may differ.
         image: of boxes and masks that transforms made: the field with the image that they belong
-            to. What reads the field does not depend on it.
+            to. Readers of the field do not depend on it.
     """
 
     name: str
@@ -93,7 +93,7 @@ class FieldSpec:
 
 
 def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
-    """The fields that are read from storage; in an index they come before the indexed ones."""
+    """The fields read from storage; in an index they come before the indexed ones."""
     return [spec for spec in fields if spec.codec != "indexed"]
 
 
@@ -104,13 +104,13 @@ def indexed_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where n samples with F stored fields lie, and the values of their indexed fields.
+    """The places of n samples with F stored fields, and the values of their indexed fields.
 
     Attributes:
         shard: int64 [n], index of the shard.
         start: int64 [n, F], first byte in the shard.
         size: int64 [n, F], stored bytes; 0 if the sample lacks the field.
-        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if that is
+        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if it is
             `size` everywhere.
         absent: bool [n, F], which samples lack which fields; None if none may.
         indexed: for each indexed field its values, [n, *shape].

@@ -18,13 +18,13 @@ from gyre_daemon.storage.file_table import FileTable, Texts
 
 @dataclass(frozen=True, slots=True)
 class ManifestColumn:
-    """What a manifest says of each of n files.
+    """One column of a manifest, with a value for each of n files.
 
     Attributes:
         name: of the column.
         kind: `text`, `json`, `number` or `class`.
         values: of text and JSON the bytes; else int64, float64 or int32 [n].
-        categories: what the values of a class stand for, or numbers in JSON.
+        categories: the meanings of the values of a class, or numbers in JSON.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Manifest:
 
     Attributes:
         names: their paths, relative to the folder of the manifest.
-        columns: what else is known of them.
+        columns: with other facts about them.
     """
 
     names: Texts
@@ -53,7 +53,7 @@ class Described:
     Attributes:
         names: of the n samples, in the dataset's order.
         texts: int64 [n], for each the number of the file that describes it; -1 if there is none.
-        about: what the format knows of all samples.
+        about: the facts that the format has about all samples.
     """
 
     names: Texts
@@ -62,7 +62,7 @@ class Described:
 
 
 class ManifestPlace(NamedTuple):
-    """Where a manifest lies.
+    """The place of a manifest.
 
     Attributes:
         path: of the manifest.
@@ -79,13 +79,13 @@ class ListedFormat(Protocol):
 
     @property
     def pattern(self) -> str:
-        """The files that are usually meant; see `Format.pattern`."""
+        """The files usually meant; see `Format.pattern`."""
 
     def is_wanted(self, name: str) -> bool:
         """Whether a file of this name, without its folder, is one of the dataset."""
 
     def manifest_of(self, path: str) -> ManifestPlace | None:
-        """Where the manifest of a location of this path lies; None if its files are listed."""
+        """The place of the manifest for a location of this path; None if its files are listed."""
 
     def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleIndex:
         """The index of files, and of the columns that a manifest has of them.
@@ -101,7 +101,7 @@ class ManifestFormat(ListedFormat, Protocol):
 
     @property
     def reads_apart(self) -> bool:
-        """Whether a process of its own reads a manifest: parsed at once, it would block others."""
+        """Whether a separate process reads a manifest, whose parsing would block others."""
 
     def read_manifest(self, name: str, data: bytes) -> Manifest:
         """A manifest of this name and these bytes.
@@ -125,7 +125,7 @@ class DescribedFormat(ListedFormat, Protocol):
         Args:
             name: of the file that describes all of them.
             data: its bytes.
-            names: of all files that are wanted, sorted.
+            names: of all wanted files, sorted.
 
         Raises:
             CorruptSample: the file is damaged.
@@ -133,11 +133,11 @@ class DescribedFormat(ListedFormat, Protocol):
         """
 
     def manifest(self, described: Described, texts: Sequence[bytes]) -> Manifest:
-        """The manifest that the files make; a process of its own calls this.
+        """The manifest that the files make, called in a separate process.
 
         Args:
             described: the n samples.
-            texts: n, what describes each; empty where nothing does.
+            texts: n, the description of each; empty if there is none.
 
         Raises:
             CorruptSample: one of them is damaged; names it, and the line.

@@ -33,7 +33,7 @@ IMAGES, AUDIO = (
 
 
 def media_type_of(extensions: Iterable[str]) -> str:
-    """What files with any of these extensions are: `image/jpeg`, `image/*`, or empty."""
+    """The type of files with any of these extensions: `image/jpeg`, `image/*`, or empty."""
     kinds = {MEDIA_TYPES.get(extension.lower(), "") for extension in extensions}
     if len(kinds) == 1:
         return kinds.pop()

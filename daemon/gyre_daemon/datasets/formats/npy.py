@@ -21,8 +21,8 @@ _LENGTH_FORMATS = {
 }
 _MAGIC_BYTES = 8
 _NUMBER_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
-_USUAL_HEADER_BYTES = 128  # what numpy writes
-# Limits on what a damaged or hostile header may claim. They bound the memory of the parser, and
+_USUAL_HEADER_BYTES = 128  # of numpy's files
+# Limits on the claims of a damaged or hostile header. They bound the memory of the parser, and
 # keep the product of a shape within int64.
 _MAX_HEADER_BYTES = 10_000
 MAX_DIMS = 32
@@ -30,7 +30,7 @@ MAX_ARRAY_BYTES = 1 << 40
 
 
 class NpyHeader(NamedTuple):
-    """What an npy file declares.
+    """The declarations of an npy file.
 
     Attributes:
         dtype: of the elements.

@@ -1,4 +1,4 @@
-"""Shards with different columns as one dataset: which fields it has, and what shards lack.
+"""Shards with different columns as one dataset: its fields, and the values that shards lack.
 
 With `schema = "union"` a dataset has the columns of all its shards. A column whose numbers have
 different dtypes gets the smallest dtype that holds all of them; a shard without a column serves a
@@ -25,10 +25,10 @@ class SchemaOptions:
     """The keys of a dataset whose shards have columns.
 
     Attributes:
-        schema: what happens if shards have different columns: `equal` refuses them; `union` serves
+        schema: how to treat shards with different columns: `equal` refuses them; `union` serves
             the columns of all.
-        defaults: with `union`, what samples of a shard without a column have, by the name of the
-            field; otherwise zeros, no bytes, or `null` of JSON.
+        defaults: with `union`, the values for samples of a shard without a column, by the name of
+            the field; otherwise zeros, no bytes, or `null` of JSON.
     """
 
     schema: Literal["equal", "union"] = "equal"
@@ -83,11 +83,11 @@ class Schema:
 
 
 def union_field(name: str, schemas: Sequence[Schema], defaults: Mapping[str, Any]) -> FieldSpec:
-    """The field of this name of all schemas, of which at least one has it.
+    """The field of this name of all schemas; at least one has it.
 
     Raises:
-        CorruptSample: two schemas have fields that are not alike; names a shard of each.
-        ConfigError: the default is none for such a field.
+        CorruptSample: two schemas have incompatible fields; names a shard of each.
+        ConfigError: the default does not fit such a field.
     """
     owners = [schema for schema in schemas if name in schema.fields]
     common, first = owners[0].fields[name], owners[0]
@@ -97,7 +97,7 @@ def union_field(name: str, schemas: Sequence[Schema], defaults: Mapping[str, Any
             raise _unlike(name, owner, first)
         common = wider
     if common.codec == "indexed":
-        return common  # what shards lack is in the index, too
+        return common  # defaults for shards without it are in the index, too
     has_all = len(owners) == len(schemas)
     if has_all and all(owner.fields[name] == common for owner in owners):
         return common
@@ -112,10 +112,10 @@ def union_field(name: str, schemas: Sequence[Schema], defaults: Mapping[str, Any
 
 
 def default_bytes(spec: FieldSpec, defaults: Mapping[str, Any]) -> bytes:
-    """What a sample without this field has in its tensor.
+    """The bytes in the tensor for a sample without this field.
 
     Raises:
-        ConfigError: the operator's default is none for such a field.
+        ConfigError: the operator's default does not fit such a field.
     """
     if spec.name not in defaults:
         if spec.codec == "json":
@@ -179,7 +179,7 @@ def wider_field(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
 
 
 def _is_opaque(spec: FieldSpec) -> bool:
-    """Whether it has bytes that are perhaps no numbers."""
+    """Whether its bytes may be other than numbers."""
     return spec.ragged and spec.dtype == np.uint8 and not spec.shape
 
 
@@ -220,7 +220,7 @@ def _unlike(name: str, schema: Schema, first: Schema) -> CorruptSample:
 
 
 def described(spec: FieldSpec) -> str:
-    """What a field is, for messages."""
+    """A field in words, for messages."""
     kind = spec.codec if spec.codec in ("text", "json") else spec.dtype.name
     shape = "".join(f"[{size}]" for size in spec.shape)
     classes = f", of the classes {', '.join(spec.categories):.300}" if spec.categories else ""
@@ -228,5 +228,5 @@ def described(spec: FieldSpec) -> str:
 
 
 def described_all(fields: Sequence[FieldSpec]) -> str:
-    """What the fields of a shard are, for messages."""
+    """The fields of a shard in words, for messages."""
     return "the columns " + ", ".join(f"{spec.name} ({described(spec)})" for spec in fields)

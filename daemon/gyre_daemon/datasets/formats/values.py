@@ -14,7 +14,7 @@ MAX_NUMBER_CHARS = 64
 # Text is decoded in pieces, so that other threads get their turns and no copy of it is made.
 _TEXT_BYTES = 1 << 20
 # One document holds the interpreter while it is parsed: 4 ms for this many values, and as long for
-# a document of this size that is only skipped through. With a hundred times as much, no other
+# a document of this size that is skipped through. With a hundred times as much, no other
 # thread of the daemon runs for half a second, and the values take a hundred times the memory.
 _MAX_JSON_VALUES, _MAX_JSON_BYTES = 20_000, 1 << 20
 _NOT_FINITE = ("NaN", "-Infinity", "Infinity")  # Python writes them, though JSON has none
@@ -91,7 +91,7 @@ def without_surrogates(data: bytes) -> bytes:
 
 
 def check_texts(data: memoryview, begins: npt.NDArray[np.int64]) -> None:
-    """Check that texts which lie back to back are UTF-8, as one text where all are.
+    """Check that texts stored back to back are UTF-8, as one text where all are.
 
     Args:
         data: of all of them.
@@ -137,7 +137,7 @@ def parse_number(text: bytes) -> float:
     """A decimal number, perhaps with a fraction and an exponent.
 
     Raises:
-        ValueError: the text is no such number, or is none that float64 holds.
+        ValueError: the text is no such number, or beyond float64.
     """
     if len(text) > MAX_NUMBER_CHARS or not _NUMBER.fullmatch(text):
         raise ValueError(f"{text[: MAX_NUMBER_CHARS + 1]!r} is no decimal number")

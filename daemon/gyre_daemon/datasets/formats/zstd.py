@@ -1,7 +1,7 @@
 """Frames of zstd, by RFC 8878. Pure; the library is imported when the first frame is read.
 
 A file is one frame after the other. Those that a decoder must skip, such as the table of the
-seekable format, lie between them or at the end.
+seekable format, are between them or at the end.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from gyre_daemon.errors import ConfigError
 
-# Compressed bytes that are given to the decoder at once: they may become 16,000 times as many.
+# Compressed bytes for the decoder at once: they may become 16,000 times as many.
 _PIECE_BYTES = 64 << 10
 _BUFFER_BYTES = 1 << 20
-# The most that one frame may have, decompressed. It lies in memory several times while its lines
+# The most that one frame may have, decompressed. It is in memory several times while its lines
 # are found.
 MAX_FRAME_BYTES = 1 << 30
 _MAGIC, _SKIPPABLE, _SKIPPABLE_MASK = 0xFD2FB528, 0x184D2A50, 0xFFFFFFF0
@@ -67,7 +67,7 @@ def frames(file: BinaryIO) -> Iterator[Frame]:
 
 
 def _one_frame(reader: "_Reader", start: int) -> tuple[int, bytes]:
-    """The end of a frame and what it has; the reader is at its end then."""
+    """The end of a frame and its contents; the reader is at its end then."""
     library = _library()
     decoder = library.ZstdDecompressor().decompressobj()
     found, num_bytes = [], 0
@@ -91,7 +91,7 @@ def _one_frame(reader: "_Reader", start: int) -> tuple[int, bytes]:
 
 
 def decompress(pieces: Sequence[tuple[int, memoryview]]) -> bytes:
-    """What whole frames have; each piece is one or several.
+    """The contents of whole frames; each piece is one or several.
 
     Raises:
         ValueError: a frame is damaged.
@@ -118,7 +118,7 @@ def _library() -> Any:
 
 
 class _Reader:
-    """A file that is read once, of which some bytes can be given back.
+    """A file that is read once and takes back some bytes.
 
     Attributes:
         offset: of the next byte.
@@ -147,7 +147,7 @@ class _Reader:
         self.offset -= len(data)
 
     def skip(self, num_bytes: int) -> None:
-        """Take so many bytes and forget them."""
+        """Take this many bytes and forget them."""
         while num_bytes and (data := self.take(min(num_bytes, _PIECE_BYTES))):
             num_bytes -= len(data)
         if num_bytes:

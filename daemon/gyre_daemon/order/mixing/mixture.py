@@ -1,7 +1,7 @@
 """The order of a mixture: quotas say which source a position reads, its order which sample. Pure.
 
-Each source keeps a shuffle and epochs of its own: the n-th position that reads it reads what the
-n-th position of a job on that source alone would read, with a seed that follows from the job's seed
+Each source has its own shuffle and epochs: the n-th position that reads it reads the same sample as
+the n-th position of a job on that source alone, with a seed that follows from the job's seed
 and the source's name. A source may be a mixture itself.
 """
 
@@ -30,7 +30,7 @@ class MixedSource:
     Attributes:
         name: of its dataset.
         fingerprint: of its data.
-        ordered: what its order goes through: samples, sequences, or a mixture.
+        ordered: the samples, the sequences or the mixture that its order goes through.
         corrupt: int64 [C], ids of its samples that others replace, in rising order.
         first_id: the mixture's id of its first sample.
     """
@@ -44,13 +44,13 @@ class MixedSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
-    """What the order of a mixture goes through.
+    """The sources and the shares of a mixture, through which its order goes.
 
     Attributes:
         sources: K of them.
         phases: by the operator's definition; a job may have other ones.
         block: B, the positions in which each source has its quota.
-        num_samples: L, the samples of what counts as an epoch of the mixture.
+        num_samples: L, the number of samples that counts as an epoch of the mixture.
         shares: takes how many samples each source has, and returns the phases by the definition
             and L.
     """
@@ -67,7 +67,7 @@ class Mixture:
         return Mixture(tuple(sources), phases, self.block, num_samples, self.shares)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `BlockIndex.blocks`: adjacent samples of several sources do not lie together."""
+        """See `BlockIndex.blocks`: adjacent samples of several sources are stored apart."""
         raise InvalidRequest("a mixture has no blocks; use the order `full` or `sequential`")
 
     @property
@@ -156,7 +156,7 @@ class MixturePlanner(BatchPlanner):
         return found
 
     def _by_source(self, reading: Reading) -> "list[tuple[int, Int64Array, int, Int64Array]]":
-        """Of each source that is read: its number, by which positions, and where in the source.
+        """For each source with reads: its number, by which positions, and where in the source.
 
         The places in the source are a first position and int64 [m] ahead of it, ascending.
         """
@@ -177,6 +177,6 @@ def source_seed(seed: int, name: str) -> int:
 
 
 def source_order(order: Order, name: str) -> Order:
-    """The order of a job on one source of a mixture: one sample a step, under a seed of its own."""
+    """The order of a job on one source of a mixture: one sample a step, with its own seed."""
     seed = source_seed(order.seed, name)
     return replace(order, tail="wrap", seed=seed, global_batch_size=1, skipped=())

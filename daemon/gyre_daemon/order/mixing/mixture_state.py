@@ -1,4 +1,4 @@
-"""What a cursor knows of the mixture of its job, and whether the mixture is still that. Pure.
+"""The mixture in a cursor, and whether the dataset still is that mixture. Pure.
 
 A state keeps the sources with their fingerprints, the block, and every phase of the job: those of
 the definition and those that it was given while it ran.
@@ -90,17 +90,17 @@ def check_mixture(
     name: str,
     what_changed: Callable[[str, str], str] = lambda source, fingerprint: "",
 ) -> None:
-    """Check that a cursor's mixture is the one that is served.
+    """Check that a cursor's mixture is the served one.
 
     Args:
         theirs: of the cursor; None if it is of a plain dataset.
-        mixture: that is served; None for a plain dataset.
+        mixture: the served one; None for a plain dataset.
         name: of the dataset, for the error.
         what_changed: takes the name of a source and its earlier fingerprint, and says how its data
             differ now.
 
     Raises:
-        CursorRejected: it is another; says what differs.
+        CursorRejected: it is another; says how they differ.
     """
     if theirs is None or mixture is None:
         if (theirs is None) != (mixture is None):

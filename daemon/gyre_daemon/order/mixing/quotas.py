@@ -66,7 +66,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def are_phases(phases: Sequence[Phase], num_sources: int) -> bool:
-    """Whether a job on so many sources can have these phases."""
+    """Whether a job on this many sources can have these phases."""
     return (
         0 < len(phases) <= MAX_PHASES
         and phases[0].first_step == 0
@@ -90,7 +90,7 @@ def apportioned(num_positions: int, weights: Sequence[int]) -> list[int]:
 
 
 class Reading(NamedTuple):
-    """What n positions of a mixture read.
+    """The sources and places that n positions of a mixture read.
 
     Attributes:
         source: int64 [n], the number of the source.
@@ -121,7 +121,7 @@ class Quotas:
         seed: int,
         global_batch_size: int,
     ) -> None:
-        """Count what each phase leaves behind.
+        """Count the positions before each phase.
 
         Args:
             phases: at least one, for which `are_phases` holds.
@@ -156,7 +156,7 @@ class Quotas:
         return counts
 
     def read_at(self, position: int, ahead: Int64Array) -> Reading:
-        """What the positions `position + ahead` read; `ahead` is int64 [n], ascending."""
+        """The reading of the positions `position + ahead`; `ahead` is int64 [n], ascending."""
         source, place = np.empty(len(ahead), np.int64), np.empty(len(ahead), np.int64)
         first = 0
         while first < len(ahead):
@@ -186,7 +186,7 @@ class Quotas:
         return [before + count for before, count in zip(begun.counts, its, strict=True)]
 
     def _pattern(self, begun: _Begun, block: int) -> Reading:
-        """What the positions of one block read; any thread may ask."""
+        """The reading of the positions of one block; any thread may ask."""
         key = begun.position, block
         pattern = self._kept.get(key)
         if pattern is None:

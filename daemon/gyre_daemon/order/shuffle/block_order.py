@@ -4,12 +4,12 @@ It takes O(1) memory. Places of an epoch become sample ids in two steps.
 
 *The block sequence* is all samples, block after block, the blocks in a keyed random order. It is
 cut into as many equal *sections* as there are blocks; a section has samples of one to three blocks
-that are neighbours in the sequence.
+next to each other in the sequence.
 
 *The sliding window.* The places of the epoch are cut into *draws* as long as the sections. Draw g
 takes its samples from the sections `[g - h, g + h]`, evenly from all of them, and every section
 gives its samples evenly to the draws around it: element k of draw g is element k of section
-`g - d(k)`, where the offsets d are spread symmetrically over `[-h, h]`. If that section lies before
+`g - d(k)`, where the offsets d are spread symmetrically over `[-h, h]`. If that section is before
 the beginning of the sequence or behind its end, the sequence is reflected there: the mirrored
 section gives its mirrored element. As the offsets are symmetric, this is a bijection whose inverse
 costs the same, and each section is read within one stretch of `2h + 1` draws and never again.
@@ -84,7 +84,7 @@ class BlockOrder:
         self._sections = _Sections(table.num_samples, table.num_blocks)
         self._window = 2 * min((window_blocks - 1) // 2, table.num_blocks - 1) + 1
         num_turns = max(1, self._window // (_NUM_INTERLEAVED * self._sections.size))
-        self._stretch = _NUM_INTERLEAVED * num_turns  # draws that are interleaved
+        self._stretch = _NUM_INTERLEAVED * num_turns  # draws to interleave
 
     def __call__(self, places: Int64Array) -> Int64Array:
         """Sample ids at places of the epoch; both int64 [n], all in `[0, N)`."""
@@ -170,7 +170,7 @@ class BlockOrder:
         """The first element of each element's run, its place in the run, and the run's length.
 
         A run is as long as the window, except the last run of a draw. The surplus element of a
-        longer draw is a run of its own.
+        longer draw is a separate run.
         """
         size = self._sections.size
         begin = np.where(element == size, size, element // self._window * self._window)

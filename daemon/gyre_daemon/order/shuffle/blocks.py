@@ -24,7 +24,7 @@ class BlockTable:
     """Which samples each block of a dataset has. No block is empty, and no sample is in two.
 
     Attributes:
-        regular_size: samples of a block that is not the last of its run.
+        regular_size: samples of each block but the last of its run.
         first_block: int64 [R + 1], the first block of each run, and the number of all blocks.
         first: int64 [R + 1], the first sample of each run, and the number of all samples.
     """
@@ -82,7 +82,7 @@ class BlockTable:
 
 
 class BlockIndex(Protocol):
-    """What an order needs to know about a dataset."""
+    """The facts about a dataset that an order needs."""
 
     @property
     def num_samples(self) -> int:
@@ -130,7 +130,7 @@ def blocks_of_equal_samples(
 def blocks_of_unequal_samples(
     shard: Int64Array, start: Int64Array, stop: Int64Array, io_block_bytes: int
 ) -> BlockTable:
-    """Blocks of samples that lie one after the other in each shard.
+    """Blocks of consecutive samples in each shard.
 
     The blocks of one shard have about the same number of bytes.
 
@@ -148,7 +148,7 @@ def blocks_of_unequal_samples(
     piece_bytes = -(-num_bytes // num_pieces)
     last_piece = (num_bytes - 1) // piece_bytes
     piece = (start - np.repeat(begin, counts)) // np.repeat(piece_bytes, counts)
-    # an empty sample at the end of a shard makes no piece of its own
+    # an empty sample at the end of a shard makes no piece
     piece = np.minimum(piece, np.repeat(last_piece, counts))
     is_first = np.diff(piece, prepend=-1) != 0
     is_first[shard_first] = True

@@ -3,7 +3,7 @@
 Up to 4096 samples it is a table: the order of N keyed random words. Above, it is a
 format-preserving permutation: an unbalanced Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002). The network on `(N - 1).bit_length()` bits permutes
-a power of two that is at least N and less than 2N; a value that falls outside `[0, N)` is permuted
+a power of two, at least N and less than 2N; a value that falls outside `[0, N)` is permuted
 again until it falls inside. A network alone would not do. On 3 bits, 8 rounds are so far from
 uniform that 20,000 orders of 5 samples show it. And it permutes a power of two evenly, so half of
 the keys also exchange the samples 0 and 1, which makes odd permutations as likely.

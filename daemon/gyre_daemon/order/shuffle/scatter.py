@@ -1,4 +1,4 @@
-"""Very many small keyed permutations at once: each value is permuted within a range of its own.
+"""Very many small keyed permutations at once: each value is permuted within its own range.
 
 A `Permutation` prepares one key for one large range. Here every element names its range by a
 number, and a hash of the number is the range's key. The permutation is the same Feistel network

@@ -16,10 +16,10 @@ from gyre_daemon.transforms.audio.streams import Stream, streams_of
 from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 
 _Sound = npt.NDArray[np.float32]
-# What libsndfile says of a FLAC file whose header has no length is more than this.
+# libsndfile reports a greater length than this for a FLAC file whose header has none.
 _UNKNOWN = 1 << 60
 _BLOCK = 1 << 20  # samples in one read of such a file
-# What decoded and resampled sound may take together. A process may allocate twice as much.
+# The most bytes of decoded and resampled sound together. A process may allocate twice as much.
 _MAX_BYTES = 1 << 30
 
 
@@ -33,7 +33,7 @@ class _Forward(soundfile.SoundFile):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class DecodeAudio(OfField):
-    """Decodes WAV, FLAC, MP3, Ogg and what else libsndfile reads, whole or not at all.
+    """Decodes WAV, FLAC, MP3, Ogg and other formats of libsndfile, whole or not at all.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
@@ -45,7 +45,7 @@ class DecodeAudio(OfField):
         quality: of resampling, as soxr names it.
     """
 
-    version: ClassVar[int] = 2  # 1 cut what a header hides
+    version: ClassVar[int] = 2  # 1 cut sound that a header hides
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
     to: str = "audio"

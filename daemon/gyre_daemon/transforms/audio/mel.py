@@ -32,7 +32,7 @@ class LogMel(Transform):
         hop: from one spectrum to the next, in samples.
         low: where the first triangle begins, in Hz.
         high: where the last one ends, in Hz; 0 for half of `rate`.
-        floor: what is less counts as this.
+        floor: lesser values count as this.
     """
 
     rate: Annotated[int, Meta(ge=100, le=1 << 20)]
@@ -95,7 +95,7 @@ class LogMel(Transform):
 
     @cached_property
     def _triangles(self) -> npt.NDArray[np.float32]:
-        """float32 [window // 2 + 1, mels], what each frequency adds to each triangle."""
+        """float32 [window // 2 + 1, mels], the weight of each frequency in each triangle."""
         frequencies = np.linspace(0, self.rate // 2, self.window // 2 + 1)
         low, high = (2595 * math.log10(1 + each / 700) for each in (self.low, self._high))
         corners = 700 * (10 ** (np.linspace(low, high, self.mels + 2) / 2595) - 1)

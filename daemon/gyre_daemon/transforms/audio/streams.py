@@ -36,8 +36,8 @@ _MPEG_KBITS = {  # by version 1 or not, and layer; index 0 is no fixed rate, and
 _MPEG_HZ = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8000)}
 _MPEG_TAG = re.compile(rb"Xing|Info|VBRI")
 _MPEG_SYNC_OR_ID3 = re.compile(rb"\xff[\xe2-\xff]|ID3")
-# Some encoders count the frame that has the tag, and some do not count the last one. A decoder may
-# leave out frames at the beginning whose sound depends on frames that are not there.
+# Some encoders count the frame with the tag, and some do not count the last one. A decoder may
+# leave out frames at the beginning whose sound depends on absent frames.
 _MPEG_SLACK = 2
 
 
@@ -99,7 +99,7 @@ class _Chunked:
 
     @property
     def unknown(self) -> int:
-        """Sizes from here on are none; see `_UNKNOWN_32`."""
+        """Sizes from here on mean an unknown size; see `_UNKNOWN_32`."""
         return _UNKNOWN_32 if self.size.size == 4 else 1 << 62
 
 
@@ -207,7 +207,7 @@ def _without_length(data: Bytes) -> Stream:
 
 
 def _ogg(data: Bytes) -> list[Stream]:
-    """The links of a chain: a first page of a stream after a page that is none begins one."""
+    """The links of a chain; each begins at a stream's first page, unless another precedes it."""
     at, begins, was_first, last = 0, list[int](), False, 0
     while at < len(data):
         if bytes(data[at : at + 4]) != b"OggS":
@@ -242,7 +242,7 @@ class _Mpeg:
     Attributes:
         at: where the first of them begins.
         second: where the second one begins.
-        num_frames: how many there are, without one that has only a tag.
+        num_frames: how many there are, without one for a tag alone.
         tagged: how many a tag says; -1 if it does not say; None without one.
         end: the byte after the last.
     """
@@ -374,7 +374,7 @@ def _bytes_by_header(second: int, third: int) -> int:
 
 
 def _frame_samples(frame: Bytes) -> int:
-    """How many samples a frame has; 0 if it is none."""
+    """How many samples a frame has; 0 for other bytes."""
     if len(frame) < 4:
         return 0
     is_first, layer = frame[1] >> 3 & 3 == 3, 4 - (frame[1] >> 1 & 3)
@@ -382,7 +382,7 @@ def _frame_samples(frame: Bytes) -> int:
 
 
 def _tagged(data: Bytes, at: int, tag_at: int) -> int | None:
-    """How many frames a tag in a frame says, -1 if it does not say; None if it is none.
+    """The number of frames in a frame's tag, -1 for a tag without it; None for other bytes.
 
     Args:
         data: the file.

@@ -13,7 +13,7 @@ from gyre_daemon.transforms.boxes.moving import areas, as_boxes, boxes_field, cl
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
-_SLACK_PIXELS = 1.0  # what annotations are rounded to
+_SLACK_PIXELS = 1.0  # annotations are rounded to this
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class DecodeBoxes(Transform):
     """Makes boxes in pixels of an image of numbers or of JSON.
 
     It stands behind the transform that decodes the image, before any other changes it. A box with a
-    negative width or height, or with what is no number, is refused with its sample.
+    negative width or height, or with NaN or infinity, is refused with its sample.
 
     Attributes:
         field: numbers, [n, 4] or [n * 4], or JSON.
-        format: what the four numbers are: `xyxy` for two corners, `xywh` for a corner, width and
+        format: of the four numbers: `xyxy` for two corners, `xywh` for a corner, width and
             height, as COCO has them, or `cxcywh` for the center, width and height.
         key: of JSON: where the boxes are, such as `objects.bbox`. In a list, each element is asked.
         normalized: whether the numbers are parts of the width and height of the image, as those of
@@ -33,9 +33,9 @@ class DecodeBoxes(Transform):
         image: the field with the image.
         to: the boxes, float32 [n, 5]; see [Note: Boxes between transforms].
         fields: other fields that JSON has for each box, int64 [n]: keys by the names of the fields.
-        floats: those of them that are float32.
-        classes: of those of them that are texts or numbers with gaps, all values in their order;
-            their places in it are the field.
+        floats: the float32 ones of `fields`.
+        classes: for `fields` with texts or numbers with gaps: all values in order; the field has
+            the index of a value in this list.
         outside: `refuse` boxes that reach more than a pixel beyond the image, or `clip` them.
     """
 

@@ -12,21 +12,21 @@ _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def parsed(data: npt.NDArray[np.uint8]) -> Any:
-    """What JSON says.
+    """The value of a JSON document.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not valid JSON.
     """
     try:
         return _JSON.decode(data.data)
     except msgspec.DecodeError:
-        return json.loads(data.tobytes())  # Python writes NaN; its error is the one that is told
+        return json.loads(data.tobytes())  # reads the NaN that Python writes, or raises the error
 
 
 def values_at(document: Any, key: str) -> Any:
-    """What lies under a key, with dots between the keys of nested objects.
+    """The value at a key, with dots between the keys of nested objects.
 
-    A list has a list of what its elements have. So `objects.bbox` finds the boxes of
+    In a list, the key is looked up in each element. So `objects.bbox` finds the boxes of
     `{"objects": {"bbox": [...]}}` and of `{"objects": [{"bbox": ...}, ...]}`.
 
     Raises:

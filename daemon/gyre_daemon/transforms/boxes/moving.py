@@ -1,8 +1,8 @@
 """Boxes between transforms, and how they move with the pixels of their image. Pure.
 
 [Note: Boxes between transforms] The boxes of a sample are float32 [n, 5]: left, top, right and
-bottom in pixels of their image, from its upper left corner, and the part of the box that is
-visible, from 0 to 1. Pixel (0, 0) reaches from 0 to 1 both ways. A transform that cuts an image
+bottom in pixels of their image, from its upper left corner, and the visible fraction of the box,
+from 0 to 1. Pixel (0, 0) reaches from 0 to 1 both ways. A transform that cuts an image
 cuts its boxes and multiplies the visible parts. It drops none, so that the number of boxes never
 depends on chance: `SanitizeBoxes` drops them at the end, and counts those that stay.
 """
@@ -25,12 +25,12 @@ _LEAST_DEPTH = 1e-9  # of points that a perspective sends behind the eye
 
 
 def boxes_field(length: int | None, image: str) -> Field:
-    """The field of boxes of which each sample has this number."""
+    """The field of boxes with this many per sample."""
     return Field(np.dtype(np.float32), (length, NUM_COLUMNS), is_whole=True, image=image)
 
 
 def check_boxes(name: str, field: Field) -> None:
-    """Refuse a field that is not what [Note: Boxes between transforms] says.
+    """Refuse a field that breaks [Note: Boxes between transforms].
 
     Raises:
         ValueError: it is not.
@@ -47,7 +47,7 @@ def moved_field(name: str, fields: Mapping[str, Field], image: str) -> Field:
     """The field of boxes that a transform of an image takes along.
 
     Raises:
-        ValueError: they are no boxes, or lie elsewhere.
+        ValueError: they are not boxes, or not of this image.
     """
     field = fields[name]
     check_boxes(name, field)
@@ -72,7 +72,7 @@ def scaled(x: float, y: float) -> Matrix:
 def moved(boxes: npt.NDArray[Any], matrix: Matrix, height: int, width: int) -> Boxes:
     """Boxes in the image that their image becomes.
 
-    A box becomes the smallest one around its four corners, without what lies outside of the image.
+    A box becomes the smallest one around its four corners, cut at the edges of the image.
 
     Args:
         boxes: float32 [n, 5].
@@ -102,20 +102,20 @@ def _around(corners: npt.NDArray[np.float64], matrix: Matrix) -> npt.NDArray[np.
 
 
 def as_boxes(corners: npt.NDArray[Any], visible: npt.NDArray[Any]) -> Boxes:
-    """Boxes of their corners, [n, 4], and the parts of them that are visible, [n]."""
+    """Boxes of their corners, [n, 4], and of their visible fractions, [n]."""
     made = np.empty((len(corners), NUM_COLUMNS), np.float32)
     made[:, :4], made[:, 4] = corners, visible
     return made
 
 
 def clipped(corners: npt.NDArray[Any], height: int, width: int) -> npt.NDArray[Any]:
-    """Boxes [n, 4] without what lies outside of an image."""
+    """Boxes [n, 4], cut at the edges of an image."""
     inside: npt.NDArray[Any] = np.minimum(np.maximum(corners, 0), (width, height, width, height))
     return inside
 
 
 def visible_parts(inside: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The areas [n] of boxes divided by those of others; 0 where there is none."""
+    """The areas [n] of boxes divided by those of others; 0 where the others' are 0."""
     all_of_it = areas(whole)
     parts = np.zeros(len(whole))
     np.divide(areas(inside), all_of_it, out=parts, where=all_of_it > 0)

@@ -1,4 +1,4 @@
-"""Which boxes stay, and what they are in a batch."""
+"""Drops boxes that are too small or barely visible, and converts the others for a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _FILL = -1  # no class, so that a loss that takes it for one fails
 class SanitizeBoxes(Transform):
     """Drops boxes that can no longer be seen, and ends their way with their image.
 
-    Those that stay come first, in their order, and `count` says how many they are. Behind them a
+    The others come first, in their order, and `count` says how many they are. Behind them a
     sample has rows without a box, which are 0, and -1 in fields that have negative numbers. So a
     sample has as many rows as it has boxes in storage, which does not depend on chance; or
     `max_boxes`, the same for all samples.
@@ -31,7 +31,7 @@ class SanitizeBoxes(Transform):
         max_boxes: if not 0, how many rows all samples have. One with more boxes is refused.
         min_size: the least width and height of a box, in pixels of the image as it is now.
         min_area: the least area of a box, in such pixels.
-        min_visible: the least part of it that is visible.
+        min_visible: the least visible fraction of a box.
         format: of the result, see `DecodeBoxes`.
         normalized: whether the results are parts of the width and the height of the image.
         image: the field with the image, which must still be [height, width, channels] where results

@@ -13,7 +13,7 @@ class AnnotatedTransform(ImageTransform):
     """A transform that moves the pixels of an image, and does the same to its masks and boxes.
 
     Masks are images themselves, such as the class of each pixel, with the height and width of their
-    image: their levels are never mixed. Boxes are what `decode_boxes` makes.
+    image: their levels are never mixed. Boxes are outputs of `decode_boxes`.
 
     Attributes:
         masks: their fields.
@@ -48,7 +48,7 @@ class AnnotatedTransform(ImageTransform):
         return made | {name: moved_field(name, fields, self.field) for name in self.boxes}
 
     def _made_of(self, name: str, fields: Mapping[str, Field], image: str) -> Field:
-        """What is mirrored or turned has its shape, but no longer the pixels of its file."""
+        """Each output has the shape of its input, but no longer the pixels of its file."""
         is_index = fields[name].is_index
         made = self.made_of(name, fields[name])
         return replace(made, is_whole=False, image=image, is_index=is_index)
@@ -59,7 +59,7 @@ class AnnotatedTransform(ImageTransform):
         return False
 
     def made_of(self, name: str, before: Field) -> Field:
-        """What becomes of the image or of a mask.
+        """The output field of the image or of a mask.
 
         Raises:
             ValueError: it is no image.

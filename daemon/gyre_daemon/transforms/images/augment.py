@@ -17,12 +17,12 @@ _NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
 
 
 class Operation(NamedTuple):
-    """What can be done to an image.
+    """An operation on an image.
 
     Attributes:
-        strongest: takes height and width, and returns what the greatest strength means.
+        strongest: takes height and width, and returns the operand for the greatest strength.
         is_signed: whether it goes either way.
-        apply: takes an image and what a strength means.
+        apply: takes an image and the operand for a strength.
     """
 
     strongest: Callable[[int, int], float]
@@ -102,7 +102,7 @@ class RandAugment(MovesAlone):
         self.put(self.field, made, sample, out)
 
     def draw(self, height: int, width: int, rng: np.random.Generator) -> tuple[str, float]:
-        """The name of an operation, and what its strength means for an image of this size."""
+        """The name of an operation, and its operand for this strength and size of an image."""
         name = _NAMES[int(rng.integers(len(_NAMES)))]
         operation = OPERATIONS[name]
         strength = self.magnitude / (_NUM_STRENGTHS - 1)

@@ -128,7 +128,7 @@ class Normalize(ImageTransform):
 
     @cached_property
     def _tables(self) -> list[npt.NDArray[np.float32]]:
-        """What becomes of each level of each channel, computed as torch does."""
+        """The new value of each level of each channel, computed as torch does."""
         levels = _LEVELS / np.float32(255)
         pairs = zip(self.mean, self.std, strict=True)
         return [(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs]

@@ -35,13 +35,13 @@ class DecodeImage(OfField):
     """Decodes JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, AVIF and JPEG 2000.
 
     An orientation that a camera has noted is not applied, as in torchvision. Levels of more than 8
-    bits keep their upper 8, as Pillow does it for colours. Opacity is left out. Numbers that are no
+    bits keep their upper 8, as Pillow does it for colours. Opacity is left out. Numbers other than
     levels, such as floats, are refused.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
         to: the pixels, uint8 [height, width, channels].
-        colors: `rgb` for 3 channels, `gray` for 1; `index` for 1 with the numbers that are stored,
+        colors: `rgb` for 3 channels, `gray` for 1; `index` for 1 with the stored numbers,
             as masks have them: of a palette, gray levels, or single bits. Files with colours are
             refused.
         max_pixels: an image that declares more is refused before it is decoded.
@@ -111,7 +111,7 @@ class DecodeImage(OfField):
         return (self._decode_other(data), 1) if image is None else (image, factor)
 
     def _decode_jpeg(self, data: memoryview, factor: int) -> Pixels | None:
-        """The pixels of a JPEG file; None where only Pillow may know what to do with it."""
+        """The pixels of a JPEG file; None where only Pillow may be able to read it."""
         try:
             height, width, stored, _ = simplejpeg.decode_jpeg_header(data)
             self._check_size(height, width)
@@ -200,7 +200,7 @@ def _opened(data: memoryview) -> Iterator[Image.Image]:
     """An image whose header was read.
 
     Raises:
-        ValueError: it is none, or damaged; also for what is raised inside.
+        ValueError: it is not an image, or damaged; also for any error raised inside.
     """
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -222,7 +222,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
         ValueError: its pixels are no levels.
     """
     _check_levels(image)
-    if not image.mode.startswith("I"):  # what is "I" now, PPM say, was scaled to 16 bits
+    if not image.mode.startswith("I"):  # a PPM that is "I" now was scaled to 16 bits
         image.load()
         return image
     bits, is_inverted = 16, False

@@ -17,12 +17,12 @@ from gyre_daemon.transforms.transform import Field, OfField, Sample
 
 @dataclass(frozen=True)
 class DecodeRandomResizedCrop(OfField):
-    """Does what `DecodeImage` and then `RandomResizedCrop` do, and draws the same rectangles.
+    """Same as `DecodeImage` and then `RandomResizedCrop`, with the same rectangles drawn.
 
     A rectangle is drawn from the size that the header of a file declares. Then a JPEG file is
     decoded at the smallest of a half, a quarter or an eighth at which the rectangle still is at
-    least `reducing_gap` times as high and as wide as the result. What is decoded whole becomes the
-    same pixels as by the two transforms; others differ a little, and less with a larger gap.
+    least `reducing_gap` times as high and as wide as the result. Images decoded at full size give
+    the pixels of the two transforms; others differ a little, and less with a larger gap.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.
@@ -34,7 +34,7 @@ class DecodeRandomResizedCrop(OfField):
         scale: see `RandomResizedCrop`.
         ratio: see `RandomResizedCrop`.
         interpolation: see `resized`; always with `antialias`.
-        reducing_gap: as that of `resize` of Pillow: how many pixels a rectangle that is decoded
+        reducing_gap: as that of `resize` of Pillow: how many pixels a rectangle decoded
             smaller has at least, each way, for one pixel of the result.
     """
 
@@ -51,7 +51,7 @@ class DecodeRandomResizedCrop(OfField):
     reducing_gap: Annotated[float, Meta(ge=1, le=64)] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what `RandomResizedCrop` refuses."""
+        """Refuse the same options as `RandomResizedCrop`."""
         self._crop  # noqa: B018
 
     def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:

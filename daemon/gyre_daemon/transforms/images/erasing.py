@@ -25,7 +25,7 @@ class RandomErasing(ImageTransform):
         p: the probability that an image loses a rectangle.
         scale: the least and the greatest area of the rectangle, as a fraction of the image.
         ratio: the least and the greatest of its height divided by its width.
-        value: what fills it: a number, or `random`, standard normal numbers, one for each element.
+        value: of erased pixels: a number, or `random`, standard normal numbers, one per element.
         layout: of the image, `chw` or `hwc`.
         field: the image.
     """
@@ -38,7 +38,7 @@ class RandomErasing(ImageTransform):
     field: str = "image"
 
     def __post_init__(self) -> None:
-        """Refuse ranges that are none."""
+        """Reject empty ranges."""
         for name in ("scale", "ratio"):
             least, greatest = getattr(self, name)
             if least > greatest:

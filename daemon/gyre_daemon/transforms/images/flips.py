@@ -1,4 +1,4 @@
-"""Images that are mirrored."""
+"""Transforms that mirror images."""
 
 from dataclasses import dataclass
 from typing import ClassVar

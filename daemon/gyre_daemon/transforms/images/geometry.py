@@ -37,7 +37,7 @@ class _Crop(AnnotatedTransform):
     size: Size
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Reject invalid sizes."""
         pair(self.size)
 
     def made_of(self, name: str, before: Field) -> Field:
@@ -99,7 +99,7 @@ class RandomResizedCrop(_Crop):
     boxes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse sizes and ranges that are none."""
+        """Reject invalid sizes and empty ranges."""
         super().__post_init__()
         for name in ("scale", "ratio"):
             least, greatest = getattr(self, name)
@@ -175,7 +175,7 @@ class Resize(AnnotatedTransform):
     boxes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Reject invalid sizes."""
         pair(self.size)
 
     @property
@@ -246,10 +246,10 @@ class RandomCrop(_Crop):
 
     Attributes:
         size: of the result: of a square, or height and width.
-        padding: pixels that are added at each side before.
-        pad_if_needed: whether images that are smaller than the result get as many more, at both
+        padding: pixels to add at each side before.
+        pad_if_needed: whether images smaller than the result get as many more, at both
             sides, as they lack; else they are refused.
-        fill: the level of pixels that are added, where `padding_mode` is `constant`.
+        fill: the level of added pixels, where `padding_mode` is `constant`.
         padding_mode: `constant`, or how the image goes on: with its edge, or mirrored without
             (`reflect`) or with its edge (`symmetric`).
         field: the image.

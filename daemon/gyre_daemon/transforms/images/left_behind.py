@@ -33,10 +33,10 @@ def check_left_behind(
     is_resize: bool = False,
     can_take: bool = True,
 ) -> None:
-    """Refuse a transform that moves the pixels of an image and leaves what belongs to it.
+    """Refuse a transform that moves the pixels of an image but not its boxes or masks.
 
     Boxes have no other way to move. A mask has one where nothing is random: the same transform once
-    more. What `colors = "index"` decoded is a mask, unless several images could be meant.
+    more. An image decoded with `colors = "index"` is a mask, unless it could belong to several.
 
     Args:
         image: its name.
@@ -47,7 +47,7 @@ def check_left_behind(
         can_take: whether the transform could take something along.
 
     Raises:
-        ValueError: it names what is left.
+        ValueError: it names the field that would stay.
     """
     for name, field in others.items():
         if field.image != image or (is_resize and field.is_normalized):

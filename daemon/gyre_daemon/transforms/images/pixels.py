@@ -88,7 +88,7 @@ def check_image(name: str, field: Field) -> int:
     """The number of channels of a field that must be an image.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an image.
     """
     if field.dtype != np.uint8 or len(field.shape) != 3 or field.shape[2] not in (1, 3):
         shape = ", ".join("*" if length is None else str(length) for length in field.shape)

@@ -15,7 +15,7 @@ from gyre_daemon.transforms.transform import Sample
 
 _NUM_WIDE = 31  # strengths of TrivialAugment, torchvision's `num_magnitude_bins`
 _NUM_LEARNED = 10  # of AutoAugment
-# What the greatest strength of TrivialAugment means; of the others as for RandAugment.
+# The operands for the greatest strength of TrivialAugment; of the others as for RandAugment.
 WIDEST: Mapping[str, float] = {
     "shear_x": 0.99,
     "shear_y": 0.99,
@@ -75,7 +75,7 @@ IMAGENET: Sequence[tuple[Change, Change]] = (
 
 
 class _Drawn(MovesAlone):
-    """Does operations that are drawn at random."""
+    """Applies operations drawn at random."""
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -89,7 +89,7 @@ class _Drawn(MovesAlone):
     def draw(
         self, height: int, width: int, rng: np.random.Generator
     ) -> Sequence[tuple[str, float]]:
-        """Names of operations, each with what its strength means for an image of this size."""
+        """Names of operations, each with its operand for an image of this size."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class AutoAugment(_Drawn):
 
 
 def _signed(name: str, by: float, rng: np.random.Generator) -> float:
-    """What a strength means, either way where the operation goes either way."""
+    """The operand for a strength, either way where the operation goes either way."""
     is_signed = name in OPERATIONS and OPERATIONS[name].is_signed
     return -by if is_signed and rng.random() <= 0.5 else by
 

@@ -1,4 +1,4 @@
-"""Several crops of one image, each a field, to average what a model says of them."""
+"""Several crops of one image, each a field, to average a model's outputs over them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class FiveCrop(ImageTransform):
     field: str = "image"
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Reject invalid sizes."""
         pair(self.size)
 
     @property
@@ -73,7 +73,7 @@ class FiveCrop(ImageTransform):
 
 @dataclass(frozen=True)
 class TenCrop(FiveCrop):
-    """Cuts out what `FiveCrop` does, and the same of the mirrored image.
+    """Cuts out the crops of `FiveCrop`, and the same of the mirrored image.
 
     The fields are `image_0` to `image_9`.
 

@@ -1,4 +1,4 @@
-"""What the views of one image have beside crops and jitter: gray, blur and inverted levels.
+"""Transforms for views of one image, other than crops and jitter: gray, blur, inverted levels.
 
 Those of SimCLR (arXiv 2002.05709), BYOL (2006.07733) and DINO (2104.14294).
 """
@@ -90,7 +90,7 @@ class GaussianBlur(_Sometimes):
     field: str = "image"
 
     def __post_init__(self) -> None:
-        """Refuse kernels without a middle, and ranges that are none."""
+        """Reject kernels without a middle, and empty ranges."""
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size is {self.kernel_size}; it must be odd")
         if self.sigma[0] > self.sigma[1]:
@@ -117,7 +117,7 @@ class RandomSolarize(_Sometimes):
     """Inverts the levels of some images from a threshold on.
 
     Attributes:
-        threshold: the least level that is inverted.
+        threshold: levels from this one on are inverted.
         p: the probability that an image is changed.
         field: the image.
     """

@@ -1,4 +1,4 @@
-"""Images that are turned, sheared, moved and seen from aside, as torchvision does with Pillow."""
+"""Rotates, shears, shifts and tilts images, as torchvision does with Pillow."""
 
 import math
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class RandomAffine(_Warp):
     boxes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse ranges that are none."""
+        """Reject empty ranges."""
         ranges = {"degrees": _range(self.degrees), "scale": self.scale}
         for name, each in zip(("shear", "shear of columns"), self._shears, strict=True):
             if not -90 < each[0] <= each[1] < 90:
@@ -147,8 +147,8 @@ class RandomPerspective(_Warp):
     def corners(self, height: int, width: int, rng: np.random.Generator) -> list[Point] | None:
         """Where the middles of the corner pixels go, clockwise from the upper left one.
 
-        With a large `distortion_scale` a corner may lie on the wrong side of the line between its
-        neighbours. Such corners are drawn again; None if ten are such, or the image is a line.
+        With a large `distortion_scale` a corner may cross the line between its neighbours.
+        Such corners are drawn again; None if ten are such, or the image is a line.
         """
         most = int(self.distortion_scale * (width // 2)), int(self.distortion_scale * (height // 2))
         for _ in range(_MAX_TRIES if min(height, width) > 1 else 0):

@@ -32,15 +32,15 @@ class Chat(OfText):
         field: JSON: an object whose key `key` has a list of messages with `role` and `content`, or
             with `from` and `value` as ShareGPT has them. Its keys `tools` and `documents`, lists of
             objects, are given to the template.
-        tokenizer: the path of a `tokenizer.json`. Beside it is `tokenizer_config.json`, and the
+        tokenizer: the path of a `tokenizer.json`. Next to it is `tokenizer_config.json`, and the
             template is in this file or in `chat_template.jinja`.
         key: of the messages.
         to: the name of the ids, int32 [n].
-        mask: the name of bool [n], true for tokens of what the assistant says.
+        mask: the name of bool [n], true for tokens of the assistant's words.
         role: of those whose messages are learnt.
         turns: `all` of them, or those of the `last` turn: behind the last message of a user.
         template: the name of the template, where there are several.
-        variables: what the template is given beside the conversation.
+        variables: given to the template, together with the conversation.
     """
 
     tokenizer: str
@@ -109,8 +109,8 @@ class Chat(OfText):
 def _span_inside(messages: list[_Message], number: int, render: Renderer, whole: str) -> Span:
     """Where a message is that its template renders otherwise once others follow.
 
-    Such templates leave out what was thought in earlier turns. With another content, the text
-    differs in the content alone; what the template puts behind it shows in the beginning of the
+    Such templates leave out the thoughts of earlier turns. With another content, the text
+    differs in the content alone; the text behind it in the template shows in the beginning of the
     conversation that ends with the message.
 
     Raises:

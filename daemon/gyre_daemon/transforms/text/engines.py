@@ -29,14 +29,14 @@ def installed_engines() -> Sequence[str]:
 def load_engine(
     name: str, path: str, contents: bytes, library: Encode, *, special_tokens: bool
 ) -> Encode:
-    """What turns text into ids as the library does, by an engine.
+    """A function that turns text into ids as the library does, by an engine.
 
     Args:
         name: of the engine.
         path: of the `tokenizer.json`.
         contents: of the file.
         library: gives the ids that count.
-        special_tokens: whether the tokenizer adds those that the file says.
+        special_tokens: whether the tokenizer adds those of the file.
 
     Raises:
         ValueError: the engine cannot read the file.

@@ -12,7 +12,7 @@ _MAX_FILE_BYTES = 256 << 20
 
 
 def set_of(transform: Transform, **values: object) -> None:
-    """Set what a transform derives from its options."""
+    """Set attributes that a transform derives from its options."""
     for name, value in values.items():
         object.__setattr__(transform, name, value)  # it is frozen
 

@@ -1,4 +1,4 @@
-"""Tokenizers by the libraries that define them: what these say is what a dataset's ids are."""
+"""Tokenizers by the libraries that define them, whose ids are the right ones for a dataset."""
 
 import base64
 import os
@@ -13,7 +13,7 @@ from gyre_daemon.transforms.text.files import BYTES, module_of
 TOKEN = np.dtype("<i4")
 Ids = npt.NDArray[np.int32]
 Encode = Callable[[str], Ids]
-# How the files are called of which each library reads one.
+# The endings of the files that these libraries read, one each.
 SENTENCEPIECE, RANKS = ".model", ".tiktoken"
 
 
@@ -23,13 +23,13 @@ def is_hugging_face(path: str) -> bool:
 
 
 def load_library(path: str, contents: bytes, pattern: str, *, special_tokens: bool) -> Encode:
-    """What turns text into ids, by the library that the name of the file asks for.
+    """A function that turns text into ids, by the library that reads files with this ending.
 
     Args:
         path: of the file, or `bytes`.
         contents: of the file.
         pattern: with ranks, the regular expression that cuts text into words.
-        special_tokens: whether a `tokenizer.json` adds those that it says.
+        special_tokens: whether a `tokenizer.json` adds its special tokens.
 
     Raises:
         ValueError: the file is no tokenizer, the library is missing, or the options do not fit.
@@ -47,7 +47,7 @@ def load_library(path: str, contents: bytes, pattern: str, *, special_tokens: bo
     loaded = load_hugging_face(path, contents)
 
     def encode(text: str) -> Ids:
-        # the same ids for a quarter less time, because nobody asks where they are in the text
+        # the same ids in a quarter less time, because their offsets in the text are not needed
         (encoded,) = loaded.encode_batch_fast([text], add_special_tokens=special_tokens)
         return np.array(encoded.ids, TOKEN)
 
@@ -58,13 +58,13 @@ def load_hugging_face(path: str, contents: bytes) -> Any:
     """A `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: the file is none, or the library is missing.
+        ValueError: the file is not a tokenizer, or the library is missing.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     library = module_of("tokenizers")
     try:
         loaded = library.Tokenizer.from_str(contents.decode())
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # the library has no error class
         raise ValueError(f"{path!r:.200} is no tokenizer: {error!s:.300}") from error
     loaded.no_truncation()
     loaded.no_padding()

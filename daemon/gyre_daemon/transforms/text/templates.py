@@ -1,4 +1,4 @@
-"""Chat templates: where a tokenizer has them, and what they make of a conversation."""
+"""Chat templates: where a tokenizer has them, and how they render a conversation."""
 
 import json
 import secrets
@@ -26,7 +26,7 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: what is tokenised.
+        text: the text to tokenise.
         spans: the half-open ranges of characters between `{% generation %}` and its end.
     """
 
@@ -35,20 +35,20 @@ class Rendered:
 
 
 class Templates:
-    """The chat templates beside a `tokenizer.json`, by their names.
+    """The chat templates next to a `tokenizer.json`, by their names.
 
     Attributes:
         contents: of the files that they were read from.
     """
 
     def __init__(self, tokenizer: str, name: str, variables: Mapping[str, object]) -> None:
-        """Read `chat_template.jinja` and others beside it, else those of `tokenizer_config.json`.
+        """Read `chat_template.jinja` and others next to it, else from `tokenizer_config.json`.
 
         Args:
             tokenizer: the path of the `tokenizer.json`.
             name: of the template for all conversations; "" for `default`, or `tool_use` where there
                 is one and a conversation has tools.
-            variables: what the templates are given beside the conversation.
+            variables: given to the templates, together with the conversation.
 
         Raises:
             ValueError: there is no template, none of this name, or one cannot be read.
@@ -78,7 +78,7 @@ class Templates:
             )
 
     def of(self, conversation: Mapping[str, Any]) -> "Renderer":
-        """What renders the messages of one conversation, with its `tools` and `documents`.
+        """A renderer of the messages of one conversation, with its `tools` and `documents`.
 
         Raises:
             ValueError: these are no lists of objects.
@@ -99,7 +99,7 @@ class Renderer:
 
     @property
     def marks(self) -> bool:
-        """Whether the template itself says what an assistant wrote."""
+        """Whether the template itself marks the assistant's words."""
         return self.template.marks
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> Rendered:
@@ -114,7 +114,7 @@ class Renderer:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which stands around what an assistant wrote."""
+    """The tag `{% generation %}`, which encloses the assistant's words."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
     used: bool
@@ -123,7 +123,7 @@ class _Generation(jinja2.ext.Extension):
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.used = False
-        # no text that is rendered can have it
+        # no rendered text can contain it
         self.mark = f"\ufdd0{secrets.token_hex(8)}"
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -191,7 +191,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; jinja2's own filter escapes what HTML needs."""
+    """JSON without escapes; jinja2's own filter escapes characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

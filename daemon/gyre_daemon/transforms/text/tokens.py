@@ -25,7 +25,7 @@ class OfText(OfField):
         return False
 
     def check_text(self, fields: Mapping[str, Field]) -> None:
-        """Refuse a field that is none.
+        """Refuse a field that cannot be text.
 
         Raises:
             ValueError: names it.
@@ -46,10 +46,10 @@ class Tokenize(OfText):
             its own id.
         key: where the field has JSON objects, the key of the text; empty for the text itself.
         to: the name of the ids, int32 [n].
-        special_tokens: whether a `tokenizer.json` adds those that it says.
-        end: an id that is appended to each document; -1 for none.
+        special_tokens: whether a `tokenizer.json` adds its special tokens.
+        end: an id to append to each document; -1 for none.
         pattern: with ranks, the regular expression that cuts text into words.
-        engine: `auto` for a faster program that is installed and that makes the same ids of the
+        engine: `auto` for a faster installed program that makes the same ids of the
             dataset's first samples; `library` for the tokenizer's own library.
     """
 

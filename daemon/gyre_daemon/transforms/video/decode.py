@@ -15,8 +15,8 @@ from gyre_daemon.transforms.transform import Cost, Field, OfField, Sample
 _Length = Annotated[int, Meta(ge=1, le=1 << 14)]
 # Containers that hold all of a video. Others, such as playlists, name files that would be opened.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg"
-# A frame that is further ahead is looked for from its key frame on. A shorter way would decode
-# frames twice where key frames are rare; a longer one, frames that nobody wants.
+# A frame further ahead is looked for from its key frame on. A shorter way would decode
+# frames twice where key frames are rare; a longer one, frames that are not needed.
 _MAX_GAP_S = 2.0
 
 
@@ -24,7 +24,7 @@ _MAX_GAP_S = 2.0
 class DecodeVideo(OfField):
     """Decodes some frames of MP4, WebM, Matroska, AVI, MPEG and Ogg files.
 
-    Of each moment, the frame that is shown then. Where a video has ended, its last one.
+    For each moment, the frame shown then. Where a video has ended, its last one.
 
     Attributes:
         field: the bytes of files, which samples no longer have afterwards.

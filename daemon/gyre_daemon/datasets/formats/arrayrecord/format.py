@@ -35,7 +35,7 @@ class ArrayRecordFormat:
         return head.startswith(SIGNATURE)
 
     def __init__(self, options: ArrayRecordOptions) -> None:
-        """Refuse to start without what reads such files.
+        """Refuse to start without the library that reads such files.
 
         Raises:
             ConfigError: array_record is not installed.

@@ -3,7 +3,7 @@
 [Note: How a part of a file is read]
 
 The library reads files by their paths. So a part of a file goes into a memory file, at a place
-where Riegeli's block headers lie as they did, with a footer of its own (`riegeli`). The library
+where Riegeli's block headers stay where they were, with a new footer (`riegeli`). The library
 compares all hashes and decompresses; nothing of either is done here. It runs in processes that may
 be killed, as it may crash.
 """
@@ -44,7 +44,7 @@ FIELD = FieldSpec("record", np.dtype(np.uint8), (), ragged=True, codec="bytes")
 # Chunks of the file are joined until they have as much. A decoder takes about a millisecond for the
 # smallest, and a request to an object storage longer; but to read a record costs to decode all.
 _MIN_CHUNK_BYTES = 64 << 10
-# What a scan reads at once, if chunks have several records.
+# The bytes of one read in a scan, if chunks have several records.
 _WINDOW_BYTES = 8 << 20
 _PLACES = re.compile(r"[;,] (?:chunk )?at |; reading ")
 
@@ -57,7 +57,7 @@ def records_of(data: memoryview, start: int) -> list[bytes]:
         start: where they begin in the file.
 
     Raises:
-        ValueError: they are damaged; names what the library found.
+        ValueError: they are damaged; has the library's message.
     """
     found: list[bytes] = []
     chunks = chunks_of(data, start)
@@ -80,7 +80,7 @@ def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
         _write(file, data, start + shift)
         _write(file, footer, begin)
         _write(file, postscript, begin + BLOCK_BYTES)
-        # no threads: what is read lies in memory
+        # no threads: the bytes are in memory
         reader = array_record_module.ArrayRecordReader(f"/proc/self/fd/{file}", "max_parallelism:0")
         try:
             records: list[bytes] = reader.read_all()
@@ -100,7 +100,7 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the library says, without the places in a file that nobody has."""
+    """The library's message, without the offsets in a memory file."""
     return _PLACES.split(str(error), maxsplit=1)[0][:300]
 
 
@@ -119,7 +119,7 @@ def require_library() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks of a file that are decoded together: bytes `[start, stop)`."""
+    """Chunks of a file to decode together: bytes `[start, stop)`."""
 
     start: int
     stop: int
@@ -131,7 +131,7 @@ class _Group:
 
 
 def scan_file(shard: str, file: BinaryIO) -> Arrays:
-    """What `chunk_arrays` returns for a file.
+    """The `chunk_arrays` of a file.
 
     Where each chunk has one record, only the footer is read. Otherwise all chunks are decoded once,
     to know how long their records are.

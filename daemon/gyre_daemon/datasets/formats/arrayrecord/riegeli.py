@@ -2,8 +2,8 @@
 
 By Riegeli's `doc/riegeli_records_file_format.md` and ArrayRecord's `cpp/layout.proto`. A file is
 chunks one after the other, and a block header interrupts them at every 64 KiB. An ArrayRecord file
-ends with a chunk that says where all others are (its footer), and a block that says where that is.
-All numbers are little-endian.
+ends with a chunk that has the offsets of all others (its footer), and a block with the offset of
+the footer. All numbers are little-endian.
 """
 
 import functools
@@ -19,7 +19,7 @@ SIGNATURE = bytes.fromhex(
     "83af70d10d884a3f0000000000000000400000000000000091bac23c9287e1a9"
     "0000000000000000e19f13c0e9b1c37273000000000000000000000000000000"
 )
-# A file of ours names at most this many chunks, so that its footer lies within one block.
+# A file that Gyre makes names at most this many chunks, so that its footer fits into one block.
 MAX_CHUNKS = 2000
 _BLOCK_HEADER, _CHUNK_HEADER = struct.Struct("<QQ"), struct.Struct("<QQQQ")
 _HASH = struct.Struct("<Q")
@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     decoded_bytes: int
 
 
-# Most of what is hashed are the few headers that small files can have.
+# Most hashes are of the few headers that small files can have.
 @functools.lru_cache(maxsize=1024)
 def hash_of(data: bytes) -> int:
     """HighwayHash of 64 bits with Riegeli's key; takes 20 µs for every 32 bytes."""
@@ -145,29 +145,29 @@ def _chunk_of(head: bytes, start: int) -> Chunk:
     data_bytes, _, kind, decoded_bytes = _CHUNK_HEADER.unpack_from(head, _HASH.size)
     num_records = kind >> 8
     stop = _with_block_headers(start, _CHUNK_HEADER_BYTES + data_bytes)
-    # each record has a position of its own, and a chunk ends neither in a block header nor after it
+    # each record has a distinct position, and a chunk ends neither in a block header nor after it
     least = start + num_records
     stop = max(stop, least + max(-least % BLOCK_BYTES - _USABLE_BYTES + 1, 0))
     return Chunk(start, stop, num_records, decoded_bytes)
 
 
 def _with_block_headers(start: int, num_bytes: int) -> int:
-    """The end of so many bytes, among which block headers lie."""
+    """The end of this many bytes, block headers between them included."""
     headers = (num_bytes + (start + _USABLE_BYTES - 1) % BLOCK_BYTES) // _USABLE_BYTES
     return start + num_bytes + headers * _BLOCK_HEADER_BYTES
 
 
 def _without_block_headers(data: bytes, start: int) -> bytes:
-    """The bytes of a chunk, of which `data` has at most one block's."""
+    """The bytes of a chunk without block headers; `data` has at most one."""
     border = -start % BLOCK_BYTES
     return data[:border] + data[border + _BLOCK_HEADER_BYTES :]
 
 
 def footer_and_postscript(chunks: Sequence[Chunk], stop: int) -> tuple[int, bytes, bytes]:
-    """What makes an ArrayRecord file of a part of one.
+    """The end that makes an ArrayRecord file of a part of one.
 
     Args:
-        chunks: at most `MAX_CHUNKS` of them, as they lie in the new file.
+        chunks: at most `MAX_CHUNKS` of them, at their places in the new file.
         stop: the end of the last one.
 
     Returns:
@@ -233,7 +233,7 @@ def numbers_of(message: bytes) -> dict[int, int]:
 
 
 def inner_message(message: bytes) -> bytes:
-    """The message that is the first field of a message; none if it is another.
+    """The first field of a message if it is a message, too; else empty.
 
     Raises:
         ValueError: it is no such message.

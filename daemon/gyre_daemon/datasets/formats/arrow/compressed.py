@@ -2,8 +2,8 @@
 
 They are compressed, or some column is nested and becomes JSON.
 
-A chunk is decoded from its message and from what precedes all record batches: the schema and the
-dictionaries. Together they are a stream of their own.
+A chunk is decoded from its message and from the messages before all record batches: the schema and
+the dictionaries. Together they are a valid stream.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def scan_compressed(wanted: Wanted, file: BinaryIO) -> Arrays:
-    """What `chunk_arrays` returns for a file; it is read once.
+    """The `chunk_arrays` of a file; it is read once.
 
     Raises:
         ValueError: the file is damaged.

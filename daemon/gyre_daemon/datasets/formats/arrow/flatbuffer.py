@@ -1,7 +1,7 @@
 """Reads tables of a FlatBuffer, as Arrow's metadata has them; every offset is checked.
 
 Layout: https://flatbuffers.dev/internals. A table begins with the signed distance back to its list
-of fields, which says where each field lies in the table, or 0 if it has its default.
+of fields, which has the offset of each field in the table, or 0 if it has its default.
 """
 
 import struct
@@ -56,7 +56,7 @@ class Table:
         return list(each.iter_unpack(self._data[begin : begin + count * each.size]))
 
     def _place(self, field: int) -> int | None:
-        """Where a field lies; None if it has its default."""
+        """The offset of a field; None if it has its default."""
         entry = self._fields + 4 + 2 * field
         if entry + 2 > self._end:
             return None

@@ -1,4 +1,4 @@
-"""The options of `arrow`, and checks of what its scans found."""
+"""The options of `arrow`, and checks of its scans."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class ArrowFormat:
         return head.startswith(b"ARROW1\0\0")
 
     def __init__(self, options: ColumnOptions) -> None:
-        """Refuse to start without what reads schemas.
+        """Refuse to start without the library that reads schemas.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -164,7 +164,7 @@ def check_scan(arrays: Arrays, file_bytes: int) -> None:
     """Refuse arrays that `scan_arrow` cannot have returned for a file of this size.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: they cannot be; says why.
     """
     if _is_chunked(arrays):
         check_chunks(arrays, file_bytes)
@@ -201,7 +201,7 @@ def check_scan(arrays: Arrays, file_bytes: int) -> None:
 def _check_places(
     arrays: Arrays, columns: list[Any], is_bit: list[bool], ragged: list[int], file_bytes: int
 ) -> None:
-    """Check that all columns lie in the shard."""
+    """Check that all columns are within the shard."""
     rows, body, base = arrays["rows"], arrays["body"], arrays["base"]
     first, ends = arrays["first"], arrays["ends"]
     edges = body.ravel()

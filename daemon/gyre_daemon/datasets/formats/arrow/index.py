@@ -112,7 +112,7 @@ class RecordBatchIndex:
         return self._bounds.largest(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `SampleIndex.blocks`; a record batch is in one block, since its columns lie apart."""
+        """See `SampleIndex.blocks`: a block has whole record batches, which store columns apart."""
         return self._blocks.of(io_block_bytes)
 
     def digest(self) -> bytes:

@@ -2,7 +2,7 @@
 
 Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc.
 A file is a stream between two magic words, with a footer. So both are read as a stream, from
-message to message, and the bodies are passed over. What lies in a body is read when it is needed.
+message to message, and the bodies are passed over. Parts of a body are read when needed.
 """
 
 import os
@@ -18,7 +18,7 @@ _MAGIC_BYTES = 8  # padded
 _CONTINUATION = 0xFFFFFFFF
 _HEAD = struct.Struct("<II")
 _MAX_METADATA_BYTES = 64 << 20
-# Bytes that are read at once at the beginning of each message: the metadata of most.
+# Bytes to read at once at the beginning of each message: the metadata of most.
 _READ_BYTES = 8 << 10
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _COMPRESSIONS = {0: "lz4", 1: "zstd"}
@@ -26,7 +26,7 @@ _COMPRESSIONS = {0: "lz4", 1: "zstd"}
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """A record batch, where it lies.
+    """A record batch and its place.
 
     Attributes:
         offset: of its message in the file.
@@ -66,7 +66,7 @@ class Messages:
     """The messages of a file, in their order.
 
     Attributes:
-        offset: of the message that is being read.
+        offset: of the message read now.
     """
 
     def __init__(self, file: BinaryIO) -> None:

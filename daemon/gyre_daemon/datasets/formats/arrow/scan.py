@@ -22,9 +22,9 @@ _Int64 = npt.NDArray[np.int64]
 
 
 def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
-    """Where the N rows of C record batches lie, with F columns that are served.
+    """The places of the N rows of C record batches, with F served columns.
 
-    Where record batches must be decoded, it returns what `scan_compressed` does.
+    Where record batches must be decoded, it returns the result of `scan_compressed`.
 
     Args:
         wanted: which columns.
@@ -41,7 +41,7 @@ def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
         optional: int64 [P], which columns these are.
         bits: bool [N, B], the values of the columns of booleans.
         columns: JSON, of each column its name, dtype, shape, whether it is ragged, its codec, and
-            what its values stand for.
+            and its categories.
 
     Raises:
         CorruptSample: it is damaged; with the offset of the message.
@@ -104,7 +104,7 @@ def _must_decode(schema: Any, wanted: Wanted) -> bool:
 
 
 def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:
-    """The columns that are served; refuses those that are no ranges of bytes.
+    """The served columns; refuses those that are no ranges of bytes.
 
     Raises:
         ConfigError: with the column.

@@ -1,4 +1,4 @@
-"""Goes through the buffers of a record batch, and finds where the values of its columns lie."""
+"""Goes through the buffers of a record batch, and locates the values of its columns."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ class FoundColumn:
 
 
 def storage_type(kind: Any) -> Any:
-    """The type in which values of an extension type lie; of another one, itself."""
+    """The type that stores the values of an extension type; of another one, itself."""
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
 
 
@@ -114,7 +114,7 @@ class BatchWalk:
         return replace(found, present=np.logical_and.reduce(both) if both else None)
 
     def skip(self, kind: Any) -> None:
-        """Pass over a column that is not served."""
+        """Pass over a column without a field."""
         next(self._nodes, None)
         for _ in range(_num_buffers(kind)):
             self._buffer()
@@ -149,7 +149,7 @@ class BatchWalk:
         return node[0]
 
     def _validity_of_elements(self, count: int, offsets: _Int64, present: _Bits | None) -> None:
-        """Check that no element of a list is null; what lies between the lists does not count."""
+        """Check that no element of a list is null; gaps between lists do not count."""
         validity = self._validity(count)
         if validity is None:
             return

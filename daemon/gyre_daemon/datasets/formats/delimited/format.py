@@ -39,7 +39,7 @@ class DelimitedOptions(SchemaOptions):
     Attributes:
         columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
             `class` under the name `label`; empty for all.
-        types: of columns that are no text, by the name in the file: `int64` or `float64`.
+        types: of columns with numbers, by the name in the file: `int64` or `float64`.
         names: of the columns, if the files do not begin with them.
         delimiter: one character of ASCII; empty for a comma, or for `tsv` a tab.
     """
@@ -50,7 +50,7 @@ class DelimitedOptions(SchemaOptions):
     delimiter: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no table can have."""
+        """Reject options that fit no table."""
         SchemaOptions.__post_init__(self)
         if self.delimiter and (len(self.delimiter) > 1 or self.delimiter in '"\r\n\0'):
             raise ConfigError("`delimiter` must be one character, and no quote or end of a line")

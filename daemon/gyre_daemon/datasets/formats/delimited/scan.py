@@ -1,7 +1,7 @@
 """Finds the cells of a table of text, without looking at its characters one by one.
 
 A delimiter or line feed counts if the number of quotes before it in its record is even: within a
-quoted cell that number is odd, and a quote that is doubled within a cell counts twice.
+quoted cell that number is odd, and a doubled quote within a cell counts twice.
 """
 
 import csv
@@ -36,7 +36,7 @@ class MalformedTable(ValueError):
 
 
 def scan_table(file: BinaryIO, delimiter: str, names: Sequence[str]) -> Arrays:
-    """Where the cells of N records of F columns lie.
+    """The places of the cells of N records of F columns.
 
     Args:
         file: is read once.

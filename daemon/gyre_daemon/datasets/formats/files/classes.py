@@ -16,14 +16,14 @@ def class_numbers(paths: Texts, *, is_last: bool) -> tuple[tuple[str, ...], npt.
 
     Args:
         paths: of the n files.
-        is_last: whether the class is the folder that the file lies in, and not the first folder of
+        is_last: whether the class is the folder of the file itself, and not the first folder of
             its path.
 
     Returns:
         The names, and int32 [n], an index into them.
 
     Raises:
-        ConfigError: a file lies in no folder, or the names are too many.
+        ConfigError: a file is in no folder, or the names are too many.
     """
     letters = np.frombuffer(paths.data, np.uint8)
     slashes = np.flatnonzero(letters == _SLASH)

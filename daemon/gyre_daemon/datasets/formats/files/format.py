@@ -35,9 +35,9 @@ class FilesOptions:
             if empty.
         fields: of `file`, `class`, `path` and the columns of a manifest, those to serve;
             `image=file` serves the files under the name `image`. If empty, `file`, and all columns
-            of the manifest, or `class` if the files of a folder lie in folders.
-        class_folder: which folder on the way to a file is its class: `last`, the one that it lies
-            in, or `first`, the one in the dataset's folder.
+            of the manifest, or `class` if the files of a folder are in subfolders.
+        class_folder: which folder on the way to a file is its class: `last`, the innermost one,
+            or `first`, the one in the dataset's folder.
         path_column: of a manifest, the column with the paths; `path`, `file`, `file_name` or
             `filename` if empty.
         types: of other columns of a manifest, by name: `text`, `class`, `int64` or `float64`.
@@ -50,7 +50,7 @@ class FilesOptions:
     types: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what no dataset can have."""
+        """Reject options that fit no dataset."""
         renamed(self.fields, "fields")
         for name, kind in self.types.items():
             if kind not in TYPES:
@@ -147,7 +147,7 @@ class FilesFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What a field is made of.
+    """The source of a field.
 
     Attributes:
         codec: of the field.
@@ -174,7 +174,7 @@ class _Column:
 def _columns_of(
     table: FileTable, columns: Sequence[ManifestColumn], *, is_last: bool
 ) -> dict[str, Callable[[], _Column]]:
-    """What the fields can be made of, by name; each is made when it is called.
+    """The possible sources of fields, by name; each is made when it is called.
 
     The head of a file is its path and then its texts, in the order of the columns.
     """

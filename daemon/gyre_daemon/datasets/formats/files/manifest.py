@@ -14,16 +14,16 @@ from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import Texts
 
 TYPES = ("text", "class", "int64", "float64")
-# Columns that name the file of a row, and columns whose texts are classes, where nobody says so.
+# Default names of the column with a row's file, and of columns whose texts are classes.
 _PATHS = ("path", "file", "file_name", "filename")
 _LABELS = ("label", "class")
-_MAX_CELL_BYTES = 1 << 24  # a longer cell is a quote that nobody closed
+_MAX_CELL_BYTES = 1 << 24  # a longer cell is a quote without its end
 _MARK = b"\xef\xbb\xbf"
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class _BadRow(ValueError):
-    """A row is none; has its number, counted from 1."""
+    """A row is invalid; has its number, counted from 1."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(f"row {row} {reason}")
@@ -163,7 +163,7 @@ def _column(name: str, values: Sequence[Any], kind: str, *, is_json: bool) -> Ma
 
 
 def _kind_of(name: str, values: Sequence[Any], *, is_json: bool) -> str:
-    """What a column is, where nobody says so."""
+    """The type of a column, if the options give none."""
     types = set(map(type, values))
     if types == {int} and all(value in _INT64 for value in values):
         return "int64"

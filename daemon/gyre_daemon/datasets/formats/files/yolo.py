@@ -59,7 +59,7 @@ class YoloFormat:
     pattern = ""  # folders of images are `files`, unless somebody says more
 
     def __init__(self, options: YoloOptions) -> None:
-        """Refuse to start without what reads YAML.
+        """Refuse to start without the library that reads YAML.
 
         Raises:
             ConfigError: PyYAML is not installed.
@@ -130,7 +130,7 @@ class YoloFormat:
 
 
 def labels_path(image: str) -> str:
-    """Where the labels of an image lie: its last folder `images` is `labels` there."""
+    """The path of an image's labels: its last folder `images` is `labels` there."""
     before, folder, after = f"/{image}".rpartition("/images/")
     stem = f"{before}/labels/{after}" if folder else after
     return stem.rpartition(".")[0].removeprefix("/") + ".txt"
@@ -140,7 +140,7 @@ def _objects(text: bytes, num_classes: int) -> list[tuple[int, tuple[float, ...]
     """The class and the box of each object: center, width and height.
 
     Raises:
-        ValueError: a line is none; names it.
+        ValueError: a line has no object; names it.
     """
     found = []
     for number, line in enumerate(text.decode("utf-8-sig").splitlines(), 1):

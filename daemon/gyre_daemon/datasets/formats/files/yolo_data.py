@@ -1,4 +1,4 @@
-"""Reads `data.yaml` of ultralytics: where images lie, and the names of their classes."""
+"""Reads `data.yaml` of ultralytics: the folders of images, and the names of their classes."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20  # the parser takes some seconds for as much
 
 @dataclass(frozen=True, slots=True)
 class YoloData:
-    """What the file says.
+    """The contents of the file.
 
     Attributes:
         folders: with images, relative to the dataset's folder; an empty one is that folder.
@@ -38,7 +38,7 @@ def require_yaml() -> None:
 
 
 def yolo_data(name: str, data: bytes, split: str, images: Sequence[str]) -> YoloData:
-    """What a file of these bytes says of a split.
+    """Parse a file of these bytes for one split.
 
     Its `path` is not read: the dataset's folder is known.
 
@@ -46,11 +46,11 @@ def yolo_data(name: str, data: bytes, split: str, images: Sequence[str]) -> Yolo
         name: of the file, for errors.
         data: all of it.
         split: whose folders are wanted.
-        images: folders that are wanted instead; empty for those of the split.
+        images: folders to use instead; empty for those of the split.
 
     Raises:
         CorruptSample: it is no YAML, or its classes make no sense.
-        ConfigError: it has no such split, or one that is not read.
+        ConfigError: it has no such split, or one that Gyre cannot read.
     """
     document = _parsed(name, data)
     if "kpt_shape" in document:
@@ -108,7 +108,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A text, or what it is in place of one: a list may stand for millions of others."""
+    """A text, or the type of another value: a list may stand for millions of others."""
     if isinstance(value, str):
         return f"{value!r:.100}"
     return "a mapping" if isinstance(value, dict) else "a list"
@@ -135,5 +135,5 @@ def _split(name: str, document: dict[str, Any], split: str) -> list[str]:
 
 
 def _folder(path: str) -> str:
-    """A path without `.`; a first `..` is of a file that was meant to lie in another folder."""
+    """A path without `.`; a first `..` comes from a file meant for another folder."""
     return "/".join(each for each in path.removeprefix("../").split("/") if each not in ("", "."))

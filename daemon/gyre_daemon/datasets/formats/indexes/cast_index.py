@@ -1,6 +1,6 @@
 """The index of samples with lists whose numbers are cast. Pure.
 
-A list of other numbers takes other bytes in a batch than in its shard. That is all that changes.
+A list of other numbers takes other bytes in a batch than in its shard. Nothing else changes.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class CastLists(SampleIndex):
         return self._index.blocks(io_block_bytes)
 
     def digest(self) -> bytes:
-        """See `SampleIndex.digest`: the fingerprint covers the fields besides."""
+        """See `SampleIndex.digest`: the fingerprint also covers the fields."""
         return self._index.digest()
 
 

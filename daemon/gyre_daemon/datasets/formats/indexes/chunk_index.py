@@ -1,4 +1,4 @@
-"""The index of rows of chunks; see [Note: Where a row lies] in `chunks`. Pure."""
+"""The index of rows of chunks; see [Note: Rows of chunks] in `chunks`. Pure."""
 
 import hashlib
 import json
@@ -34,10 +34,10 @@ from gyre_daemon.storage.shard import Shard
 
 
 class ChunkedIndex(SampleIndex, ABC):
-    """A `SampleIndex` of rows of C chunks; see [Note: Where a row lies] in `chunks`.
+    """A `SampleIndex` of rows of C chunks; see [Note: Rows of chunks] in `chunks`.
 
     Attributes:
-        noun: what the format calls a chunk.
+        noun: the format's name for a chunk.
         num_chunks: C.
         shard: int64 [C], of each chunk.
         base: int64 [C], where it begins in its decoded shard.
@@ -52,7 +52,7 @@ class ChunkedIndex(SampleIndex, ABC):
 
     @abstractmethod
     def decode(self, chunk: int) -> Decode:
-        """What decodes a chunk."""
+        """The decoder of a chunk."""
 
     @abstractmethod
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
@@ -64,11 +64,11 @@ class ChunkedIndex(SampleIndex, ABC):
 
     @abstractmethod
     def parameters(self, chunk: int) -> tuple[int, ...]:
-        """What else the scan kept for a chunk."""
+        """Numbers of the scan that a chunk's decoder needs."""
 
     @abstractmethod
     def expected(self, chunk: int) -> list[Expected]:
-        """What each stored field of a chunk must decode to."""
+        """The size and checksums of each stored field of a decoded chunk."""
 
 
 class SomeChunks(ChunkedIndex):
@@ -129,8 +129,8 @@ class ChunkIndex(ChunkedIndex):
             shards: of the dataset.
             inspected: from `chunk_arrays`, for each shard.
             decode: decodes a chunk.
-            noun: what the format calls one.
-            identity: what changes the decoded bytes, beside the fields.
+            noun: the format's name for one.
+            identity: all that changes the decoded bytes, other than the fields.
 
         Raises:
             CorruptSample: a shard has other fields than the first with rows.
@@ -229,7 +229,7 @@ class ChunkIndex(ChunkedIndex):
         return blocks_that_begin_at(self._first)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `SampleIndex.blocks`: a block is a chunk, however large that is."""
+        """See `SampleIndex.blocks`: a block is a chunk, however large."""
         return self._table
 
     def digest(self) -> bytes:

@@ -35,7 +35,7 @@ def check_columns(arrays: Arrays, file_bytes: int, num_columns: int) -> None:
 def check_ranges(
     start: npt.NDArray[np.int64], size: npt.NDArray[np.int64], file_bytes: int
 ) -> None:
-    """Check that ranges lie in a file, one after the other.
+    """Check that ranges are within a file, one after the other.
 
     Raises:
         ValueError: they do not.
@@ -57,7 +57,7 @@ def json_of(arrays: Arrays, name: str) -> Any:
     """A small JSON document among the arrays.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such document.
     """
     text = array_of(arrays, name, np.uint8)
     if len(text) > _MAX_JSON_BYTES:

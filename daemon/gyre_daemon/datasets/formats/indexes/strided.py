@@ -10,7 +10,7 @@ from gyre_daemon.order.shuffle.permutation import Int64Array
 
 
 class StridedIndex:
-    """A `SampleIndex` that computes where a sample lies."""
+    """A `SampleIndex` that computes the place of a sample."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StridedIndex:
             start: of each shard, the first byte of its first sample.
             counts: int64, how many samples each shard has.
             stride_bytes: from one sample to the next.
-            identity: what the bytes mean; the digest covers it beside `start`.
+            identity: of the meaning of the bytes; the digest covers it and `start`.
         """
         self.fields = (field,)
         self._sample_bytes = field.element_bytes

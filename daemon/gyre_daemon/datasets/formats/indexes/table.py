@@ -1,6 +1,6 @@
 """An index of samples of any size: one row of numbers for each sample.
 
-Formats whose samples lie at regular distances compute their index instead (see `tokens`).
+Formats whose samples are at regular distances compute their index instead (see `tokens`).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class SampleTable:
             samples_per_shard: how many of the N samples each shard has.
             start: int64 [N, F], first byte of each field in its shard.
             size: int64 [N, F], stored bytes of each field.
-            identity: what the bytes mean; the digest covers it beside the tables.
+            identity: of the meaning of the bytes; the digest covers it and the tables.
             lengths: by field, int64 [N], the bytes that it takes in its ragged tensor if they are
                 not `size`.
             absent: bool [N, F], which samples lack which fields; None if none may.

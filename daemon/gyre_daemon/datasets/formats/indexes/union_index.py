@@ -2,9 +2,9 @@
 
 [Note: Shards with different schemas]
 
-The shards of each schema have an index of their own, a *part*, which the format makes as it makes
+The shards of each schema have a separate index, a *part*, which the format makes as it makes
 any. A `UnionIndex` joins the parts: it maps each sample to its part, and the fields of the part to
-those of the dataset. What one shard stores in another way than the others is not converted here. A
+those of the dataset. Fields that one shard stores in another way are not converted here. A
 field says how each schema stores it (`FieldSpec.forms`), and `Extents.schema` which one a sample
 has; a column that a schema lacks takes no stored bytes.
 """
@@ -72,10 +72,10 @@ def assemble_union(
 
     Args:
         options: say whether they may.
-        order: names of the fields that are wanted; empty for all, as the shards have them.
+        order: names of the wanted fields; empty for all, as the shards have them.
         shards: of the dataset.
         inspected: of each.
-        schema_of: takes what was inspected of a shard and returns its schema.
+        schema_of: takes a shard's inspection and returns its schema.
         num_samples: the same, and how many samples it has.
         assemble: makes the index of shards with one schema.
 
@@ -167,7 +167,7 @@ class UnionIndex(SampleIndex):
             if not len(some):
                 continue
             its = part.index.locate(own_ids[some])
-            if its.start.shape[1]:  # what the sample lacks takes no bytes of its range
+            if its.start.shape[1]:  # an absent field takes no bytes of its range
                 start[some] = its.start.min(axis=1)[:, None]
             for column, (spec, place) in enumerate(
                 zip(self._stored, self._places[number], strict=True)
@@ -284,7 +284,7 @@ class _IndexedField:
 
     Attributes:
         place: among the indexed fields of the part; None if it lacks the field.
-        fill: what all its samples have then.
+        fill: the value of all its samples then.
     """
 
     place: int | None

@@ -52,7 +52,7 @@ def has_records(head: bytes, *, is_whole: bool) -> bool:
 
     Args:
         head: of the file.
-        is_whole: whether that is all of it.
+        is_whole: whether the head is all of it.
     """
     text = head.removeprefix(_UTF8_MARK).lstrip(_SPACES)
     if text.startswith(b"["):
@@ -66,11 +66,11 @@ def has_records(head: bytes, *, is_whole: bool) -> bool:
 
 
 def check_is_records(head: bytes, num_lines: int | None = None) -> None:
-    """Refuse a file named `.json` that is one object: metadata, or an array within an object.
+    """Refuse a file named `.json` with one object: metadata, or an array within an object.
 
     Args:
         head: of the file, which is no array.
-        num_lines: that it has; None as long as that is not known.
+        num_lines: of the file; None as long as unknown.
 
     Raises:
         ValueError: it has one line, or its first line is not the whole object.

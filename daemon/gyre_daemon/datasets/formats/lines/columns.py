@@ -51,19 +51,19 @@ from gyre_daemon.datasets.formats.values import lone_surrogate, without_surrogat
 from gyre_daemon.datasets.formats.zstd import decompress, recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 
-# Lines that lie next to each other are one chunk until they have as much. A decoder takes about a
+# Consecutive lines are one chunk until they have this many bytes. A decoder takes about a
 # millisecond for the smallest chunk; but to read a line costs to parse all.
 _MIN_CHUNK_BYTES = 64 << 10
-# A file of which each line has keys of its own is a dictionary, and no table.
+# A file whose lines each have other keys is a dictionary, and no table.
 _MAX_COLUMNS = 1000
-# What a chunk's parameters say of it, as bits.
+# Bits of a chunk's parameters.
 _COMPRESSED, _ARRAY = 1, 2
 _NO_NUMBER = re.compile(rb"NaN|-?Infinity")
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Line(NamedTuple):
-    """A line or record of a file: its number among those that are not empty, and where it begins.
+    """A line or record of a file: its number, empty lines not counted, and its offset.
 
     Attributes:
         number: from 1.
@@ -93,7 +93,7 @@ class _Seen:
     """A column of a file.
 
     Attributes:
-        lines: for each kind of value, the first line that has one.
+        lines: for each kind of value, the first line with one.
         sizes: of each chunk by its place: int64 [R, 2], bytes as text or list, and as JSON.
         present: of each chunk by its place: bool [R].
     """
@@ -113,7 +113,7 @@ class _Seen:
         """Take the values of a chunk.
 
         Raises:
-            DamagedPart: one is none that can be served.
+            DamagedPart: one cannot be served.
         """
         values = [
             _NOTHING if raw is None else _seen(raw, row, where) for row, raw in enumerate(raws)
@@ -166,7 +166,7 @@ class JsonColumns:
     replaces_surrogates: bool
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
-        """What `chunk_arrays` returns for a file.
+        """The `chunk_arrays` of a file.
 
         Raises:
             CorruptSample: it is damaged, or the values of a key are not alike; with the lines.
@@ -267,7 +267,7 @@ class JsonColumns:
             columns.setdefault(key, _Seen()).add(place, _raws(rows, key), where)
 
     def _typed(self, columns: Mapping[str, _Seen]) -> TypedLines | None:
-        """What parses lines like those that were seen; None as long as too little is known."""
+        """A parser of lines like the previous ones; None as long as too little is known."""
         types, specs = dict(self.types), []
         for key, column in columns.items():
             written = frozenset(column.lines)
@@ -280,7 +280,7 @@ class JsonColumns:
     def _served(
         self, columns: Mapping[str, _Seen], keys: Mapping[str, None], *, has_rows: bool
     ) -> list[tuple[FieldSpec, _Seen]]:
-        """The fields of a file, and what was seen of their columns."""
+        """The fields of a file, each with the values seen of its column."""
         if not has_rows:
             return []
         types = dict(self.types)
@@ -377,7 +377,7 @@ def _rows_of(lines: Sequence[bytes], where: _Place) -> list[dict[str, msgspec.Ra
 
 
 def _reason(line: bytes, error: Exception) -> str:
-    """Why a line is no object; what Python's `json` writes although JSON has no such value."""
+    """Why a line is no object; also for values that Python's `json` writes and JSON lacks."""
     if is_array(line):
         return f"{error}. {NAME_AN_ARRAY}"
     if number := _NO_NUMBER.search(line):
@@ -420,7 +420,7 @@ def _raws(rows: Sequence[dict[str, msgspec.Raw]], key: str) -> list[bytes | None
 
 
 def _plain_lines(file: BinaryIO) -> Iterator[FramedLines]:
-    """The lines of a file that is not compressed, some at a time."""
+    """The lines of an uncompressed file, some at a time."""
     start, data = 0, b""
     for offset, more in chunks(file):
         if not data:

@@ -119,7 +119,7 @@ class JsonlOptions(SchemaOptions):
 
     @property
     def wanted(self) -> JsonColumns:
-        """The columns that are chosen."""
+        """The chosen columns."""
         types = tuple((name, cast("TypeName", kind)) for name, kind in self.types.items())
         may_lack = self.schema == "union"
         return JsonColumns(self.pairs, types, may_lack, self.replaces_surrogates)
@@ -193,9 +193,9 @@ class TextFormat:
 
 
 class JsonlFormat(TextFormat):
-    """A `Format`: every line of a file is one JSON document; empty lines are none.
+    """A `Format`: every nonempty line of a file is one JSON document.
 
-    A sample is the document, or the values of some keys. A file that is named `.json` may be one
+    A sample is the document, or the values of some keys. A file named `.json` may be one
     array of objects, too. Since metadata has that name, such files count only where a folder has
     no others.
     """
@@ -207,7 +207,7 @@ class JsonlFormat(TextFormat):
     _has_arrays, _version = True, 2
 
     def __init__(self, options: JsonlOptions) -> None:
-        """Keep what was chosen."""
+        """Keep the options."""
         self._options = options
 
     @property

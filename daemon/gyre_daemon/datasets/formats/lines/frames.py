@@ -30,12 +30,12 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 
 @dataclass(slots=True)
 class FramedLines:
-    """Pieces of a file, and the bytes `[begin, ...)` of what they have, which are lines.
+    """Pieces of a file, and the bytes `[begin, ...)` of their data, which are lines.
 
     Attributes:
         begin: the first byte of the data that counts.
         pieces: of the file, the bytes `[start, stop)`.
-        data: what they have, up to the last byte that counts.
+        data: of the pieces, up to the last byte that counts.
         records: of an array, the bytes `[start, stop)` of each record in the data; None of lines.
     """
 
@@ -89,12 +89,12 @@ class LineFrames:
     def scan(
         self, file: BinaryIO, check: Callable[[bytes], None], *, may_be_array: bool = False
     ) -> Arrays:
-        """What `chunk_arrays` returns for a file.
+        """The `chunk_arrays` of a file.
 
         Args:
             file: is read once.
             may_be_array: whether the file may be a JSON array.
-            check: is called with the first line that is not empty.
+            check: is called with the first nonempty line.
 
         Raises:
             ValueError: the file is damaged; says at which byte.

@@ -27,14 +27,14 @@ def chunks(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def scan_lines(file: BinaryIO, check: Callable[[bytes], None]) -> Arrays:
-    """Where the N lines of a file lie.
+    """The places of the N lines of a file.
 
     Lines end with a line feed, or with a carriage return and a line feed. The last line needs no
     end.
 
     Args:
         file: is read once.
-        check: is called with the first line that is not empty, unless it is longer than 4 MiB.
+        check: is called with the first nonempty line, unless it is longer than 4 MiB.
 
     Returns:
         start, size: int64 [N], first byte and length of each line, without its end.

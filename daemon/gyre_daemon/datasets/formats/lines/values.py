@@ -1,7 +1,7 @@
-"""What the keys of JSON objects become: the kind of a column, and its values. Pure.
+"""Maps the keys of JSON objects to columns: their kinds, and their values. Pure.
 
 A scan looks at values as they are written until the kinds of their columns are known. Then lines
-are parsed by what these say, which takes a fifth of the time.
+are parsed as these kinds, which takes a fifth of the time.
 """
 
 import functools
@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats.chunks import Column
 NULL = b"null"
 TypeName = Literal["int64", "float64", "bool", "text", "json"]
 TYPES: tuple[TypeName, ...] = get_args(TypeName)
-# What a value may be, as it is written.
+# The kinds of a value, as it is written.
 Written = Literal["integer", "float", "bool", "text", "list", "floats", "empty", "other"]
 
 _UINT8, _INT64, _FLOAT64 = np.dtype(np.uint8), np.dtype("<i8"), np.dtype("<f8")
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     """A value as a scan sees it.
 
     Attributes:
-        written: what it is.
+        written: its kind.
         num_bytes: that it takes in a batch, as text or as a list of numbers.
     """
 
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 def seen(raw: bytes) -> Seen:
-    """What a value is.
+    """The kind and size of a value.
 
     Raises:
         ValueError: it is a number beyond int64 or float64.
@@ -95,12 +95,12 @@ def _seen_list(raw: bytes) -> Seen:
 
 
 def spec_of(field: str, written: frozenset[Written], wanted: TypeName | None) -> FieldSpec | None:
-    """The field of a column, of which some values were seen; None if they are not alike.
+    """The field of a column, from some of its values; None if they are not alike.
 
     Args:
         field: its name.
-        written: what the values are.
-        wanted: what the operator calls them, if so.
+        written: the kinds of the values.
+        wanted: the type that the operator declares, if any.
     """
     if wanted == "json":
         return FieldSpec(field, _UINT8, (), ragged=True, codec="json")
@@ -138,7 +138,7 @@ class TypedLines:
     knows_all: bool = False
 
     def columns(self, data: bytes) -> list[Column]:
-        """The columns of all lines; empty lines are none.
+        """The columns of all nonempty lines.
 
         Raises:
             ValueError: a line is no object, or has a value of another kind.

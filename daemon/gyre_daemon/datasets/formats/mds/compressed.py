@@ -87,7 +87,7 @@ def compressed_index(
     Args:
         shards: of the dataset.
         inspected: from `scan_any`.
-        specs: the fields that are served.
+        specs: the served fields.
         places: of their columns in the shards.
         identity: see `ChunkIndex`.
     """
@@ -111,7 +111,7 @@ class ShardDecoder:
     """Decodes shards; a `Decode`.
 
     Attributes:
-        specs: the fields that are served, with the codecs of the stored columns.
+        specs: the served fields, with the codecs of the stored columns.
         places: of their columns in the shard.
     """
 

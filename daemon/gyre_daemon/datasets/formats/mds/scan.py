@@ -22,7 +22,7 @@ SCAN_VERSION = "mds/1"
 _UINT32 = np.dtype("<u4")
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SAMPLES = 1 << 30
-# Samples that are in memory at once, unless one is larger.
+# Samples in memory at once, unless one is larger.
 _GROUP_BYTES = 16 << 20
 
 
@@ -42,7 +42,7 @@ class MdsColumn:
 
 
 def scan_mds(shard: str, file: BinaryIO) -> Arrays:
-    """Where the F columns of the N samples of a shard lie.
+    """The places of the F columns of the N samples of a shard.
 
     Returns:
         start, size: int64 [N, F], first byte and length of each column.

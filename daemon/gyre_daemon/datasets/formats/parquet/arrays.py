@@ -1,6 +1,6 @@
 """From arrays of pyarrow to columns of bytes. Only processes that decode import it.
 
-A value that is missing becomes zeros, no bytes where the field is ragged, or `null` of JSON.
+A missing value becomes zeros, no bytes where the field is ragged, or `null` of JSON.
 """
 
 import json

@@ -20,12 +20,12 @@ _FILE_FIELDS = {"bytes", "path"}
 
 @dataclass(frozen=True, slots=True)
 class ServedColumn:
-    """A column that is served.
+    """A served column.
 
     Attributes:
         spec: its field.
         name: of the column.
-        is_file: whether it is a struct of an encoded file and its path, of which the file counts.
+        is_file: whether it is a struct of an encoded file and its path; only the file counts.
         is_nullable: whether a row may lack it, by the schema.
         is_nested: whether an array of one shape is in lists of lists.
     """
@@ -38,7 +38,7 @@ class ServedColumn:
 
     @property
     def path(self) -> str:
-        """What is read of it."""
+        """The path of the leaf to read."""
         return f"{self.name}.bytes" if self.is_file else self.name
 
     def owns(self, leaf: str) -> bool:
@@ -47,14 +47,14 @@ class ServedColumn:
 
 
 def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
-    """The columns that are served.
+    """The served columns.
 
     Args:
         schema: of pyarrow.
         wanted: which columns.
 
     Raises:
-        ConfigError: there is no such column, or it is none that a batch can have.
+        ConfigError: there is no such column, or a batch cannot have it.
     """
     names = list(schema.names)
     pairs = list(wanted.pairs) or [(name, name) for name in names]
@@ -103,7 +103,7 @@ def _lacks(schema: Any, name: str) -> bool:
 
 
 def _features(schema: Any) -> dict[str, Any]:
-    """What Hugging Face datasets say of the columns."""
+    """The features of the columns in the metadata of Hugging Face datasets."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -112,7 +112,7 @@ def _features(schema: Any) -> dict[str, Any]:
 
 
 def _media_type(feature: Any) -> str:
-    """What the files of a column are, if Hugging Face datasets say so."""
+    """The type of a column's files, if the metadata of Hugging Face datasets has it."""
     kind = feature.get("_type") if isinstance(feature, dict) else None
     return f"{kind.lower()}/*" if kind in ("Image", "Audio", "Video") else ""
 

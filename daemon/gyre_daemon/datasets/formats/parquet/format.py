@@ -14,7 +14,7 @@ from gyre_daemon.storage.shard import Shard
 class ParquetFormat:
     """A `Format` whose chunks are row groups.
 
-    Files are asked for their footers, and for those columns of which the lengths or the nulls are
+    Files are asked for their footers, and for those columns whose lengths or nulls are
     not known from there.
     """
 
@@ -27,7 +27,7 @@ class ParquetFormat:
         return head.startswith(b"PAR1")
 
     def __init__(self, options: ColumnOptions) -> None:
-        """Refuse to start without what reads such files.
+        """Refuse to start without the library that reads such files.
 
         Raises:
             ConfigError: pyarrow is not installed.

@@ -53,7 +53,7 @@ class RowGroupScan:
     wanted: Wanted
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
-        """What `chunk_arrays` returns for a file.
+        """The `chunk_arrays` of a file.
 
         Raises:
             CorruptSample: it is damaged; with the row group, if the footer is not.
@@ -124,7 +124,7 @@ class RowGroupDecoder:
 
 
 class _Pieces(PositionedFile):
-    """A file of which only some pieces are there."""
+    """A file with only some of its pieces in memory."""
 
     def __init__(self, pieces: Sequence[tuple[int, memoryview]], num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -205,7 +205,7 @@ def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> lis
 
 
 def _may_lack(group: Any, column: "ServedColumn") -> bool:
-    """Whether a row of the group may lack a column, for all that the footer says."""
+    """Whether a row of the group may lack a column, by the footer."""
     if not column.is_nullable:
         return False
     leaves = (group.column(place) for place in range(group.num_columns))
@@ -214,7 +214,7 @@ def _may_lack(group: Any, column: "ServedColumn") -> bool:
 
 
 def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: Any) -> None:
-    """Refuse files that are not in the row group, but somewhere else."""
+    """Refuse files outside of the row group."""
     table = opened.read_row_group(number, columns=[f"{column.name}.path"], use_threads=False)
     (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
     outside = np.flatnonzero(~present & paths.is_valid().to_numpy(zero_copy_only=False))

@@ -1,6 +1,6 @@
 """The format `npy`: every row of an array is one sample.
 
-In: npy files as numpy writes them. Out: where each row lies; rows of all files have one shape.
+In: npy files as numpy writes them. Out: the place of each row; rows of all files have one shape.
 """
 
 from gyre_daemon.datasets.formats.rows.format import RowsFormat, RowsOptions

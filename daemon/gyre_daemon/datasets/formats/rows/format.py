@@ -22,7 +22,7 @@ from gyre_daemon.datasets.formats.npy import NPY_MAGIC, is_number_type, is_shape
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 
-# More than any header that is accepted; `parse_npy_header` needs to see all of it.
+# More than any accepted header; `parse_npy_header` needs to see all of it.
 _HEAD_BYTES = 10_240
 # Shards whose heads are requested together and held in memory.
 _SHARDS_PER_REQUEST = 1024

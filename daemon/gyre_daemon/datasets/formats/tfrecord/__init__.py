@@ -1,6 +1,6 @@
 """The format `tfrecord`: every record of a TFRecord file is one sample, as bytes.
 
-In: files as TensorFlow writes them. Out: where each record lies. The checksums of the file are
+In: files as TensorFlow writes them. Out: the place of each record. The checksums of the file are
 compared when it is indexed.
 """
 

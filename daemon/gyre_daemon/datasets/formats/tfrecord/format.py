@@ -42,7 +42,7 @@ class TfrecordFormat:
         return len(head) >= _HEAD.size and _is_head(head)
 
     def __init__(self, options: TfrecordOptions) -> None:
-        """Refuse to start without what computes the checksums.
+        """Refuse to start without the library that computes the checksums.
 
         Raises:
             ConfigError: google-crc32c is not installed.
@@ -95,7 +95,7 @@ class TfrecordFormat:
 
 
 def scan_records(shard: str, file: BinaryIO) -> Arrays:
-    """Where the N records of a file lie.
+    """The places of the N records of a file.
 
     Returns:
         start, size: int64 [N], first byte and length of each record's data.

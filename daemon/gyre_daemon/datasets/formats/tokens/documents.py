@@ -27,7 +27,7 @@ DOCUMENTS_VERSION = "tokens-documents/1"
 
 
 def probe_documents(shards: Sequence[Shard]) -> ProbeSteps:
-    """Where the documents of all shards lie, by the Megatron indexes beside them.
+    """The places of the documents of all shards, by the Megatron indexes next to them.
 
     Raises:
         ConfigError: the first shard has no such index.
@@ -59,7 +59,7 @@ def check_documents(arrays: Arrays, shards: Sequence[Shard]) -> None:
     """Refuse arrays that `probe_documents` cannot have returned for these shards.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: they cannot be; says why.
     """
     dtypes, num_documents = arrays.get("dtype"), array_of(arrays, "num_documents", np.int64)
     start, size = array_of(arrays, "start", np.int64), array_of(arrays, "size", np.int64)
@@ -79,7 +79,7 @@ def check_documents(arrays: Arrays, shards: Sequence[Shard]) -> None:
 
 
 def headers_of(arrays: Arrays, shards: Sequence[Shard]) -> list[TokenHeader]:
-    """What the indexes say of whole shards."""
+    """The headers of whole shards, from their indexes."""
     pairs = zip(shards, arrays["dtype"].tolist(), strict=True)
     return [TokenHeader("Megatron", dtype, 0, shard.size_bytes, 0) for shard, dtype in pairs]
 

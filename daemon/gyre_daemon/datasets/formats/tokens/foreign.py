@@ -1,4 +1,4 @@
-r"""Recognises files that are no token ids, and says what to do with them.
+r"""Recognises files of other types than token ids, and suggests a format or a fix.
 
 True ids must not be refused by chance. So a signature counts by itself only if the bytes that it
 fixes are hardly the first ids of any file; a shorter one, such as `\x80` of a pickle, counts only
@@ -15,14 +15,14 @@ _CONTROL = bytes({*range(32), 127} - set(b"\t\n\r\f"))
 
 
 class ForeignType(NamedTuple):
-    """A type of file that is no token ids.
+    """A type of file without token ids.
 
     Attributes:
         description: of such a file, for messages.
-        advice: what a user should do with it.
+        advice: to the user.
         signature: a regular expression that the head of a file matches only if it is of this type.
         magic: the first bytes of all such files, if they are too short to be a signature.
-        suffixes: of file names, in lower case, beside which the magic is enough.
+        suffixes: of file names, in lower case, with which the magic is enough.
     """
 
     description: str
@@ -49,7 +49,7 @@ def foreign_type(head: bytes, name: str) -> ForeignType | None:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether the head is printable UTF-8 that is too long to be ids of two bytes or more."""
+    """Whether the head is printable UTF-8, too long to be ids of two bytes or more."""
     if len(head) < _MIN_TEXT_BYTES or len(head.translate(None, _CONTROL)) != len(head):
         return False
     try:

@@ -3,7 +3,7 @@
 Of Megatron's files it may be a document.
 
 A shard is flat little-endian ids, or has one of the headers in `headers`. Its first bytes tell
-which, and a shard that is recognised as something else is refused.
+which, and a shard recognised as another type of file is refused.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class TokensOptions:
         header_bytes: bytes before the first id of each shard. If it is given, the shards' contents
             are not checked.
         vocabulary: every id must be below this number; 0 for no check.
-        samples: `windows`, or `documents`, as a Megatron index beside each shard has them.
+        samples: `windows`, or `documents`, as a Megatron index next to each shard has them.
     """
 
     sequence_length: int = 0

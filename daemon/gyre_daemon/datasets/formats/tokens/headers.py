@@ -1,8 +1,8 @@
-"""The headers of files of token ids, and what the head of a file without one suggests.
+"""The headers of files of token ids, and hints from the head of a file without one.
 
 npy        numpy's own, of one dim
 llm.c      256 int32, also of modded-nanogpt: magic number, version, number of ids
-Megatron   no header: the `.idx` file beside the `.bin` has the dtype and where each sequence lies
+Megatron   no header: the `.idx` file next to the `.bin` has the dtype and each sequence's place
 """
 
 import struct
@@ -24,7 +24,7 @@ HEADER_BYTES_HINT = (
     "what their `dtype` is"
 )
 
-# Bits of `TokenHeader.hints`: what the head of a file without a header looks like.
+# Bits of `TokenHeader.hints`: the look of the head of a file without a header.
 TEXT, WIDER_THAN_2, WIDER_THAN_4 = 1, 2, 4
 MAX_HINTS = TEXT | WIDER_THAN_2 | WIDER_THAN_4
 HEADER_KINDS = ("", "npy", "llm.c", "Megatron")
@@ -40,7 +40,7 @@ _LLM_C_MAGICS = {magic for magic, _ in _LLM_C_DTYPES}
 
 
 class TokenHeader(NamedTuple):
-    """What a shard says about its ids.
+    """The dtype and the range of a shard's ids.
 
     Attributes:
         kind: `npy`, `llm.c` or `Megatron`; empty if it has no header.
@@ -58,7 +58,7 @@ class TokenHeader(NamedTuple):
 
 
 def read_head(shard: Shard, head: bytes) -> TokenHeader:
-    """What the first `HEAD_BYTES` of a shard say.
+    """The header in the first `HEAD_BYTES` of a shard.
 
     Raises:
         CorruptSample: it is no file of token ids, or its header contradicts its size.
@@ -141,7 +141,7 @@ def _read_llm_c(shard: Shard, magic: int, version: int, num_tokens: int) -> Toke
 
 
 def _offsets_of(shard: Shard, head: bytes) -> str:
-    """What begins with a number of samples and where each begins, as uint32; empty if nothing."""
+    """The table of offsets that a file begins with, in words: a count, then uint32; else empty."""
     values = np.frombuffer(head, "<u4", len(head) // 4).astype(np.int64)
     count = int(values[0]) if len(values) else 0
     offsets = values[1 : count + 2]

@@ -1,4 +1,4 @@
-"""Megatron's `.idx` file, which says of the `.bin` beside it where sequences and documents lie.
+"""Megatron's `.idx` file, with the places of sequences and documents in the `.bin` next to it.
 
 A document is one sequence or several. All numbers are little-endian.
 """
@@ -68,7 +68,7 @@ class MegatronIndex:
 
 
 def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIndex:
-    """What the first `IDX_HEAD_BYTES` of the index beside a shard say.
+    """The index whose first `IDX_HEAD_BYTES` these are.
 
     Raises:
         CorruptSample: the file is no such index, has another version or dtype, or is shorter than
@@ -131,7 +131,7 @@ def read_documents(
         int64 [documents + 1], in bytes of the shard.
 
     Raises:
-        CorruptSample: sequences do not lie one after the other, or documents do not end where
+        CorruptSample: sequences have gaps or overlap, or documents do not end where
             sequences do.
     """
     dtypes = ("<i4", "<i8", "<i8")

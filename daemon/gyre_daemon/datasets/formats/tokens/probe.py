@@ -1,7 +1,7 @@
 """Reads the first bytes of the shards of a `tokens` dataset in a few rounds of small reads.
 
 Each shard is asked for its head once. If none has a header, the first one is asked for a Megatron
-index beside it. Only if that exists are the other indexes read.
+index next to it. Only if that exists are the other indexes read.
 """
 
 from collections.abc import Generator, Sequence
@@ -44,7 +44,7 @@ _MAX_SHARDS_PER_REQUEST = 1024
 
 
 def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
-    """What the heads of the shards say, or the Megatron indexes beside them.
+    """The headers of the shards, or of the Megatron indexes next to them.
 
     Raises:
         CorruptSample: a shard is no file of token ids, or contradicts its header.
@@ -82,7 +82,7 @@ def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
     """Refuse arrays that `probe_headers` cannot have returned for these shards.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: they cannot be; says why.
     """
     names = [arrays.get(name) for name in ("kind", "dtype")]
     numbers = array_of(arrays, "numbers", np.int64, num_dims=2)
@@ -111,7 +111,7 @@ def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:
 def probe_megatron_heads(
     shards: Sequence[Shard], some: range
 ) -> Generator[ProbeRequest, ProbeResponse | None, list[MegatronIndex]]:
-    """Read the heads of the indexes beside some shards.
+    """Read the heads of the indexes next to some shards.
 
     Raises:
         CorruptSample: see `read_megatron_head`.
@@ -150,12 +150,12 @@ def _probe_megatron(
 
 
 def runs(shards: Sequence[Shard]) -> list[range]:
-    """Shards that are asked for together."""
+    """Shards to ask for together."""
     step = _MAX_SHARDS_PER_REQUEST
     return [range(begin, min(begin + step, len(shards))) for begin in range(0, len(shards), step)]
 
 
 def required(response: ProbeResponse | None) -> ProbeResponse:
-    """A response to a request that is not optional."""
+    """A response to a required request."""
     assert response is not None
     return response

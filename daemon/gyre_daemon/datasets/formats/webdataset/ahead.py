@@ -1,4 +1,4 @@
-"""Which bytes the scan of a tar shard will read, by the index that Energon keeps beside it. Pure.
+"""Predicts the bytes that the scan of a tar shard will read, from Energon's index of it. Pure.
 
 `NAME.tar.idx` has the offset of the first header of every sample and, at last, where the archive
 ends: numbers of 64 bits, little-endian. So the headers of all samples can be read at once, and not
@@ -12,8 +12,8 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 SUFFIX = ".tar.idx"
-# What is read at the beginning of each sample, and what a scan may want of a member: a number, or
-# the header of an array. Less would take more rounds, more only memory.
+# Bytes to read at the beginning of each sample, and the most that a scan may want of a member: a
+# number, or the header of an array. Less would take more rounds, more only memory.
 _READ_BYTES, _MEMBER_BYTES = 4096, 1024
 # The archive's end is blocks of zeros, which `tar` writes up to 10 KiB.
 _END_BYTES = 32 << 10
@@ -31,7 +31,7 @@ def headers_ahead(index: bytes, shard_bytes: int) -> Generator[Ranges, Sequence[
     """Yields the ranges to read next, all at once, and is sent their bytes.
 
     Args:
-        index: the bytes of the file beside the shard.
+        index: the bytes of the file next to the shard.
         shard_bytes: the size of the shard.
 
     Raises:
@@ -76,7 +76,7 @@ def _bounds(index: bytes, shard_bytes: int) -> list[int]:
 
 
 def _walk(piece: bytes, start: int, at: int, end: int) -> int:
-    """Where the first header lies that is not in a piece, or whose member is wanted and is not.
+    """The offset of the first header that a piece lacks, or whose wanted member it lacks.
 
     Args:
         piece: bytes of the shard.

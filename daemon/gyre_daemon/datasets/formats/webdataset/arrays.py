@@ -44,7 +44,7 @@ def array_field(
 
     Raises:
         CorruptSample: they differ in type or in their number of dims; names the first that does.
-        ConfigError: there are none, so their type is not known.
+        ConfigError: there are no arrays, so their type is not known.
     """
     dtype, num_dims = _common_type(field, shards)
     shapes = np.concatenate(

@@ -1,4 +1,4 @@
-"""Which fields the samples of tar shards have, and where each field of each sample lies.
+"""The fields of the samples of tar shards, and the place of each field of each sample.
 
 A field is named after the extension of its members. `jpg;png` takes whichever of the two a sample
 has, `jpg` before `png`. Its name is then `jpg`, or `image` if it is written `image=jpg;png`.
@@ -67,7 +67,7 @@ class TarShard:
 
 @dataclass(frozen=True, slots=True)
 class FieldLocations:
-    """Where one field of the n samples of a shard lies.
+    """The places of one field of the n samples of a shard.
 
     Attributes:
         start: int64 [n], first byte; the sample's own first byte if it lacks the field.
@@ -165,7 +165,7 @@ def check_complete(shard: TarShard, field: TarField) -> None:
 
 
 def locate_field(shard: TarShard, field: TarField) -> FieldLocations:
-    """Where a field lies in each sample of a shard."""
+    """The places of a field in the samples of a shard."""
     scan, extensions = shard.scan, shard.meta["extensions"]
     sample = np.searchsorted(scan["first"], np.arange(len(scan["start"])), side="right") - 1
     member = np.full(shard.num_samples, -1, np.int64)

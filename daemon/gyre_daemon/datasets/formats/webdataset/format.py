@@ -87,7 +87,7 @@ class WebdatasetFormat:
     ) -> tuple[SampleTable, Sequence[DamagedSample]]:
         """See `TolerantFormat`: the samples that lack a member.
 
-        Members that are not what their extension says are found when all samples are checked.
+        Members that contradict their extension are found when all samples are checked.
         """
         return self._assemble(shards, inspected, is_tolerant=True)
 
@@ -154,7 +154,7 @@ def _locate_fields(
 def _lacking(
     shards: Sequence[TarShard], fields: Sequence[TarField], member: Int64Array
 ) -> list[DamagedSample]:
-    """The samples that lack a field that is not optional.
+    """The samples that lack a required field.
 
     Args:
         shards: all of them.
@@ -181,7 +181,7 @@ def _table(parts: Sequence[Sequence[Int64Array]], num_fields: int) -> Int64Array
 
 
 def _field_spec(field: TarField) -> FieldSpec:
-    """The spec of a field that is no array."""
+    """The spec of a field without arrays."""
     if field.codec == "integer":
         return FieldSpec(field.name, _INT64, (), ragged=False, codec="integer")
     media_type = media_type_of(field.extensions) if field.codec == "bytes" else ""
@@ -194,9 +194,9 @@ def _presence_spec(field: TarField) -> FieldSpec:
 
 
 def _identity(fields: Sequence[TarField], shards: Sequence[TarShard]) -> bytes:
-    """What the samples mean: their fields, and what the scans say of all members of a shard.
+    """The meaning of the samples: their fields, and the scans' facts about all members of a shard.
 
-    A field that is one extension, and that all samples must have, is identified by its name alone.
+    A field of one extension, which all samples must have, is identified by its name alone.
     """
     is_plain = all(field.extensions == (field.name,) and not field.is_optional for field in fields)
     named = [

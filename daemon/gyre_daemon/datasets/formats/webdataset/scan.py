@@ -2,10 +2,10 @@
 
 The scan follows the conventions of the WebDataset library: members that follow each other and have
 one key make a sample, and one whose name begins with `__...__` belongs to none. Unlike the library
-it also passes over hidden files (`._0001.txt`) and over names that end with a dot. It refuses what
-the library loses or tears apart: links and other members that are no files, and samples whose
-members are apart. It reads every number and every npy header, since these decide whether the shards
-make one dataset, and the first text and JSON of a shard.
+it also passes over hidden files (`._0001.txt`) and over names that end with a dot. It refuses
+members that the library loses or tears apart: links and other members that are no files, and
+samples whose members are apart. It reads every number and every npy header, since these decide
+whether the shards make one dataset, and the first text and JSON of a shard.
 """
 
 import hashlib
@@ -56,8 +56,8 @@ _CHECKS = {"text": check_text, "json": check_json}
 # The first text and JSON of a shard are read into memory up to this size; longer ones are checked
 # when they are served.
 _MAX_CHECKED_BYTES = 1 << 20
-# Limits on what one shard's index may need beside its arrays. A dataset has some ten extensions,
-# and a sample may lack some of them.
+# Limits on one shard's index, its arrays excepted. A dataset has some ten extensions, and a sample
+# may lack some of them.
 MAX_EXTENSIONS, MAX_META_BYTES = 10_000, 4 << 20
 
 
@@ -126,7 +126,7 @@ class _WrongSize(ValueError):
 
 @dataclass(slots=True)
 class _IndexBuilder:
-    """Collects the members of one shard; the attributes are what `scan_tar` returns."""
+    """Collects the members of one shard; the attributes are the results of `scan_tar`."""
 
     shard: str
     extensions: dict[str, int] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class _IndexBuilder:
     shapes: "array[int]" = field(default_factory=_numbers)
     itemsizes: "array[int]" = field(default_factory=_numbers)
     checked: set[str] = field(default_factory=set)  # extensions whose first member was read
-    key: str | None = None  # of the sample that is being read
+    key: str | None = None  # of the current sample
 
     def add(self, member: tarfile.TarInfo, archive: TarReader) -> None:
         match = _NAME.fullmatch(member.name)
@@ -176,7 +176,7 @@ class _IndexBuilder:
         self.members.append(number)
 
     def _check_kind(self, member: tarfile.TarInfo) -> None:
-        """Refuse what has the name of a member of a sample and is no file: it would be lost."""
+        """Refuse a member of a sample that is no file: it would be lost."""
         if member.type in _NO_MEMBER:
             return
         name = _printable(member.name)

@@ -1,6 +1,6 @@
-"""Checks a stored index of a tar shard, which anybody may have forged who can write beside it.
+"""Checks a stored index of a tar shard: anybody who can write next to the shard may forge it.
 
-What passes can be served without an error of the daemon's own: all numbers point into the shard,
+An index that passes causes no error of the daemon: all numbers point into the shard,
 and the tables fit each other. Whether the bytes there are those samples, only a scan can tell.
 """
 

@@ -19,7 +19,7 @@ _EXTENDED_TYPES = (
     tarfile.XGLTYPE,
     tarfile.SOLARIS_XHDTYPE,
 )
-# Limits on what a damaged header may claim. An extended header is read into memory; names and times
+# Limits on the claims of a damaged header. An extended header is read into memory; names and times
 # take a few hundred bytes.
 _MAX_EXTENDED_BYTES = 1 << 16
 _MAX_MEMBER_BYTES = 1 << 40
@@ -47,8 +47,8 @@ class TarReader:
         """The members in their order: files, and whatever else there is.
 
         Raises:
-            ValueError: the archive is damaged or truncated, has a sparse file, or goes on after its
-                end mark.
+            ValueError: the archive is damaged or truncated, has a sparse file, or continues after
+                its end mark.
         """
         while member := self._next():
             yield member
@@ -72,7 +72,7 @@ class TarReader:
 
 
 class _Forward(io.RawIOBase):
-    """A file that cannot seek, with what is passed over read and dropped."""
+    """A file that cannot seek: skipped bytes are read and dropped."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -154,7 +154,7 @@ class _StrictHeader(tarfile.TarInfo):
             )
         return member
 
-    # A sparse file's map has any length and may lie in the member itself. No field is a sparse
+    # A sparse file's map has any length and may be in the member itself. No field is a sparse
     # file, so none is read.
     def _refuse_sparse(self, *_: Any) -> NoReturn:
         raise tarfile.ReadError(
@@ -168,7 +168,7 @@ def plain_header(header: bytes) -> tuple[str, int] | None:
     """The name and size of a regular file; None of any other header, and of a damaged one.
 
     Nearly all headers are such, and `tarfile` takes five times as long for one: it reads eight
-    numbers that nobody asks for, and adds up the bytes in Python.
+    unneeded numbers, and adds up the bytes in Python.
     """
     is_plain = header[156:157] in _PLAIN_TYPES and header[345:346] == b"\0"
     if len(header) != tarfile.BLOCKSIZE or not is_plain or not header.isascii():
