@@ -5,7 +5,7 @@ tells the daemon the user and the process. A call over TCP carries the token of 
 one.
 """
 
-import threading
+import contextlib
 
 from gyre_client.transport.address import Address
 from gyre_client.transport.credentials import CredentialFiles
@@ -23,8 +23,9 @@ class Identity:
     def __init__(self, address: Address, files: CredentialFiles) -> None:
         self._address = address
         self._files = files
-        self._lock = threading.Lock()
-        self._side: SideChannel | None = None
+        # The last one counts. A list instead of a lock, which an interrupt could leave held: threads
+        # that call at the same moment may each make a connection.
+        self._sides: list[SideChannel] = []
 
     def metadata(self, timeout_s: float = TIMEOUT_S) -> Metadata:
         """Returns the metadata of a call; empty if there is neither side channel nor token.
@@ -37,18 +38,19 @@ class Identity:
         """
         if self._address.side_path is None:
             return self._files.metadata(self._address)
-        with self._lock:
-            if self._side is None or self._side.is_over:
-                self._drop()
-                self._side = SideChannel.connect(self._address, timeout_s)
-            return ((TOKEN_KEY, self._side.token),) if self._side else ()
+        side = next(reversed(self._sides), None)
+        if side is not None and side.is_over:
+            self.close()
+            side = None
+        if side is None:
+            side = SideChannel.connect(self._address, timeout_s)
+            if side is None:
+                return ()
+            self._sides.append(side)
+        return ((TOKEN_KEY, side.token),)
 
     def close(self) -> None:
-        """Ends the connection; a later call makes another."""
-        with self._lock:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._side is not None:
-            self._side.close()
-            self._side = None
+        """Ends the connections; a later call makes another."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._sides.pop().close()

@@ -47,7 +47,10 @@ class SideChannel:
     def is_over(self) -> bool:
         """Whether the daemon has hung up; ask only where no arena is under way."""
         poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
+        try:
+            poll.register(self._connection, select.POLLIN)
+        except ValueError:  # another thread has closed it
+            return True
         return bool(poll.poll(0))
 
     @classmethod
