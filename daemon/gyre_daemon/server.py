@@ -64,6 +64,7 @@ from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.cache.disk import open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.workers import TransformWorkers
@@ -312,6 +313,7 @@ class _Daemon:
         limit_bytes = own_limit_bytes(memory_limit_bytes())
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            MOUNTS.look()
             await asyncio.to_thread(self._catalog.close_idle_files)
             cached = self._sessions.resources.metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}

@@ -1,45 +1,195 @@
-"""Work in a thread that the end of the process does not wait for."""
+"""Threads that the end of the process does not wait for.
+
+A thread that asks a file system which does not answer waits for ever. The interpreter joins the
+threads of `concurrent.futures` when it ends, and asyncio's default executor is shared by everything
+in the process, so that one hung mount would stop the daemon. Nothing here is ever joined.
+"""
 
 import asyncio
-import concurrent.futures
-import contextlib
+import os
+import queue
 import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+# Threads without work end after this long. They take some ten microseconds to start again.
+_IDLE_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One thread of an executor.
+
+    Attributes:
+        ident: of the thread.
+        is_busy: whether it has work.
+        cpu_ns: the processor time that it had taken when it was last looked at.
+        still_since: the time of the first look that found this processor time.
+    """
+
+    ident: int = 0
+    is_busy: bool = False
+    cpu_ns: int = -1
+    still_since: float = 0.0
+
+
+class DaemonThreads(Executor):
+    """An executor of daemon threads, started when they are needed."""
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        """Start no thread yet.
+
+        Args:
+            max_threads: that work at once; further work waits.
+            name: of the threads.
+        """
+        self.max_threads = max_threads
+        self._name = name
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._workers: set[_Worker] = set()
+        self._num_pending = 0  # waiting or running
+        self._is_shut_down = False
+
+    def submit(
+        self,
+        work: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Future[Result]:
+        """Have a thread call `work`.
+
+        Raises:
+            RuntimeError: the executor is shut down.
+        """
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                self._finish_one()
+                return
+            try:
+                result = work(*args, **kwargs)
+            except BaseException as error:
+                self._finish_one()
+                future.set_exception(error)
+            else:
+                self._finish_one()
+                future.set_result(result)
+
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError(f"{self._name}: the executor is shut down")
+            self._num_pending += 1
+            self._tasks.put(run)
+            if len(self._workers) < min(self._num_pending, self.max_threads):
+                worker = _Worker()
+                self._workers.add(worker)
+                threading.Thread(
+                    target=self._serve, args=(worker,), name=self._name, daemon=True
+                ).start()
+        return future
+
+    async def run(
+        self,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Wait for the result of `work` in a thread, or its exception.
+
+        A thread cannot be stopped: if the caller is cancelled, it goes on alone.
+        """
+        return await asyncio.wrap_future(self.submit(work, *args, **kwargs))
+
+    @property
+    def num_threads(self) -> int:
+        """The threads that there are now."""
+        return len(self._workers)
+
+    def still_since(self) -> float | None:
+        """Since when a thread waits inside one call, in seconds of the monotonic clock.
+
+        A thread whose processor time stays the same waits for the kernel. One that lists a large
+        folder or reads a large file makes progress, however long it takes. Call this regularly: the
+        answer is as exact as the looks are frequent.
+
+        Returns:
+            The earliest such time of all threads; None if none has work.
+        """
+        now = time.monotonic()
+        with self._lock:
+            busy = [worker for worker in self._workers if worker.is_busy]
+            for worker in busy:
+                cpu_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(worker.ident))
+                if cpu_ns != worker.cpu_ns:
+                    worker.cpu_ns, worker.still_since = cpu_ns, now
+        return min((worker.still_since for worker in busy), default=None)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse further work, and let idle threads end; threads with work are never joined.
+
+        Args:
+            wait: without effect.
+            cancel_futures: without effect: work that waits is done, if the process lives on.
+        """
+        with self._lock:
+            self._is_shut_down = True
+            for _ in self._workers:
+                self._tasks.put(None)
+
+    def _serve(self, worker: _Worker) -> None:
+        worker.ident = threading.get_ident()
+        while True:
+            try:
+                task = self._tasks.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._num_pending < len(self._workers):
+                        self._workers.discard(worker)
+                        return
+                continue
+            if task is None:
+                break
+            worker.is_busy = True
+            task()
+            del task  # it holds the arguments
+            worker.is_busy = False
+        with self._lock:
+            self._workers.discard(worker)
+
+    def _finish_one(self) -> None:
+        with self._lock:
+            self._num_pending -= 1
+
+
+# For what only computes. With one for each core, small work would wait behind large.
+_compute = DaemonThreads(len(os.sched_getaffinity(0)) + 4, "gyre-compute")
+
+
+async def compute(
+    work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """Compute something in a thread. `work` must not touch any file: see `storage.mounts`."""
+    return await _compute.run(work, *args, **kwargs)
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """The result of `work`, or its exception.
-
-    The thread may wait for ever, for a file system that does not answer, say: where the caller is
-    cancelled, the thread goes on alone. Threads of executors would keep the process from ending.
+    """Wait for the result of `work`, or its exception, in a thread that serves nothing else.
 
     Args:
-        work: called in a thread of its own.
+        work: may wait for ever. If the caller is cancelled, the thread goes on alone.
         name: of the thread.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Result] = loop.create_future()
-
-    def run() -> None:
-        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_hand_over, done, result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await result
-
-
-def _hand_over(done: "concurrent.futures.Future[Result]", result: "asyncio.Future[Result]") -> None:
-    if result.done():  # it was cancelled
-        return
-    if error := done.exception():
-        result.set_exception(error)
-    else:
-        result.set_result(done.result())
+    threads = DaemonThreads(1, name)
+    try:
+        return await threads.run(work)
+    finally:
+        threads.shutdown()

@@ -27,6 +27,7 @@ from gyre_daemon.order.planner import Order
 from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.storage.engine.endpoint import Endpoint
+from gyre_daemon.storage.mounts import Mount
 
 _FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
     "corrupt": pb.LintFinding.KIND_CORRUPT,
@@ -350,6 +351,7 @@ def hide_others(status: pb.DaemonStatus) -> None:
     for field in (
         "storage",
         "endpoints",
+        "mounts",
         "cache",
         "num_samples_transformed",
         "transform_cpu_s",
@@ -369,6 +371,13 @@ def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
         num_in_flight=endpoint.queue.num_taken,
         num_waiting=endpoint.queue.num_waiting,
         num_retries_left=endpoint.budget.num_left(now),
+    )
+
+
+def from_mount(mount: Mount) -> pb.Mount:
+    """A mount, and whether it hangs."""
+    return pb.Mount(
+        path=mount.path, file_system=mount.file_system, hangs_since_s=mount.hangs_since_s
     )
 
 

@@ -36,6 +36,7 @@ from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.location import shown_uri
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.media import check_media
 
@@ -277,6 +278,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         status.uptime_s = now - self._started
         status.num_copy_workers = len(self._copy_workers.pids)
         status.endpoints.extend(convert.from_endpoint(e, now) for e in self._catalog.endpoints)
+        status.mounts.extend(map(convert.from_mount, MOUNTS))
         sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
         spreads = await spreads_of(shown, self._sessions, caller.name)

@@ -3003,7 +3003,7 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class DaemonStatus(_message.Message):
-    """A caller that may not read every dataset gets neither `storage`, `endpoints` nor `cache`; `num_batches_sent`, `num_bytes_sent` and
+    """A caller that may not read every dataset gets neither `storage`, `endpoints`, `mounts` nor `cache`; `num_batches_sent`, `num_bytes_sent` and
     `num_substitutes_sent` then count only its own open sessions.
     """
 
@@ -3028,6 +3028,7 @@ class DaemonStatus(_message.Message):
     TRANSFORM_CPU_S_FIELD_NUMBER: _builtins.int
     NUM_TRANSFORM_WORKERS_REPLACED_FIELD_NUMBER: _builtins.int
     MEASURINGS_FIELD_NUMBER: _builtins.int
+    MOUNTS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -3065,6 +3066,10 @@ class DaemonStatus(_message.Message):
     def measurings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuringState]:
         """of the datasets that the caller may read"""
 
+    @_builtins.property
+    def mounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Mount]:
+        """those that the daemon used in the last half minute"""
+
     def __init__(
         self,
         *,
@@ -3087,11 +3092,12 @@ class DaemonStatus(_message.Message):
         transform_cpu_s: _builtins.float = ...,
         num_transform_workers_replaced: _builtins.int = ...,
         measurings: _abc.Iterable[Global___MeasuringState] | None = ...,
+        mounts: _abc.Iterable[Global___Mount] | None = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "mounts", b"mounts", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3270,6 +3276,37 @@ class EndpointState(_message.Message):
 Global___EndpointState: _TypeAlias = EndpointState  # noqa: Y015
 
 @_typing.final
+class Mount(_message.Message):
+    """A mount of the daemon's machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    FILE_SYSTEM_FIELD_NUMBER: _builtins.int
+    HANGS_SINCE_S_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    file_system: _builtins.str
+    """"ext4", "nfs4", "fuse.s3fs", ..."""
+    hangs_since_s: _builtins.float
+    """For how long the oldest call has not been answered; absent where none waits for five seconds or more."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        file_system: _builtins.str = ...,
+        hangs_since_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "hangs_since_s", b"hangs_since_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "file_system", b"file_system", "hangs_since_s", b"hangs_since_s", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hangs_since_s: _TypeAlias = _typing.Literal["hangs_since_s"]  # noqa: Y015
+    _WhichOneofArgType__hangs_since_s: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hangs_since_s) -> _WhichOneofReturnType__hangs_since_s | None: ...
+
+Global___Mount: _TypeAlias = Mount  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3340,18 +3377,24 @@ class ExplainStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMINGS_FIELD_NUMBER: _builtins.int
+    MOUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchTiming]:
         """the newest first; those that were read for the caller's jobs, and all for an operator"""
+
+    @_builtins.property
+    def mounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Mount]:
+        """those of the dataset that hang now; where there is one, `timings` may be empty"""
 
     def __init__(
         self,
         *,
         timings: _abc.Iterable[Global___BatchTiming] | None = ...,
+        mounts: _abc.Iterable[Global___Mount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mounts", b"mounts", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,193 @@
+"""The mounts of this machine, and the threads that wait for each.
+
+A file system that does not answer (a server of NFS that is down, a FUSE process that has stopped)
+holds every thread that asks it, and the kernel may never let go of them. So whatever touches a path
+runs in a thread of the mount that the path lies on, and only callers of that mount wait.
+
+Which mount that is says `/proc/self/mountinfo`, by the longest prefix: asking for the path itself
+could already hang. Links on the way are followed one by one, each by a thread of its own mount.
+"""
+
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import DaemonThreads
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# Threads for opening, listing, indexes and the like; reading samples has its own. They are started
+# when they are needed. With fewer, unpacking some datasets would keep others from opening.
+_NUM_THREADS = 64
+# A call that a mount has not answered for this long hangs. Less calls a busy disk hung.
+HANGS_AFTER_S = 5.0
+# How old the table of mounts may be. A mount that is made or removed is noticed so late.
+_RENEW_AFTER_S = 5.0
+_MAX_LINKS = 40  # as the kernel's
+_MAX_KNOWN = 10_000  # resolved paths; more only take memory
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(slots=True, eq=False)
+class Mount:
+    """One mount, and the threads that wait for it.
+
+    Attributes:
+        path: where it is mounted.
+        file_system: its type, such as `ext4`, `nfs4` or `fuse.s3fs`.
+        threads: for all that touches its paths, except reading samples.
+    """
+
+    path: str
+    file_system: str
+    threads: DaemonThreads = field(init=False)
+    _hangs: bool = False
+    _still_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.threads = DaemonThreads(_NUM_THREADS, f"gyre-fs {self.path}")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it was asked for something in the last half minute."""
+        return self.threads.num_threads > 0
+
+    @property
+    def hangs_since_s(self) -> float | None:
+        """For how many seconds a call has not been answered; None if the mount does not hang."""
+        return time.monotonic() - self._still_since if self._hangs else None
+
+    def look(self) -> None:
+        """See whether the mount hangs, and log where that changed; about once a second."""
+        still_since, hung = self.threads.still_since(), self._hangs
+        self._hangs = still_since is not None and time.monotonic() - still_since >= HANGS_AFTER_S
+        self._still_since = still_since or 0.0
+        facts = {"path": self.path, "file_system": self.file_system}
+        if self._hangs and not hung:
+            log_event("mount hangs", facts, logging.WARNING)
+        elif hung and not self._hangs:
+            log_event("mount answers again", facts)
+
+
+class Mounts:
+    """All mounts of this process's name space; safe for several threads."""
+
+    def __init__(self, table: Path = Path("/proc/self/mountinfo")) -> None:
+        """Read nothing yet.
+
+        Args:
+            table: in the kernel's format of `mountinfo` (proc(5)).
+        """
+        self._table = table
+        self._by_path: dict[str, Mount] = {}
+        self._by_id: dict[str, Mount] = {}
+        self._real: dict[str, tuple[str, float]] = {}  # without links, and when that was found out
+        self._renewed_at = -math.inf
+
+    def __iter__(self) -> Iterator[Mount]:
+        """The mounts that are used."""
+        return (mount for mount in list(self._by_id.values()) if mount.is_used)
+
+    def look(self) -> None:
+        """See which mounts hang; to be called about once a second."""
+        for mount in self:
+            mount.look()
+
+    def at(self, path: str | Path) -> Mount:
+        """The mount that a path lies on, as far as is known; touches nothing but the table.
+
+        Links count where `of` has followed them.
+        """
+        asked = _absolute(path)
+        return self._below(self._real.get(asked, (asked,))[0])
+
+    async def of(self, path: str | Path) -> Mount:
+        """The mount that a path lies on, behind all links.
+
+        If a mount on the way hangs, so does this call.
+        """
+        asked = _absolute(path)
+        real, found_at = self._real.get(asked, ("", -math.inf))
+        if time.monotonic() - found_at < _RENEW_AFTER_S:
+            return self._below(real)
+        mount = self._below(real := asked)
+        for _ in range(_MAX_LINKS):
+            followed = await mount.threads.run(_without_first_link, real)
+            if mount.file_system == "autofs":  # that mounted what belongs there
+                self._renew()
+            if followed == real and self._below(real) is mount:
+                break
+            real = followed
+            mount = self._below(real)
+        if len(self._real) >= _MAX_KNOWN:
+            self._real.clear()
+        self._real[asked] = real, time.monotonic()
+        return mount
+
+    async def run(
+        self,
+        path: str | Path,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Call `work`, which touches a path, in a thread of its mount."""
+        mount = await self.of(path)
+        return await mount.threads.run(work, *args, **kwargs)
+
+    def _below(self, path: str) -> Mount:
+        """The mount of a path without links."""
+        if time.monotonic() - self._renewed_at >= _RENEW_AFTER_S:
+            self._renew()
+        by_path = self._by_path
+        while path not in by_path:
+            path = path.rpartition("/")[0] or "/"
+        return by_path[path]
+
+    def _renew(self) -> None:
+        by_path, by_id = {}, {}
+        for number, path, file_system in _parsed(self._table.read_text("utf-8", "surrogateescape")):
+            before = self._by_id.get(number)
+            if before is None or (before.path, before.file_system) != (path, file_system):
+                before = Mount(path, file_system)
+            by_path[path] = by_id[number] = before  # the last one hides those below it
+        if "/" not in by_path:  # as in a chroot whose root is no mount
+            by_path["/"] = by_id[""] = self._by_id.get("") or Mount("/", "unknown")
+        self._by_path, self._by_id = by_path, by_id
+        self._renewed_at = time.monotonic()
+
+
+MOUNTS = Mounts()  # the kernel has one table for the whole process
+
+
+def _parsed(table: str) -> Iterator[tuple[str, str, str]]:
+    """Number, path and file-system type of each line of a `mountinfo`."""
+    for line in table.splitlines():
+        fields = line.split(" ")
+        path = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
+        yield fields[0], path, fields[fields.index("-", 6) + 1]
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.normpath(Path(path).absolute())
+
+
+def _without_first_link(path: str) -> str:
+    """A path whose first link is replaced by its target; the same path if it has none."""
+    parts = Path(path).parts
+    for number in range(2, len(parts) + 1):
+        link = Path(*parts[:number])
+        try:
+            target = link.readlink()
+        except OSError:  # no link, or not there
+            continue
+        return os.path.normpath(Path(link.parent, target, *parts[number:]))
+    return path

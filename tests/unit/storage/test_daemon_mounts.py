@@ -1,0 +1,123 @@
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from gyre_daemon.runtime.threads import DaemonThreads, compute, in_thread
+from gyre_daemon.storage.mounts import Mounts
+
+TABLE = """\
+21 1 0:20 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+22 21 0:21 / /proc rw - proc proc rw
+30 21 0:44 / /mnt/nfs rw,relatime shared:7 master:2 - nfs4 server:/export rw,vers=4.2
+31 30 0:45 / /mnt/nfs/inner\\040folder rw - fuse.s3fs s3fs rw
+32 21 0:46 / /mnt/twice rw - ext4 /dev/vdb1 rw
+33 32 0:47 / /mnt/twice rw - fuse.sshfs host:/ rw
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "mountinfo"
+    path.write_text(TABLE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("path", "mount", "file_system"),
+    [
+        ("/data/x.tar", "/", "ext4"),
+        ("/mnt/nfs", "/mnt/nfs", "nfs4"),
+        ("/mnt/nfs/", "/mnt/nfs", "nfs4"),
+        ("/mnt/nfs2/x", "/", "ext4"),
+        ("/mnt/nfs/a/../b", "/mnt/nfs", "nfs4"),
+        ("/mnt/nfs/../x", "/", "ext4"),
+        ("/mnt/nfs/inner folder/x", "/mnt/nfs/inner folder", "fuse.s3fs"),
+        ("/mnt/twice/x", "/mnt/twice", "fuse.sshfs"),
+    ],
+)
+def test_the_mount_of_a_path_is_found_without_touching_the_path(
+    table: Path, path: str, mount: str, file_system: str
+) -> None:
+    found = Mounts(table).at(path)
+    assert (found.path, found.file_system) == (mount, file_system)
+
+
+def test_a_table_without_a_root_has_one_of_unknown_type(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(TABLE.partition("\n")[2])
+    assert Mounts(table).at("/data").file_system == "unknown"
+
+
+async def test_a_link_is_followed_to_the_mount_of_its_target(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "first").symlink_to("second")
+    (tmp_path / "second").symlink_to("/mnt/nfs/inner folder")
+    mounts, path = Mounts(table), tmp_path / "first" / "shard.tar"
+    assert mounts.at(path).path == "/"
+    assert (await mounts.of(path)).file_system == "fuse.s3fs"
+    assert mounts.at(path).file_system == "fuse.s3fs"
+
+
+async def test_links_in_a_circle_end(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    assert (await Mounts(table).of(tmp_path / "one")).path == "/"
+
+
+def test_a_mount_keeps_its_threads_until_something_else_is_mounted(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre_daemon.storage.mounts._RENEW_AFTER_S", 0)
+    mounts = Mounts(table)
+    before = mounts.at("/mnt/nfs/x")
+    assert mounts.at("/mnt/nfs/y") is before
+    table.write_text(TABLE.replace("30 21 0:44", "40 21 0:48"))
+    assert mounts.at("/mnt/nfs/x") is not before
+    assert mounts.at("/data") is mounts.at("/")
+
+
+async def test_only_calls_that_stand_still_count_as_hung(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre_daemon.storage.mounts.HANGS_AFTER_S", 0.0)
+    mounts, reader, writer = Mounts(table), *os.pipe()
+    try:
+        waiting = asyncio.ensure_future(mounts.run("/mnt/nfs/x", os.read, reader, 1))
+        while not any(mount.hangs_since_s is not None for mount in mounts):
+            await asyncio.sleep(0.01)
+            mounts.look()
+        assert [mount.path for mount in mounts if mount.hangs_since_s is not None] == ["/mnt/nfs"]
+        os.write(writer, b"x")
+        assert await waiting == b"x"
+        while mounts.at("/mnt/nfs").hangs_since_s is not None:
+            await asyncio.sleep(0.01)
+            mounts.look()
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+async def test_threads_are_reused_and_at_most_as_many_as_allowed() -> None:
+    threads = DaemonThreads(2, "test")
+    started = [await threads.run(threading.get_ident) for _ in range(3)]
+    assert len(set(started)) == threads.num_threads == 1
+    gate = threading.Event()
+    waiting = [threads.submit(gate.wait) for _ in range(5)]
+    assert threads.num_threads == 2
+    assert waiting[-1].cancel()
+    gate.set()
+    assert all(each.result() for each in waiting[:-1])
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit(gate.wait)
+
+
+async def test_what_work_raises_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await compute(fail)
+    with pytest.raises(ValueError, match="no"):
+        await in_thread(fail, "test")
