@@ -26,6 +26,9 @@ LOADS = re.compile(r"\btorch\.load\((?:[^()]|\([^()]*\))*\)|\bpickle\.loads?\(|\
 # The daemon's messages to its own processes, and to its tasks on a Ray cluster.
 OWN_PIPES = ("scans/server.py", "scans/tasks.py", "transforms/function.py")
 
+# Connects to drivers, which may take long; no path of this machine.
+WITH_JOINED_THREADS = ("daemon/gyre_daemon/storage/drivers.py",)
+
 
 def main() -> int:
     """Print all violations; 1 if there are any."""
@@ -41,6 +44,7 @@ def main() -> int:
         missing_benchmarks,
         unsafe_loads,
         late_structs,
+        joined_threads,
         missing_imports,
         promises_without_test,
         missing_selected,
@@ -136,6 +140,21 @@ def _uses(call: ast.Call, structs: set[str]) -> bool:
     return ast.unparse(call.func).startswith("msgspec.") and any(
         isinstance(name, ast.Name) and name.id in structs for name in ast.walk(call)
     )
+
+
+def joined_threads(files: dict[str, str]) -> Iterator[str]:
+    """Yield uses of executors whose threads all callers share, or that the interpreter joins.
+
+    A mount or a driver that hangs would hold up all datasets, and the end of the daemon.
+    """
+    instead = "use a thread of its mount (`MOUNTS`), `compute`, or `in_thread`"
+    for name, text in files.items():
+        if not name.startswith("daemon/") or name in WITH_JOINED_THREADS:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            used = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            if used in ("to_thread", "run_in_executor", "ThreadPoolExecutor"):
+                yield f"{name}:{node.lineno}: {used}: {instead}"
 
 
 def missing_imports(files: dict[str, str]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from gyre_daemon.fetching.opening import DatasetOpener
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
+from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -133,7 +133,7 @@ async def open_datasets(
     Returns:
         Each dataset by name, or why it cannot be opened.
     """
-    with ThreadPoolExecutor(config.num_io_threads) as executor:
+    with DaemonThreads(config.num_io_threads, "gyre-io") as executor:
         workers, metrics = FairExecutor(executor, config.num_io_threads), Metrics()
         terms = EndpointOptions(
             config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s

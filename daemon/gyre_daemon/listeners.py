@@ -12,6 +12,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
+from gyre_daemon.runtime.threads import DaemonThreads
 
 # How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
 # few system calls for each address.
@@ -110,6 +111,7 @@ async def watch_listeners(
 
 async def watch_credentials(credentials: Credentials) -> None:
     """Have certificates and tokens read again when their files change, without end."""
+    threads = DaemonThreads(1, "gyre-credentials")
     while credentials.have_files:
         await asyncio.sleep(_REFRESH_EVERY_S)
-        await asyncio.to_thread(credentials.refresh)
+        await threads.run(credentials.refresh)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +46,7 @@ from gyre_daemon.runtime.limits import descriptor_shares, memory_limit_bytes
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
+from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.service import (
     SERVER_OPTIONS,
     SERVICE_NAME,
@@ -153,8 +153,7 @@ async def serve(
                 cleanup.callback(listeners[-1].close)
         if config.audit_log:
             cleanup.callback(AuditFile(Path(config.audit_log)).close)
-        executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
-        cleanup.callback(executor.shutdown, wait=False, cancel_futures=True)
+        executor = DaemonThreads(config.num_io_threads, "gyre-io")
         daemon = _Daemon(
             config,
             fallback_index_dir,
@@ -175,7 +174,7 @@ class _Daemon:
         self,
         config: DaemonConfig,
         fallback_index_dir: Path,
-        executor: ThreadPoolExecutor,
+        executor: DaemonThreads,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
         stopping: asyncio.Event,
@@ -314,7 +313,7 @@ class _Daemon:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             MOUNTS.look()
-            await asyncio.to_thread(self._catalog.close_idle_files)
+            self._catalog.close_idle_files()
             cached = self._sessions.resources.metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}
             self._connections.close_strangers()

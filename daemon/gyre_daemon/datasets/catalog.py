@@ -115,7 +115,7 @@ class Catalog:
         self._opener.expire_files()
 
     def close_idle_files(self) -> None:
-        """Close local shards that no session reads any more; waits for the kernel."""
+        """Close local shards that no session reads any more, soon."""
         self._opener.close_idle_files()
 
     def is_open(self, name: str) -> bool:
@@ -234,7 +234,7 @@ class Catalog:
 
     async def num_shards_then(self, dataset: Dataset, fingerprint: str) -> int:
         """How many shards a dataset had when it had this fingerprint; 0 if that is not known."""
-        then = await asyncio.to_thread(remembered, self._records, dataset.uri, fingerprint)
+        then = await remembered(self._records, dataset.uri, fingerprint)
         return len(then)
 
     async def index(
@@ -256,8 +256,8 @@ class Catalog:
         address = ray_address(engine)
         async with self._locks.setdefault(name, asyncio.Lock()):
             opening = await self._indexer.begin(self._shown(name), config)
-            previous = await asyncio.to_thread(
-                load_previous, self._records, name, opening.location, self._open.get(name)
+            previous = await load_previous(
+                self._records, name, opening.location, self._open.get(name)
             )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
             ray_scans = RayScans(address) if address else None
@@ -277,9 +277,7 @@ class Catalog:
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))
                 was_appended = before is not None and before.fingerprint == previous.fingerprint
             shards = opening.source.shards
-            await asyncio.to_thread(
-                save_record, self._records, name, opening.location, shards, dataset.fingerprint
-            )
+            await save_record(self._records, name, opening.location, shards, dataset.fingerprint)
         if with_checksums:  # may take hours, and nobody needs them to open the dataset
             await self._indexer.take_checksums(dataset)
         names = {shard.name for shard in shards}
@@ -323,10 +321,10 @@ class Catalog:
     async def _remembered(self, dataset: Dataset) -> Dataset:
         """The dataset, whose shards are kept for the day when a cursor of it does not fit."""
         arguments = self._records, dataset.uri
-        await asyncio.to_thread(save_version, *arguments, dataset.shards, dataset.fingerprint)
+        await save_version(*arguments, dataset.shards, dataset.fingerprint)
 
-        def changed_since(fingerprint: str) -> str:
-            return what_changed(*arguments, fingerprint, dataset)
+        async def changed_since(fingerprint: str) -> str:
+            return await what_changed(*arguments, fingerprint, dataset)
 
         return replace(dataset, what_changed=changed_since)
 

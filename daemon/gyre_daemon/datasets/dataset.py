@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,10 @@ from gyre_daemon.order.shuffle.blocks import BlockIndex, BlockTable
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
+
+
+async def _unknown(fingerprint: str) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Dataset:
     drawing: tuple[str, ...] = ()
     mixture: Mixture | None = None
     source_names: tuple[str, ...] = ()
-    what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
+    what_changed: Callable[[str], Awaitable[str]] = field(default=_unknown, repr=False)
 
     @property
     def num_samples(self) -> int:

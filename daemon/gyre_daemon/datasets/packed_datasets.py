@@ -7,6 +7,7 @@ from gyre_daemon.config import PackConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.packing import pack
 from gyre_daemon.order.substitutes import NO_SAMPLES
+from gyre_daemon.runtime.threads import compute
 
 # Each takes 20 bytes for each document. Jobs keep the one that they read in any case; with fewer,
 # a job that describes one and then opens it may pack twice.
@@ -34,7 +35,7 @@ class PackedDatasets:
         async with self._lock:
             found = self._kept.pop(key, None)
             if found is None or found.storage is not documents.storage:
-                packed = await asyncio.to_thread(
+                packed = await compute(
                     pack,
                     documents.sized,
                     documents.fields,

@@ -9,6 +9,7 @@ from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import in_thread
 
 # Closed arenas keep their memory until their leases are returned and copy workers have unmapped
 # them, for some 10 ms. A new arena waits for that room, but is made after this time all the same: a
@@ -87,7 +88,7 @@ class ArenaRegistry:
         task.add_done_callback(self._unmapping.discard)
 
     async def _unmap(self, arena: Arena) -> None:
-        await asyncio.to_thread(self._copy_workers.unmap, arena.key)
+        await in_thread(partial(self._copy_workers.unmap, arena.key), "gyre-unmap")
         self._given_back(arena)
 
     def _given_back(self, arena: Arena) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
@@ -22,6 +23,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import TcpAddress
+from gyre_daemon.runtime.threads import in_thread
 
 # Each connection has a thread, so their number bounds the resources that strangers can take. A
 # connection whose request is not there after _TIMEOUT_S is closed, and one that takes no answer for
@@ -60,7 +62,7 @@ class ScrapeServer:
         """
         try:
             # in a thread: the library's server looks up the name of its host
-            server = await asyncio.to_thread(_Server, address, self._timeout_s)
+            server = await in_thread(partial(_Server, address, self._timeout_s), "gyre-metrics")
         except OSError as error:
             target, reason = address.grpc_target, error.strerror or error
             raise ConfigError(

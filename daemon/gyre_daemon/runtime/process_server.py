@@ -7,6 +7,9 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
+
+from gyre_daemon.runtime.threads import in_thread
 
 # To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
 # answer for longer never will.
@@ -57,7 +60,7 @@ class ProcessServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind)
         try:
             with theirs:
-                await asyncio.to_thread(self._send, theirs)
+                await in_thread(partial(self._send, theirs), "gyre-processes")
             ours.setblocking(False)
             async with asyncio.timeout(_MAX_START_S):
                 return ours, await _receive_process(ours)

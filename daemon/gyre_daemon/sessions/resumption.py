@@ -65,10 +65,12 @@ class Resumption:
             start = Cursor(its.fingerprint, order, 0, transforms=transforms, mixture=mixture)
             return self._with_all(start) if its.grows else start
         cursor = decode_cursor(data)
-        check_mixture(cursor.mixture, its.mixture, its.name, self._source_changed)
+        changed = await self._changed_source(cursor)
+        check_mixture(cursor.mixture, its.mixture, its.name, lambda *_: changed)
         first = None if cursor.fingerprint == its.fingerprint else await self._first_shards(cursor)
         wanted = first.fingerprint if first else its.fingerprint
-        check_cursor(cursor, its.name, wanted, order, its.what_changed)
+        changed = "" if cursor.fingerprint == wanted else await its.what_changed(cursor.fingerprint)
+        check_cursor(cursor, its.name, wanted, order, lambda _: changed)
         if not changed_transforms or order.bucket:
             check_transforms(cursor, transforms)
         cursor = replace(cursor, transforms=transforms)
@@ -92,10 +94,14 @@ class Resumption:
             )
         return replace(self._with_all(cursor), stages=stages)
 
-    def _source_changed(self, source: str, fingerprint: str) -> str:
-        """How the data of a mixture's source differ from the data with this fingerprint."""
-        opened = self.catalog.source_of(self.name, source)
-        return opened.what_changed(fingerprint) if opened else ""
+    async def _changed_source(self, cursor: Cursor) -> str:
+        """How the data of a mixture's first source that differs were when the cursor was made."""
+        now = dict(MixtureState.of(self.dataset.mixture).sources) if self.dataset.mixture else {}
+        for source, fingerprint in cursor.mixture.sources if cursor.mixture else ():
+            opened = self.catalog.source_of(self.name, source)
+            if opened and now.get(source, fingerprint) != fingerprint:
+                return await opened.what_changed(fingerprint)
+        return ""
 
     def _with_all(self, cursor: Cursor) -> Cursor:
         """The cursor, of all samples of the dataset."""

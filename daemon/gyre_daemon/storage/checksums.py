@@ -6,16 +6,18 @@ They distinguish a shard that was only touched from one that was overwritten.
 
 A shard is served while its size and times are those that were listed (see `Stamp`). If only its
 change time moved, its bytes decide: a new mode or link, a backup restored with `cp -p`, and an
-overwritten file whose modification time was set back all look alike. Each block has a checksum that
-was taken while the shard was as listed. Every read then compares the blocks that it touches. Equal
+overwritten file whose modification time was set back all look alike. Where an operator had
+checksums taken (`gyre index --checksums`), every read compares the blocks that it touches. Equal
 blocks are served; any other block is a `CorruptSample`. Once all blocks have been compared, the
-shard is trusted again under its new times. If no checksums had been taken, nobody can tell, and the
-error says so. The reasons are in `docs/adr/0026`.
+shard is trusted again under its new times. Without checksums the shard is refused, and the error
+names that command. The reasons are in `docs/adr/0110`.
 """
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,6 @@ Checksums = npt.NDArray[np.uint8]  # [blocks, 16]
 # shards needs 16 MiB of checksums. Another block size makes all stored checksums useless.
 BLOCK_BYTES = 1 << 20
 CHECKSUM_BYTES = 16
-_BLOCKS_PER_STEP = 8
 
 
 class ShardChecksums:
@@ -42,33 +43,26 @@ class ShardChecksums:
 
     Attributes:
         listed: the shards as listed.
-        fits_into_memory: whether the page cache may hold all of them.
-        is_idle: says whether no job of any dataset reads or waits to.
         known: the checksums by shard number, of those shards that have some; `add` adds some.
+        load: finds those of a shard that an earlier daemon stored; called in threads that read.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        files: Sequence[LocalFile],
-        *,
-        is_idle: Callable[[], bool],
-        fits_into_memory: bool,
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], files: Sequence[LocalFile]) -> None:
         """Know no checksum yet.
 
         Args:
             shards: as listed.
             files: where they lie.
-            is_idle: whether no job reads or waits, so that taking checksums disturbs nobody.
-            fits_into_memory: whether the page cache may hold all shards.
         """
         self.listed = shards
-        self.fits_into_memory = fits_into_memory
         self._files = files
-        self.is_idle = is_idle
         self.known: dict[int, Checksums] = {}
+        self.load: Callable[[int], Checksums | None] = lambda _: None
         self._compared: dict[int, tuple[Stamp, int, npt.NDArray[np.bool_]]] = {}
+
+    def folder(self, shard: int) -> Path:
+        """The root of a shard."""
+        return self._files[shard].root.folder
 
     def add(self, shard: int, checksums: Checksums) -> None:
         """Keep checksums that were taken while the shard was as listed.
@@ -78,19 +72,15 @@ class ShardChecksums:
         if checksums.shape == (num_blocks(self.listed[shard].size_bytes), CHECKSUM_BYTES):
             self.known[shard] = checksums
 
-    def take(
-        self, shard: int, go_on: Callable[[int], bool], *, stays_in_memory: bool = True
-    ) -> Checksums | None:
+    def take(self, shard: int, stopped: threading.Event) -> Checksums | None:
         """Read a shard and keep its checksums.
 
         Args:
             shard: its number.
-            go_on: called after every 8 MiB, and at the end, with the number of bytes read since the
-                last call. It may wait, and returns False to stop.
-            stays_in_memory: whether the page cache may keep what was read.
+            stopped: looked at after every block.
 
         Returns:
-            None if the shard is not as listed, or if `go_on` returned False.
+            None if the shard is not as listed, or if `stopped` was set.
 
         Raises:
             OSError: it cannot be read.
@@ -99,9 +89,7 @@ class ShardChecksums:
         with self._files[shard].opened() as descriptor:
             if not _is_as_listed(descriptor, listed):
                 return None
-            checksums = _hash_blocks(
-                descriptor, listed.size_bytes, go_on, stays_in_memory=stays_in_memory
-            )
+            checksums = _hash_blocks(descriptor, listed.size_bytes, stopped)
             if checksums is None or not _is_as_listed(descriptor, listed):
                 return None
         self.add(shard, checksums)
@@ -133,9 +121,11 @@ class ShardChecksums:
             CorruptSample: a block differs, or the shard has no checksums.
             OSError: it cannot be read.
         """
-        listed, known = self.listed[shard], self.known.get(shard)
-        if known is None:
-            raise unknown(listed.name)
+        listed = self.listed[shard]
+        if shard not in self.known and (stored := self.load(shard)) is not None:
+            self.add(shard, stored)
+        if (known := self.known.get(shard)) is None:
+            raise unknown(listed.name, "gyre index --checksums")
         same = self._same(shard, descriptor, stamp, len(known))
         for block in np.flatnonzero(_touched(start, stop, len(known)) & ~same).tolist():
             data = os.pread(descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
@@ -158,21 +148,14 @@ def num_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES)
 
 
-def _hash_blocks(
-    descriptor: int, size_bytes: int, go_on: Callable[[int], bool], *, stays_in_memory: bool
-) -> Checksums | None:
+def _hash_blocks(descriptor: int, size_bytes: int, stopped: threading.Event) -> Checksums | None:
     """The checksums of a whole file; blocks beyond its end get that of no bytes."""
     checksums = np.empty((num_blocks(size_bytes), CHECKSUM_BYTES), np.uint8)
-    for first in range(0, len(checksums), _BLOCKS_PER_STEP):
-        step = range(first, min(first + _BLOCKS_PER_STEP, len(checksums)))
-        for block in step:
-            data = os.pread(descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
-            checksums[block] = np.frombuffer(_checksum(data), np.uint8)
-        offset, num_bytes = first * BLOCK_BYTES, len(step) * BLOCK_BYTES
-        if not stays_in_memory:  # pages that jobs have mapped stay all the same
-            os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        if not go_on(num_bytes):
+    for block in range(len(checksums)):
+        if stopped.is_set():
             return None
+        data = os.pread(descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
+        checksums[block] = np.frombuffer(_checksum(data), np.uint8)
     return checksums
 
 
@@ -181,12 +164,12 @@ def _is_as_listed(descriptor: int, listed: Shard) -> bool:
     return (stamp.size_bytes, stamp.version) == (listed.size_bytes, listed.version)
 
 
-def unknown(name: str) -> CorruptSample:
-    """The error for a shard that may or may not be what was listed."""
+def unknown(name: str, command: str) -> CorruptSample:
+    """The error for a shard that may or may not be what was listed; `command` lists it again."""
     return CorruptSample(
         f"shard {name} has changed since the dataset was opened, or was only touched: its change "
-        "time moved, and no checksums of its bytes had been taken; if its bytes are the same, "
-        "index the dataset again",
+        "time moved, and there are no checksums of its bytes. If they are the same, index the "
+        f"dataset again (`{command}`).",
         {"shard": name, "reason": "changed, or touched before it had checksums"},
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import ReadPlan, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.shard import Shard
@@ -48,7 +49,7 @@ class MixedStorage:
         if len(plan) <= _MAX_ON_LOOP:
             reads = plan.part(everything)
         else:
-            reads = await asyncio.to_thread(plan.part, everything)
+            reads = await compute(plan.part, everything)
         source = np.searchsorted(self._first, reads.shard, side="right") - 1
         async with asyncio.TaskGroup() as tasks:
             for number in np.unique(source).tolist():

@@ -8,12 +8,16 @@ Which mount that is says `/proc/self/mountinfo`, by the longest prefix: asking f
 could already hang. Links on the way are followed one by one, each by a thread of its own mount.
 """
 
+import asyncio
+import contextlib
+import errno
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -31,6 +35,7 @@ _NUM_THREADS = 64
 HANGS_AFTER_S = 5.0
 # How old the table of mounts may be. A mount that is made or removed is noticed so late.
 _RENEW_AFTER_S = 5.0
+_LOOK_EVERY_S = 1.0  # while a call is waited for that a mount which hangs may not hold up
 _MAX_LINKS = 40  # as the kernel's
 _MAX_KNOWN = 10_000  # resolved paths; more only take memory
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -76,6 +81,63 @@ class Mount:
         elif hung and not self._hangs:
             log_event("mount answers again", facts)
 
+    async def run(
+        self,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Call `work`, which touches the mount, in one of its threads; wait however long."""
+        return await self.threads.run(work, *args, **kwargs)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, work: Callable[[], int]) -> AsyncIterator[int]:
+        """Keep a descriptor open inside the block, which `work` opens in a thread of the mount."""
+        opening = self.threads.submit(work)
+        try:
+            descriptor = await asyncio.wrap_future(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)  # called in the thread
+            raise
+        try:
+            yield descriptor
+        finally:
+            self.close(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor of a file of the mount, which may wait for the file system.
+
+        On an event loop it is closed soon afterwards, in a thread.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            os.close(descriptor)
+        else:  # no lock may be taken here: the garbage collector may have called
+            loop.call_soon_threadsafe(self.threads.submit, os.close, descriptor)
+
+    async def answered(
+        self,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Do as `run`, but do not wait for a mount that hangs.
+
+        Raises:
+            TimeoutError: it hangs.
+        """
+        running = asyncio.ensure_future(self.threads.run(work, *args, **kwargs))
+        try:
+            while not (await asyncio.wait((running,), timeout=_LOOK_EVERY_S))[0]:
+                self.look()
+                if self._hangs:
+                    text = f"the mount {self.path} ({self.file_system}) does not answer"
+                    raise TimeoutError(errno.ETIMEDOUT, text)
+        finally:
+            running.cancel()
+        return running.result()
+
 
 class Mounts:
     """All mounts of this process's name space; safe for several threads."""
@@ -110,17 +172,43 @@ class Mounts:
         return self._below(self._real.get(asked, (asked,))[0])
 
     async def of(self, path: str | Path) -> Mount:
-        """The mount that a path lies on, behind all links.
+        """The mount that a path lies on, behind all links; waits for the mounts on the way."""
+        return await self._of(path, Mount.run)
 
-        If a mount on the way hangs, so does this call.
+    async def run(
+        self,
+        path: str | Path,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Call `work`, which touches a path, in a thread of its mount; wait however long."""
+        mount = await self._of(path, Mount.run)
+        return await mount.run(work, *args, **kwargs)
+
+    async def answered(
+        self,
+        path: str | Path,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Do as `run`, but do not wait for a mount that hangs.
+
+        Raises:
+            TimeoutError: it hangs.
         """
+        mount = await self._of(path, Mount.answered)
+        return await mount.answered(work, *args, **kwargs)
+
+    async def _of(self, path: str | Path, run: Callable[..., Awaitable[str]]) -> Mount:
         asked = _absolute(path)
         real, found_at = self._real.get(asked, ("", -math.inf))
         if time.monotonic() - found_at < _RENEW_AFTER_S:
             return self._below(real)
         mount = self._below(real := asked)
         for _ in range(_MAX_LINKS):
-            followed = await mount.threads.run(_without_first_link, real)
+            followed = await run(mount, _without_first_link, real)
             if mount.file_system == "autofs":  # that mounted what belongs there
                 self._renew()
             if followed == real and self._below(real) is mount:
@@ -131,17 +219,6 @@ class Mounts:
             self._real.clear()
         self._real[asked] = real, time.monotonic()
         return mount
-
-    async def run(
-        self,
-        path: str | Path,
-        work: Callable[Arguments, Result],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Result:
-        """Call `work`, which touches a path, in a thread of its mount."""
-        mount = await self.of(path)
-        return await mount.threads.run(work, *args, **kwargs)
 
     def _below(self, path: str) -> Mount:
         """The mount of a path without links."""
@@ -174,6 +251,11 @@ def _parsed(table: str) -> Iterator[tuple[str, str, str]]:
         fields = line.split(" ")
         path = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
         yield fields[0], path, fields[fields.index("-", 6) + 1]
+
+
+def _close_opened(opening: "Future[int]") -> None:
+    if not opening.cancelled() and not opening.exception():
+        os.close(opening.result())
 
 
 def _absolute(path: str | Path) -> str:

@@ -1,11 +1,11 @@
 """Which driver serves which scheme, and how the shards of a location are listed."""
 
 import asyncio
-import functools
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.runtime.threads import compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.drivers import Drivers
@@ -31,11 +32,17 @@ from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
 from gyre_daemon.storage.local.folders import list_folder, stat_files
-from gyre_daemon.storage.local.listing import list_shards, names_in_folder, stat_shards
+from gyre_daemon.storage.local.listing import (
+    list_all_files,
+    list_shards,
+    names_in_folder,
+    stat_named,
+)
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
 from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
     Entries,
@@ -48,7 +55,7 @@ from gyre_daemon.storage.remote_listing import (
 from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
+from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
 from gyre_daemon.storage.sources.hub import cached_digest
 from gyre_daemon.storage.sources.hub_budget import HubUnreachable
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
@@ -90,7 +97,7 @@ class StorageOpener:
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
     def close_idle_files(self) -> None:
-        """Close local shards that no job reads any more; waits for the kernel."""
+        """Close local shards that no job reads any more, soon."""
         self._open_files.close_idle()
 
     def expire_files(self) -> None:
@@ -119,12 +126,9 @@ class StorageOpener:
             ShardMissing, NotAllowed, StorageUnavailable: there is no shard, or it cannot be listed.
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
-        settings, options = await self._in_thread(take_http_options, settings)
+        settings, options = await _http_options(settings)
         if location.scheme == "file":
-            list_all = functools.partial(
-                list_shards, location.paths, pattern, follow_links=follow_links
-            )
-            files, shards = await self._in_thread(list_all)
+            files, shards = await _list_local(location.paths, pattern, follow_links=follow_links)
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
 
@@ -162,7 +166,7 @@ class StorageOpener:
                 replace(shard, digest=digest) for shard, digest in zip(shards, digests, strict=True)
             ]
 
-        files, shards = await self._in_thread(list_all)
+        files, shards = await MOUNTS.run(local.paths[0], list_all)
         self._count_listing("file", len(local.paths), "ok")
         return self.local(files, shards, None)
 
@@ -176,9 +180,10 @@ class StorageOpener:
         is_logged: bool = True,
     ) -> Location:
         """The snapshot of a location in the hub's cache, which the log names."""
-        client = await self._in_thread(self._drivers.hub, settings, options)
+        client = await in_thread(partial(self._drivers.hub, settings, options), "gyre-hub")
         try:
-            local, folder = await self._in_thread(client.snapshot, location, why)
+            work = partial(client.snapshot, location, why)
+            local, folder = await in_thread(work, "gyre-hub")
         except ShardMissing as missing:
             if client.is_offline:
                 raise
@@ -218,14 +223,14 @@ class StorageOpener:
                 f"{location.text} is a pattern; the single files of one folder are a dataset, with "
                 "those of all folders below it. Name that folder, or a manifest."
             )
-        settings, options = await self._in_thread(take_http_options, settings)
+        settings, options = await _http_options(settings)
         path = location.paths[0]
         if location.scheme == "file":
             root = Root(Path(path), follow_links)
             if names is None:
-                table = await self._in_thread(list_folder, root, is_wanted)
+                table = await MOUNTS.run(path, list_folder, root, is_wanted)
             else:
-                table = await self._in_thread(stat_files, root, names)
+                table = await MOUNTS.run(path, stat_files, root, names)
             self._count_listing("file", 1, "ok")
             if not len(table):
                 raise ShardMissing(
@@ -259,10 +264,10 @@ class StorageOpener:
         """
         if location.scheme == "file":
             root = Root(Path(location.paths[0]), follow_links)
-            return await self._in_thread(names_in_folder, root)
+            return await MOUNTS.run(root.folder, names_in_folder, root)
         if location.scheme in WEB_SCHEMES:
             return []
-        settings, options = await self._in_thread(take_http_options, settings)
+        settings, options = await _http_options(settings)
         folder = location.paths[0].rstrip("/")
         try:
             filesystem = await self._drivers.filesystem(location, settings, options)
@@ -317,7 +322,7 @@ class StorageOpener:
         try:
             if files:
                 beside = [file.sibling(file.path.stem + suffix) for file in files]
-                found = await self._in_thread(stat_shards, beside)
+                found = await stat_local(beside)
                 self._count_listing("file", len(beside), "ok")
                 return self.local(beside, found, None)
             paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
@@ -372,7 +377,7 @@ class StorageOpener:
             filesystem, location.scheme, settings, paths[0], num_connections, options
         )
         self._sources.add(source)
-        look = functools.partial(look_again, filesystem)
+        look = partial(look_again, filesystem)
         return RemoteStorage(source, endpoint, paths, shards, look)
 
     async def _listed(
@@ -426,9 +431,50 @@ class StorageOpener:
                 group.create_task(list_next())
         return [entry for of_path in found for entry in of_path]
 
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.workers.executor, work, *arguments)
-
     def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
+
+
+async def _list_local(
+    paths: Sequence[str], pattern: str, *, follow_links: bool
+) -> tuple[list[LocalFile], list[Shard]]:
+    """See `list_shards`; each path is listed in a thread of its mount."""
+    if len(paths) == 1:
+        return await MOUNTS.run(paths[0], list_shards, paths, pattern, follow_links=follow_links)
+    files: list[LocalFile] = []
+    for mount, some in await _by_mount(paths):
+        files += await mount.run(list_all_files, paths[some], pattern, follow_links=follow_links)
+    return files, await stat_local(files)
+
+
+async def stat_local(files: Sequence[LocalFile]) -> list[Shard]:
+    """See `stat_shards`; each file is looked at in a thread of its mount."""
+    paths = [str(file) for file in files]
+    names, shards = relative_names(paths), []
+    for mount, some in await _by_mount(paths):
+        shards += await mount.run(stat_named, files[some], names[some])
+    return shards
+
+
+async def _by_mount(paths: Sequence[str]) -> list[tuple[Mount, slice]]:
+    """Cut paths into runs that lie on one mount each; links are followed once for each folder."""
+    mounts: dict[tuple[Mount, str], Mount] = {}
+    found: list[tuple[Mount, slice]] = []
+    for number, path in enumerate(paths):
+        folder = str(Path(path).parent)
+        nearest = MOUNTS.at(path)
+        if (key := (nearest, folder)) not in mounts:
+            is_mounted_there = MOUNTS.at(folder) is not nearest
+            mounts[key] = await MOUNTS.of(path if is_mounted_there else folder)
+        if not found or found[-1][0] is not mounts[key]:
+            found.append((mounts[key], slice(number, number)))
+        found[-1] = mounts[key], slice(found[-1][1].start, number + 1)
+    return found
+
+
+async def _http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
+    """See `take_http_options`."""
+    ca_file = settings.get(CA_FILE)
+    if not isinstance(ca_file, str) or not ca_file:
+        return await compute(take_http_options, settings)
+    return await MOUNTS.run(ca_file, take_http_options, settings)

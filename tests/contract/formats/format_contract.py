@@ -1,5 +1,6 @@
 """The contract of the seam `formats/base.py`: each format has a class of tests that inherits it."""
 
+import asyncio
 import fnmatch
 import io
 from abc import abstractmethod
@@ -254,8 +255,8 @@ class FormatContract(IndexContract):
         key = SidecarKey("/data", "a", len(shards[0]), "1", inspection.version)
         loaded: list[Any] = []
         for arrays in inspect(dataset_format, shards):
-            store.save(key, None, arrays)
-            found = store.load(key, None, lambda _: None)
+            asyncio.run(store.save(key, None, arrays))
+            found = asyncio.run(store.load(key, None, lambda _: None))
             assert found is not None
             if isinstance(inspection, Scan):
                 inspection.check(found, len(shards[len(loaded)]))

@@ -29,7 +29,7 @@ def read(path: Path) -> Manifest:
 
     async def once() -> Manifest:
         storage = await opener.open(parse_location(str(path)), {}, "*")
-        return await ManifestReader(threads, processes, opener.options).read(COCO, storage, {})
+        return await ManifestReader(processes, opener.options).read(COCO, storage, {})
 
     with ThreadPoolExecutor(3) as threads, closing(ScanProcesses()) as processes:
         opener = StorageOpener(FairExecutor(threads, 3), EndpointOptions(16, 10.0), Metrics())

@@ -72,7 +72,7 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            read = ManifestReader(executor, ScanProcesses(), opener.options)
+            read = ManifestReader(ScanProcesses(), opener.options)
             return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place

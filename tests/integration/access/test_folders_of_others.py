@@ -1,5 +1,6 @@
 """The daemon's folders and files where another user had a hand in them: refused, never used."""
 
+import asyncio
 import os
 import stat
 import subprocess
@@ -225,17 +226,18 @@ def test_an_index_counts_if_root_or_the_shards_owner_wrote_it(
     shard.write_bytes(b"0123456789")
     os.chown(shard, OTHER, OTHER)
     file = LocalFile(Root(open_folder), "a.tar")
-    SidecarStore("", open_folder.parent / "first").save(KEY, file, ARRAYS)
+    asyncio.run(SidecarStore("", open_folder.parent / "first").save(KEY, file, ARRAYS))
     sidecar = open_folder / ("a.tar" + SUFFIX)
     os.chown(sidecar, owner, owner)
     store = SidecarStore("", open_folder.parent / "second")
     is_trusted = owner != 1000
-    assert (store.load(KEY, file, accept) is not None) == is_trusted
-    assert store.load(KEY, file, accept) is None or is_trusted
+    assert (asyncio.run(store.load(KEY, file, accept)) is not None) == is_trusted
+    assert asyncio.run(store.load(KEY, file, accept)) is None or is_trusted
     warnings = [record for record in caplog.records if "index ignored" in record.getMessage()]
     assert len(warnings) == (0 if is_trusted else 1), "one warning, although it was asked twice"
-    store.save(KEY, file, ARRAYS)
-    assert (store.load(KEY, file, accept)) is not None, "it was made again, elsewhere if need be"
+    asyncio.run(store.save(KEY, file, ARRAYS))
+    again = asyncio.run(store.load(KEY, file, accept))
+    assert again is not None, "it was made again, elsewhere if need be"
     assert sidecar.stat().st_uid == (0 if is_trusted else owner)
 
 
@@ -247,38 +249,38 @@ def test_an_index_that_more_users_may_write_than_the_shard_does_not_count(
     (open_folder / "a.tar").chmod(0o644)
     file = LocalFile(Root(open_folder), "a.tar")
     store = SidecarStore("", open_folder.parent / "elsewhere")
-    store.save(KEY, file, ARRAYS)
+    asyncio.run(store.save(KEY, file, ARRAYS))
     sidecar = open_folder / ("a.tar" + SUFFIX)
     assert stat.S_IMODE(sidecar.stat().st_mode) == 0o644, "who reads the shard reads its index"
-    assert store.load(KEY, file, accept) is not None
+    assert asyncio.run(store.load(KEY, file, accept)) is not None
     sidecar.chmod(0o666)
-    assert store.load(KEY, file, accept) is None
+    assert asyncio.run(store.load(KEY, file, accept)) is None
     (open_folder / "a.tar").chmod(0o600)
     sidecar.unlink()
-    store.save(KEY, file, ARRAYS)
+    asyncio.run(store.save(KEY, file, ARRAYS))
     assert stat.S_IMODE(sidecar.stat().st_mode) == 0o600
 
 
 @as_root
 def test_an_index_in_a_folder_of_the_daemons_must_be_its_own(open_folder: Path) -> None:
     store = SidecarStore(str(open_folder / "index"), open_folder / "unused")
-    store.save(KEY, None, ARRAYS)
+    asyncio.run(store.save(KEY, None, ARRAYS))
     (sidecar,) = (open_folder / "index").iterdir()
     assert modes(open_folder) == {"index": 0o700, f"index/{sidecar.name}": 0o600}
     os.chown(sidecar, OTHER, OTHER)
-    assert store.load(KEY, None, accept) is None
+    assert asyncio.run(store.load(KEY, None, accept)) is None
     sidecar.unlink()
     sidecar.symlink_to(open_folder / "x")
-    assert store.load(KEY, None, accept) is None
+    assert asyncio.run(store.load(KEY, None, accept)) is None
 
 
 def test_an_index_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"0123456789")
     os.mkfifo(tmp_path / ("a.tar" + SUFFIX))
     file, store = LocalFile.of(tmp_path / "a.tar"), SidecarStore("", tmp_path / "elsewhere")
-    assert store.load(KEY, file, accept) is None
-    store.save(KEY, file, ARRAYS)
-    assert store.load(KEY, file, accept) is not None
+    assert asyncio.run(store.load(KEY, file, accept)) is None
+    asyncio.run(store.save(KEY, file, ARRAYS))
+    assert asyncio.run(store.load(KEY, file, accept)) is not None
 
 
 @as_root
@@ -295,4 +297,4 @@ def test_an_unpacked_shard_of_another_user_is_unpacked_again(open_folder: Path) 
 
 
 def unpacked_path(unpacked: UnpackedShards, shard: Shard) -> Path:
-    return unpacked.open("data", [shard])._folder / _file_name(shard)
+    return unpacked.open("data", [shard]).folder / _file_name(shard)

@@ -203,14 +203,14 @@ def test_its_own_ray_finds_what_the_daemons_processes_find(
         opener.close()
 
     def ray(scans: RayScans) -> Scanner:
-        return Scanner(threads, processes, scans, OPTIONS)
+        return Scanner(processes, scans, OPTIONS)
 
     processes = ScanProcesses()
     with ThreadPoolExecutor(2) as threads, object_server() as server:
         for path in folder.iterdir():
             server.put(f"/tars/{path.name}", path.read_bytes())
         server.put("/rows/rows.parquet", (tmp_path / "rows.parquet").read_bytes())
-        ours = Scanner(threads, processes, None, OPTIONS)
+        ours = Scanner(processes, None, OPTIONS)
         try:
             asyncio.run(run())
         finally:

@@ -51,7 +51,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def load(store: SidecarStore, key: SidecarKey, local: LocalFile | None) -> Arrays | None:
-    return store.load(key, local, lambda _: None)
+    return run(store.load(key, local, lambda _: None))
 
 
 def sidecar(folder: Path) -> Path:
@@ -67,7 +67,7 @@ def store(tmp_path: Path) -> SidecarStore:
 @given(key=keys, arrays=tables)
 @in_a_folder
 def test_saved_arrays_are_loaded(store: SidecarStore, key: SidecarKey, arrays: Arrays) -> None:
-    store.save(key, None, arrays)
+    run(store.save(key, None, arrays))
     loaded = load(store, key, None)
     assert loaded is not None
     for name, array in arrays.items():
@@ -78,7 +78,7 @@ def test_saved_arrays_are_loaded(store: SidecarStore, key: SidecarKey, arrays: A
 @given(key=keys)
 @in_a_folder
 def test_only_the_same_key_finds_a_sidecar(store: SidecarStore, key: SidecarKey) -> None:
-    store.save(key, None, ARRAYS)
+    run(store.save(key, None, ARRAYS))
     for changed in (
         replace(key, size_bytes=key.size_bytes + 1),
         replace(key, version=key.version + "x"),
@@ -94,7 +94,7 @@ def test_beside_a_local_shard_the_folder_may_move(tmp_path: Path) -> None:
     store = SidecarStore("", tmp_path / "fallback")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.tar").touch()
-    store.save(KEY, LocalFile.of(tmp_path / "one" / "a.tar"), ARRAYS)
+    run(store.save(KEY, LocalFile.of(tmp_path / "one" / "a.tar"), ARRAYS))
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["a.tar", "a.tar" + SUFFIX]
     (tmp_path / "one").rename(tmp_path / "two")
@@ -105,35 +105,29 @@ def test_beside_a_local_shard_the_folder_may_move(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_reads_as_absent(store: SidecarStore, tmp_path: Path) -> None:
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     path = sidecar(tmp_path / "index")
     whole = path.read_bytes()
 
-    async def flip_all() -> None:
-        for position in range(len(whole)):
-            damaged = bytearray(whole)
-            damaged[position] ^= 1 << position % 8
-            path.write_bytes(damaged)
-            assert load(store, KEY, None) is None, f"byte {position} of {len(whole)}"
-        path.write_bytes(whole)
-        assert load(store, KEY, None) is not None
-
-    run(flip_all())
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        assert load(store, KEY, None) is None, f"byte {position} of {len(whole)}"
+    path.write_bytes(whole)
+    assert load(store, KEY, None) is not None
 
 
 def test_every_torn_file_reads_as_absent(store: SidecarStore, tmp_path: Path) -> None:
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     path = sidecar(tmp_path / "index")
     whole = path.read_bytes()
 
-    async def tear_all() -> None:
-        for length in range(len(whole)):
-            path.write_bytes(whole[:length])
-            assert load(store, KEY, None) is None, f"the first {length} of {len(whole)} bytes"
-        path.write_bytes(whole + b"more")
-        assert load(store, KEY, None) is None
-
-    run(tear_all())
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert load(store, KEY, None) is None, f"the first {length} of {len(whole)} bytes"
+    path.write_bytes(whole + b"more")
+    assert load(store, KEY, None) is None
 
 
 def npz(**arrays: Any) -> bytes:
@@ -165,17 +159,17 @@ def npy(array: Any) -> bytes:
     ids=range(10),
 )
 def test_foreign_files_read_as_absent(store: SidecarStore, tmp_path: Path, content: bytes) -> None:
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     sidecar(tmp_path / "index").write_bytes(content)
     assert load(store, KEY, None) is None
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     assert load(store, KEY, None) is not None, "and are written over"
 
 
 @given(st.binary(max_size=300))
 @in_a_folder
 def test_noise_reads_as_absent(store: SidecarStore, tmp_path: Path, content: bytes) -> None:
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     sidecar(tmp_path / "index").write_bytes(content)
     assert load(store, KEY, None) is None
 
@@ -184,7 +178,7 @@ def test_noise_reads_as_absent(store: SidecarStore, tmp_path: Path, content: byt
     "make", [Path.mkdir, lambda path: path.symlink_to(path)], ids=["folder", "loop"]
 )
 def test_a_folder_reads_as_absent(store: SidecarStore, tmp_path: Path, make: Any) -> None:
-    store.save(KEY, None, ARRAYS)
+    run(store.save(KEY, None, ARRAYS))
     path = sidecar(tmp_path / "index")
     path.unlink()
     make(path)
@@ -196,7 +190,7 @@ def test_a_shard_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = SidecarStore("", tmp_path / "fallback")
     shard = LocalFile.of(tmp_path / "file" / "a.tar")
-    store.save(KEY, shard, ARRAYS)
+    run(store.save(KEY, shard, ARRAYS))
     assert sidecar(tmp_path / "fallback")
     assert load(store, KEY, shard) is not None
 
@@ -217,12 +211,12 @@ def test_a_full_disk_leaves_nothing_and_says_so(
         Overloaded,
         match=r"the index of shard a\.tar \(\d+ bytes\) cannot be stored at .*: No space left",
     ) as caught:
-        store.save(KEY, shard, ARRAYS)
+        run(store.save(KEY, shard, ARRAYS))
     assert caught.value.facts["shard"] == "a.tar"
     assert int(caught.value.facts["needed_bytes"]) > ARRAYS["start"].nbytes
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [shard.path]
     monkeypatch.undo()
-    store.save(KEY, shard, ARRAYS)
+    run(store.save(KEY, shard, ARRAYS))
     assert load(store, KEY, shard) is not None
 
 
@@ -233,11 +227,11 @@ def test_two_writers_of_one_sidecar_do_not_mix(store: SidecarStore, tmp_path: Pa
     async def write_and_read() -> None:
         async with asyncio.TaskGroup() as group:
             for arrays in tables:
-                group.create_task(asyncio.to_thread(store.save, KEY, None, arrays))
+                group.create_task(store.save(KEY, None, arrays))
             for _ in range(20):
-                loaded = load(store, KEY, None)
+                loaded = await store.load(KEY, None, lambda _: None)
                 assert loaded is None or len(np.unique(loaded["a"])) == 1
-        loaded = load(store, KEY, None)
+        loaded = await store.load(KEY, None, lambda _: None)
         assert loaded is not None
         assert len(np.unique(loaded["a"])) == 1
 

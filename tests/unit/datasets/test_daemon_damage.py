@@ -1,5 +1,6 @@
 """Damaged samples: found in bytes, kept in arrays that may be forged, limited, and reported."""
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_as_many_as_allowed_are_replaced(number: int, limit: float) -> None:
 def test_a_report_is_private_printable_and_bounded(tmp_path: Path) -> None:
     hostile = CorruptRecord("\x1b[2J.tar", 7, 3, "\u202edab\n" * 1000)
     reports = CorruptReports(tmp_path / "reports")
-    path = reports.write("../../etc/passwd", "x", [hostile] * (MAX_LINES + 5))
+    path = asyncio.run(reports.write("../../etc/passwd", "x", [hostile] * (MAX_LINES + 5)))
     assert path.parent == tmp_path / "reports"
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_bytes()
@@ -104,7 +105,7 @@ def test_a_report_is_private_printable_and_bounded(tmp_path: Path) -> None:
     assert lines[0]["sample_id"] == 3
     assert lines[0]["shard"] == "\\x1b[2J.tar"
     assert len(text) < 12 << 20
-    assert reports.write("../../etc/passwd", "x", []) == path
+    assert asyncio.run(reports.write("../../etc/passwd", "x", [])) == path
     assert list(path.parent.iterdir()) == []
 
 

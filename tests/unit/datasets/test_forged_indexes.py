@@ -1,5 +1,6 @@
 """Stored indexes that are damaged or forged read as absent, with a warning and nothing else."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ def check(arrays: Arrays) -> None:
 
 def store_in(folder: Path) -> tuple[SidecarStore, Path]:
     store = SidecarStore(str(folder), folder)
-    store.save(KEY, None, SCAN)
+    asyncio.run(store.save(KEY, None, SCAN))
     (path,) = folder.glob(f"*{SUFFIX}")
     return store, path
 
@@ -45,11 +46,11 @@ def test_arrays_that_no_scan_finds_are_thrown_away(
 ) -> None:
     store, path = store_in(tmp_path)
     path.write_bytes(encode(KEY.encoded(), {**SCAN, **FORGED[kind]}))
-    assert store.load(KEY, None, check) is None
+    assert asyncio.run(store.load(KEY, None, check)) is None
     assert len(warnings_of(caplog)) == 1
     assert "index thrown away" in warnings_of(caplog)[0]
-    store.save(KEY, None, SCAN)
-    assert store.load(KEY, None, check) is not None
+    asyncio.run(store.save(KEY, None, SCAN))
+    assert asyncio.run(store.load(KEY, None, check)) is not None
 
 
 @pytest.mark.parametrize("name", SCAN)
@@ -58,7 +59,7 @@ def test_an_array_that_is_missing_or_empty(name: str, tmp_path: Path) -> None:
     others = {key: array for key, array in SCAN.items() if key != name}
     for arrays in (others, {**others, name: SCAN[name][:0]}, {**others, name: np.array(["text"])}):
         path.write_bytes(encode(KEY.encoded(), arrays))
-        assert store.load(KEY, None, check) is None
+        assert asyncio.run(store.load(KEY, None, check)) is None
 
 
 def forge(header: bytes, rest: bytes = b"") -> bytes:
@@ -116,7 +117,7 @@ def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], tmp_pat
     store, path = store_in(tmp_path)
     path.unlink()
     make(path)
-    assert store.load(KEY, None, check) is None
+    assert asyncio.run(store.load(KEY, None, check)) is None
 
 
 def test_a_file_that_is_too_large_is_not_read(
@@ -125,7 +126,7 @@ def test_a_file_that_is_too_large_is_not_read(
     store, path = store_in(tmp_path)
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # a hole
-    assert store.load(KEY, None, check) is None
+    assert asyncio.run(store.load(KEY, None, check)) is None
     assert warnings_of(caplog) == ["index thrown away"]
     (record,) = caplog.records
     assert "more than 67108864" in str(record.__dict__["facts"]["reason"])
@@ -180,6 +181,6 @@ def test_a_forged_record_of_a_dataset(shards: bytes, tmp_path: Path) -> None:
         "shards": np.frombuffer(shards, np.uint8),
         "fingerprint": np.frombuffer(b"abc", np.uint8),
     }
-    records.save(SidecarKey("/data", "set", 0, "", "dataset/1"), None, arrays)
-    previous = load_previous(records, "set", "/data", None)
+    asyncio.run(records.save(SidecarKey("/data", "set", 0, "", "dataset/1"), None, arrays))
+    previous = asyncio.run(load_previous(records, "set", "/data", None))
     assert (previous.shards, previous.fingerprint) == ({}, "")

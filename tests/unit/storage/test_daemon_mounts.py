@@ -50,19 +50,19 @@ def test_a_table_without_a_root_has_one_of_unknown_type(tmp_path: Path) -> None:
     assert Mounts(table).at("/data").file_system == "unknown"
 
 
-async def test_a_link_is_followed_to_the_mount_of_its_target(table: Path, tmp_path: Path) -> None:
+def test_a_link_is_followed_to_the_mount_of_its_target(table: Path, tmp_path: Path) -> None:
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to("/mnt/nfs/inner folder")
     mounts, path = Mounts(table), tmp_path / "first" / "shard.tar"
     assert mounts.at(path).path == "/"
-    assert (await mounts.of(path)).file_system == "fuse.s3fs"
+    assert asyncio.run(mounts.of(path)).file_system == "fuse.s3fs"
     assert mounts.at(path).file_system == "fuse.s3fs"
 
 
-async def test_links_in_a_circle_end(table: Path, tmp_path: Path) -> None:
+def test_links_in_a_circle_end(table: Path, tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
-    assert (await Mounts(table).of(tmp_path / "one")).path == "/"
+    assert asyncio.run(Mounts(table).of(tmp_path / "one")).path == "/"
 
 
 def test_a_mount_keeps_its_threads_until_something_else_is_mounted(
@@ -77,31 +77,72 @@ def test_a_mount_keeps_its_threads_until_something_else_is_mounted(
     assert mounts.at("/data") is mounts.at("/")
 
 
-async def test_only_calls_that_stand_still_count_as_hung(
+def test_only_calls_that_stand_still_count_as_hung(
     table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gyre_daemon.storage.mounts.HANGS_AFTER_S", 0.0)
-    mounts, reader, writer = Mounts(table), *os.pipe()
-    try:
-        waiting = asyncio.ensure_future(mounts.run("/mnt/nfs/x", os.read, reader, 1))
-        while not any(mount.hangs_since_s is not None for mount in mounts):
+    mounts, (reader, writer) = Mounts(table), os.pipe()
+
+    def hung() -> list[str]:
+        mounts.look()
+        return [mount.path for mount in mounts if mount.hangs_since_s is not None]
+
+    async def hang() -> None:
+        waiting = asyncio.create_task(mounts.run("/mnt/nfs/x", os.read, reader, 1))
+        while not hung():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-            mounts.look()
-        assert [mount.path for mount in mounts if mount.hangs_since_s is not None] == ["/mnt/nfs"]
+        assert hung() == ["/mnt/nfs"]
         os.write(writer, b"x")
         assert await waiting == b"x"
-        while mounts.at("/mnt/nfs").hangs_since_s is not None:
+        while hung():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-            mounts.look()
+
+    try:
+        asyncio.run(hang())
     finally:
         os.close(reader)
         os.close(writer)
 
 
-async def test_threads_are_reused_and_at_most_as_many_as_allowed() -> None:
+def test_a_mount_that_hangs_is_not_waited_for_where_others_could_not_go_on(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gyre_daemon.storage.mounts.HANGS_AFTER_S", 0.0)
+    monkeypatch.setattr("gyre_daemon.storage.mounts._LOOK_EVERY_S", 0.01)
+    mounts, (reader, writer) = Mounts(table), os.pipe()
+    with pytest.raises(TimeoutError, match=r"/mnt/nfs \(nfs4\) does not answer"):
+        asyncio.run(mounts.answered("/mnt/nfs/x", os.read, reader, 1))
+    os.write(writer, b"x")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_descriptor_is_closed_in_a_thread_of_its_mount(table: Path, tmp_path: Path) -> None:
+    mounts = Mounts(table)
+
+    async def open_and_close() -> int:
+        mount = await mounts.of(tmp_path)
+        async with mount.opened(lambda: os.open(tmp_path, os.O_RDONLY)) as descriptor:
+            os.fstat(descriptor)
+        while is_open(descriptor):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return descriptor
+
+    asyncio.run(open_and_close())
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_threads_are_reused_and_at_most_as_many_as_allowed() -> None:
     threads = DaemonThreads(2, "test")
-    started = [await threads.run(threading.get_ident) for _ in range(3)]
-    assert len(set(started)) == threads.num_threads == 1
+    idents = {threads.submit(threading.get_ident).result() for _ in range(3)}
+    assert len(idents) == threads.num_threads == 1
     gate = threading.Event()
     waiting = [threads.submit(gate.wait) for _ in range(5)]
     assert threads.num_threads == 2
@@ -113,11 +154,11 @@ async def test_threads_are_reused_and_at_most_as_many_as_allowed() -> None:
         threads.submit(gate.wait)
 
 
-async def test_what_work_raises_is_raised() -> None:
+def test_what_work_raises_is_raised() -> None:
     def fail() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await compute(fail)
+        asyncio.run(compute(fail))
     with pytest.raises(ValueError, match="no"):
-        await in_thread(fail, "test")
+        asyncio.run(in_thread(fail, "test"))

@@ -5,7 +5,6 @@ shards that can be read are checked. All formats go through the same two seams, 
 `codecs`. A damaged shard does not end the work.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
@@ -145,7 +145,7 @@ async def lint_dataset(
             if decoded:
                 yield tally.checked(shards, await _with_chunks(decoded, shard), (), None)
                 continue
-            empty = await asyncio.to_thread(_first_empty, index, shard)
+            empty = await compute(_first_empty, index, shard)
             yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
 
 
@@ -175,8 +175,8 @@ async def _assemble(
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
     if isinstance(opening.format, TolerantFormat):
-        return await asyncio.to_thread(opening.format.assemble_tolerantly, shards.shards, inspected)
-    return await asyncio.to_thread(opening.format.assemble, shards.shards, inspected), ()
+        return await compute(opening.format.assemble_tolerantly, shards.shards, inspected)
+    return await compute(opening.format.assemble, shards.shards, inspected), ()
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from gyre_common.printable import printable
 
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.runtime.ownership import make_folder, open_ours
+from gyre_daemon.storage.mounts import MOUNTS
 
 # Lines of a report, and characters of a text in it: 10 MiB at most. Beyond it, the last line says
 # how many samples it leaves out.
@@ -42,8 +43,8 @@ class CorruptReports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, name: str, identity: str, corrupt: Sequence[CorruptRecord]) -> Path:
-        """Write a dataset's report, whole or not at all, and return its path; waits.
+    async def write(self, name: str, identity: str, corrupt: Sequence[CorruptRecord]) -> Path:
+        """Write a dataset's report, whole or not at all, and return its path.
 
         It is JSON Lines: `shard`, `offset`, `sample_id` and `reason` of each corrupt sample, in the
         order of their ids and in visible ASCII. A dataset without any has no report.
@@ -60,18 +61,7 @@ class CorruptReports:
         stem = f"{name}-{digest}" if _PLAIN.fullmatch(name) else digest
         path = self._folder / f"{stem}.jsonl"
         try:
-            if not corrupt:
-                path.unlink(missing_ok=True)
-                return path
-            make_folder(self._folder)
-            unfinished = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            try:
-                with os.fdopen(open_ours(unfinished, flags), "wb") as file:
-                    file.writelines(_lines(corrupt))
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            await MOUNTS.answered(self._folder, _write, path, corrupt)
         except OSError as error:
             raise Overloaded(
                 f"the report of corrupt samples cannot be written to {path}: "
@@ -79,6 +69,21 @@ class CorruptReports:
                 {"path": path, "reason": error.strerror or "unknown"},
             ) from error
         return path
+
+
+def _write(path: Path, corrupt: Sequence[CorruptRecord]) -> None:
+    if not corrupt:
+        path.unlink(missing_ok=True)
+        return
+    make_folder(path.parent)
+    unfinished = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with os.fdopen(open_ours(unfinished, flags), "wb") as file:
+            file.writelines(_lines(corrupt))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_limit(

@@ -5,7 +5,6 @@ bytes have nothing that could be wrong, and are not read.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -28,11 +27,13 @@ from gyre_daemon.datasets.checks.damage import (
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.indexing.shard_files import open_file
+from gyre_daemon.datasets.indexing.shard_files import opened_file
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 
 DAMAGE_SUFFIX = ".gyre-damage"
@@ -118,7 +119,7 @@ class SampleChecker:
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
         """
-        bounds = await asyncio.to_thread(shard_bounds, index, len(storage.shards))
+        bounds = await compute(shard_bounds, index, len(storage.shards))
         work = _Work(location, storage, index, known, bounds, fields, check_media, refresh=refresh)
         results: asyncio.Queue[CheckedShard | Exception] = asyncio.Queue()
         numbers = iter(range(len(storage.shards)))
@@ -147,7 +148,7 @@ class SampleChecker:
         process: ScanProcess | None = None
         try:
             for number in numbers:
-                fields = await asyncio.to_thread(work.fields_of, number)
+                fields = await compute(work.fields_of, number)
                 if fields is None:
                     results.put_nowait(work.result(number))
                     continue
@@ -164,7 +165,7 @@ class SampleChecker:
                         results.put_nowait(work.result(number, failure=failure))
                         continue
                     local = work.storage.local_file(number)
-                    await asyncio.to_thread(self._sidecars.try_to_save, key, local, arrays)
+                    await self._sidecars.try_to_save(key, local, arrays)
                 damages = from_arrays(arrays, work.num_samples(number))
                 media = media_of(arrays) if work.check_media else {}
                 is_read = [not spec.media_type.startswith("video/") for spec in fields.specs]
@@ -178,7 +179,7 @@ class SampleChecker:
 
     async def _load(self, work: "_Work", number: int, key: SidecarKey) -> Arrays | None:
         local, check = work.storage.local_file(number), partial(_check, work.num_samples(number))
-        return await asyncio.to_thread(self._sidecars.load, key, local, check)
+        return await self._sidecars.load(key, local, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +288,9 @@ async def _check_shard(
     listed, local = storage.shards[number], storage.local_file(number)
     if local is None:
         return await process.scan_stream(fields.run, listed.name, storage.stream(number))
-    with contextlib.ExitStack() as opened:
-        file = await asyncio.to_thread(opened.enter_context, open_file(local, listed.name))
+    async with opened_file(local, listed.name) as file:
         arrays = await process.scan_file(fields.run, listed.name, file)
-    await asyncio.to_thread(check_listed, local, listed)
+    await MOUNTS.run(local.root.folder, check_listed, local, listed)
     return arrays
 
 

@@ -67,7 +67,7 @@ class Decoders:
         is_sound = False
         try:
             async with asyncio.timeout(self._max_decode_s):
-                await process.scan_file(request, shard, exchange.file)
+                await process.scan_file(request, shard, exchange.file.fileno())
             is_sound = True
         except GyreError:
             is_sound = not process.has_died  # it said so itself

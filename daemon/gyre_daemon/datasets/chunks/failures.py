@@ -55,10 +55,10 @@ class ChunkFailures:
             kind = f"chunks/1 {index.digest().hex()}"
             key = SidecarKey(location, listed.name, listed.size_bytes, listed.version, kind)
             check, local = partial(_check, len(chunks)), source.local_file(shard)
-            arrays = await asyncio.to_thread(self._sidecars.load, key, local, check)
+            arrays = await self._sidecars.load(key, local, check)
             if arrays is None:
                 arrays = to_arrays(await _try_all(decoded, index, chunks.tolist(), turns))
-                await asyncio.to_thread(self._sidecars.try_to_save, key, local, arrays)
+                await self._sidecars.try_to_save(key, local, arrays)
             for damage in from_arrays(arrays, len(chunks)):
                 chunk = int(chunks[damage.sample])
                 first, stop = table.first_sample(np.array([chunk, chunk + 1])).tolist()

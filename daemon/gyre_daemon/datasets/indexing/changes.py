@@ -11,7 +11,7 @@ import numpy as np
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import Arrays, array_of
-from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.checksums import Checksums
@@ -44,17 +44,17 @@ class PreviousIndex:
     fingerprint: str
 
 
-def load_previous(
+async def load_previous(
     records: SidecarStore, name: str, location: str, before: Dataset | None
 ) -> PreviousIndex:
-    """What a dataset was: as it is open now (`before`), or else as the records say; waits."""
+    """What a dataset was: as it is open now (`before`), or else as the records say."""
     if before:
         storage = before.storage
         taken = storage.checksums.known if storage.checksums else {}
         named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
         shards = {shard.name: shard for shard in storage.shards}
         return PreviousIndex(shards, named, before.fingerprint)
-    arrays = records.load(_key(name, location), None, _read_record)
+    arrays = await records.load(_key(name, location), None, _read_record)
     if arrays is None:
         return PreviousIndex({}, {}, "")
     stored, digest = _read_record(arrays)
@@ -78,37 +78,39 @@ def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
     return [Shard(*each) for each in listed], digest.decode()
 
 
-def save_record(
+async def save_record(
     records: SidecarStore, name: str, location: str, shards: Sequence[Shard], fingerprint: str
 ) -> None:
-    """Store what a dataset is, for `load_previous` of this daemon and of later ones; waits.
+    """Store what a dataset is, for `load_previous` of this daemon and of later ones.
 
     Raises:
         Overloaded: it cannot be stored.
     """
-    records.save(_key(name, location), None, _arrays_of(shards, fingerprint))
+    await records.save(_key(name, location), None, _arrays_of(shards, fingerprint))
 
 
-def save_version(
+async def save_version(
     records: SidecarStore, location: str, shards: Sequence[Shard], fingerprint: str
 ) -> None:
-    """Store what has a fingerprint, for `what_changed` of this daemon and of later ones; waits.
+    """Store what has a fingerprint, for `what_changed` of this daemon and of later ones.
 
     Where it cannot be stored, that is logged.
     """
     if len(shards) > _MAX_REMEMBERED:
         return
     key = _version_key(location, fingerprint)
-    if records.load(key, None, _read_record) is None:
-        records.try_to_save(key, None, _arrays_of(shards, fingerprint))
+    if await records.load(key, None, _read_record) is None:
+        await records.try_to_save(key, None, _arrays_of(shards, fingerprint))
 
 
-def what_changed(records: SidecarStore, location: str, fingerprint: str, dataset: Dataset) -> str:
-    """How the shards of a dataset differ from those that once had a fingerprint; waits.
+async def what_changed(
+    records: SidecarStore, location: str, fingerprint: str, dataset: Dataset
+) -> str:
+    """How the shards of a dataset differ from those that once had a fingerprint.
 
     Empty if nothing is known of these.
     """
-    then = remembered(records, location, fingerprint)
+    then = await remembered(records, location, fingerprint)
     if not then:
         return ""
     before = {shard.name: shard.size_bytes for shard in then}
@@ -135,9 +137,9 @@ def what_changed(records: SidecarStore, location: str, fingerprint: str, dataset
     return "its shards have the same names and sizes, but other contents or other options"
 
 
-def remembered(records: SidecarStore, location: str, fingerprint: str) -> Sequence[Shard]:
-    """The shards that once had a fingerprint; empty if that is not known; waits."""
-    arrays = records.load(_version_key(location, fingerprint), None, _read_record)
+async def remembered(records: SidecarStore, location: str, fingerprint: str) -> Sequence[Shard]:
+    """The shards that once had a fingerprint; empty if that is not known."""
+    arrays = await records.load(_version_key(location, fingerprint), None, _read_record)
     return () if arrays is None else _read_record(arrays)[0]
 
 
@@ -158,10 +160,10 @@ def _version_key(location: str, fingerprint: str) -> SidecarKey:
 
 
 class ShardChanges:
-    """Compares each shard of a dataset with what it was; waits, and is used from threads."""
+    """Compares each shard of a dataset with what it was."""
 
     def __init__(
-        self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumTaker
+        self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumStore
     ) -> None:
         """Compare nothing yet.
 
@@ -176,7 +178,9 @@ class ShardChanges:
         self._previous = previous
         self._checksums = checksums
 
-    def of(self, shard: int, was_indexed: bool, is_fresh: bool, stopped: threading.Event) -> Change:
+    async def of(
+        self, shard: int, was_indexed: bool, is_fresh: bool, stopped: threading.Event
+    ) -> Change:
         """How a shard has changed; a local one whose times moved is read whole.
 
         Args:
@@ -193,12 +197,12 @@ class ShardChanges:
         checksums = self._storage.checksums
         if checksums is None:
             return "kept" if was_indexed and is_fresh else "changed" if was_indexed else "indexed"
-        stored = self._checksums.stored(self._location, checksums, shard)
+        stored = await self._checksums.stored(self._location, checksums, shard)
         if then == listed or (was_indexed and is_fresh) or (stored and stored[1]):
             return "kept"
         known = self._previous.checksums.get(listed.name)
         known = stored[0] if known is None and stored else known
         if known is None:
             return "changed" if then or was_indexed else "indexed"
-        now = self._checksums.take(self._location, checksums, shard, stopped)
+        now = await self._checksums.take(self._location, checksums, shard, stopped)
         return "restored" if now is not None and np.array_equal(now, known) else "changed"

@@ -1,78 +1,50 @@
-"""Takes the checksums of local shards while they are known to be good, and stores them.
+"""Keeps the checksums of local shards that an operator had taken (`gyre index --checksums`).
 
 [Note: When a local shard is served] in `storage/checksums.py` says what they are good for.
 """
 
-import queue
+import asyncio
 import threading
-import time
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from gyre_daemon.datasets.sidecars.file import Arrays
 from gyre_daemon.datasets.sidecars.store import Check, SidecarKey, SidecarStore
-from gyre_daemon.errors import Overloaded
 from gyre_daemon.storage.checksums import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
 from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.mounts import MOUNTS
 
 CHECKSUMS_SUFFIX = ".gyre-checksums"
 _KIND = "checksums/1"
 _NAME = "checksums"
 
-# A dataset of at most this size gets its checksums before it is served, which takes 35 to 70 ms.
-# Twice as much would double the time to the first batch of a dataset that is not in memory.
-_AT_ONCE_BYTES, _AT_ONCE_SHARDS = 16 << 20, 64
-# Larger datasets are read in the background, during one part of the time in this many: at 4 that is
-# a quarter of one core, and 100 to 200 MiB/s if the file is in memory. At 2, a job that needs both
-# cores of a small machine would notice.
-_SHARE_OF_TIME = 4
-# The first bytes of a dataset are read without pauses while no job reads, so that most datasets on
-# a laptop have all checksums after a second or two. Twice as much would take a core for some
-# seconds more whenever a large dataset is opened.
-_EAGER_BYTES = 1 << 30
-# Smaller datasets are read again at the next start, within a second or two, instead of leaving
-# files in the index folder.
-_MIN_STORED_BYTES = 256 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class _QueuedDataset:
-    """A dataset that needs checksums, unless it has been closed by then."""
-
-    location: str
-    shards: weakref.ref[ShardChecksums]
-
-
-class ChecksumTaker:
-    """One thread that takes checksums for all datasets of a daemon."""
+class ChecksumStore:
+    """The checksums of all datasets of a daemon, in its index folder."""
 
     def __init__(self, sidecars: SidecarStore) -> None:
-        """Start nothing yet.
+        """Read nothing yet.
 
         Args:
             sidecars: any kind; checksums are stored in the same folders, never beside a shard.
         """
         self._sidecars = sidecars.sibling(CHECKSUMS_SUFFIX)
-        self._queue: queue.SimpleQueue[_QueuedDataset | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def begin(self, location: str, shards: ShardChecksums) -> None:
-        """Take the checksums of a new dataset: of a small one now, else in the background."""
-        num_bytes = sum(shard.size_bytes for shard in shards.listed)
-        queued = _QueuedDataset(location, weakref.ref(shards))
-        if num_bytes <= _AT_ONCE_BYTES and len(shards.listed) <= _AT_ONCE_SHARDS:
-            self._take_all(queued, lambda _: True)
-            return
-        self._queue.put(queued)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gyre-checksums", daemon=True)
-            self._thread.start()
+    def serve(self, location: str, shards: ShardChecksums) -> None:
+        """Have the stored checksums of a shard loaded when a read needs them, in any thread."""
+        loop = asyncio.get_running_loop()
 
-    def take(
+        async def load(shard: int) -> Checksums | None:
+            check = _check(shards, shard)
+            arrays = await self._sidecars.load(_key(location, shards, shard), None, check)
+            return None if arrays is None else arrays[_NAME]
+
+        def load_in_thread(shard: int) -> Checksums | None:
+            return asyncio.run_coroutine_threadsafe(load(shard), loop).result()
+
+        shards.load = load_in_thread
+
+    async def take(
         self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
     ) -> Checksums | None:
         """Take and store the checksums of one shard now.
@@ -81,20 +53,17 @@ class ChecksumTaker:
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+            Overloaded: they cannot be stored.
         """
-
-        def go_on(_: int) -> bool:
-            return not (self._closing.is_set() or stopped.is_set())
-
         try:
-            checksums = shards.take(shard, go_on)
+            checksums = await MOUNTS.run(shards.folder(shard), shards.take, shard, stopped)
         except OSError as error:
             raise file_error(shards.listed[shard].name, error) from error
         if checksums is not None:
-            self._save(location, shards, shard, checksums)
+            await self._save(location, shards, shard, checksums)
         return checksums
 
-    def keep(
+    async def keep(
         self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
     ) -> None:
         """Store the checksums of one shard for later daemons; take them if there are none.
@@ -103,100 +72,34 @@ class ChecksumTaker:
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+            Overloaded: they cannot be stored.
         """
-        known = shards.known.get(shard)
-        if known is None:
-            self.take(location, shards, shard, stopped)
+        stored = await self.stored(location, shards, shard)
+        if stored and stored[1]:
+            shards.add(shard, stored[0])
+        elif shard in shards.known:
+            await self._save(location, shards, shard, shards.known[shard])
         else:
-            self._save(location, shards, shard, known)
+            await self.take(location, shards, shard, stopped)
 
-    def stored(
+    async def stored(
         self, location: str, shards: ShardChecksums, shard: int
     ) -> tuple[Checksums, bool] | None:
         """The checksums last stored for a shard, and whether it was then as it is listed now.
 
         None if there are none.
         """
-        found = self._sidecars.load_latest(
+        found = await self._sidecars.load_latest(
             _key(location, shards, shard), None, _check(shards, shard)
         )
         if found is None or _NAME not in found[0]:
             return None
         return found[0][_NAME], found[1]
 
-    def close(self) -> None:
-        """Stop, and wait for the thread."""
-        self._closing.set()
-        self._queue.put(None)
-        if self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (queued := self._queue.get()) and not self._closing.is_set():
-            self._take_all(queued, _Throttle(queued.shards, self._closing).pause)
-
-    def _take_all(self, queued: _QueuedDataset, go_on: Callable[[int], bool]) -> None:
-        """Take the checksums that are missing; a shard that cannot be read gets none."""
-        opened = queued.shards()
-        num_shards = len(opened.listed) if opened else 0
-        del opened  # a dataset that is closed meanwhile must not be kept alive
-        for shard in range(num_shards):
-            shards = queued.shards()
-            if shards is None or self._closing.is_set():
-                return
-            location = queued.location
-            if shard not in shards.known and not self._load(location, shards, shard):
-                self._try_to_take(location, shards, shard, go_on)
-
-    def _load(self, location: str, shards: ShardChecksums, shard: int) -> bool:
-        key = _key(location, shards, shard)
-        arrays = self._sidecars.load(key, None, _check(shards, shard))
-        if arrays is not None:
-            shards.add(shard, arrays[_NAME])
-        return shard in shards.known
-
-    def _try_to_take(
-        self, location: str, shards: ShardChecksums, shard: int, go_on: Callable[[int], bool]
-    ) -> None:
-        try:
-            checksums = shards.take(shard, go_on, stays_in_memory=shards.fits_into_memory)
-        except OSError:
-            return
-        is_large = sum(each.size_bytes for each in shards.listed) >= _MIN_STORED_BYTES
-        if checksums is not None and is_large:
-            self._save(location, shards, shard, checksums)
-
-    def _save(
+    async def _save(
         self, location: str, shards: ShardChecksums, shard: int, checksums: Checksums
     ) -> None:
-        """Store checksums; without room for them, the next daemon takes them again."""
-        try:
-            self._sidecars.save(_key(location, shards, shard), None, {_NAME: checksums})
-        except Overloaded:
-            return
-
-
-class _Throttle:
-    """Pauses the thread, so that it works only its share of the time."""
-
-    def __init__(self, shards: weakref.ref[ShardChecksums], closing: threading.Event) -> None:
-        self._shards = shards
-        self._closing = closing
-        self._num_bytes = 0
-        self._resumed = time.monotonic()
-
-    def pause(self, num_bytes: int) -> bool:
-        """Wait as long as is due after reading `num_bytes` more; False if the daemon is closing."""
-        self._num_bytes += num_bytes
-        if not (self._num_bytes <= _EAGER_BYTES and self._is_idle):
-            self._closing.wait((time.monotonic() - self._resumed) * (_SHARE_OF_TIME - 1))
-        self._resumed = time.monotonic()
-        return not self._closing.is_set()
-
-    @property
-    def _is_idle(self) -> bool:
-        shards = self._shards()
-        return shards is not None and shards.is_idle()
+        await self._sidecars.save(_key(location, shards, shard), None, {_NAME: checksums})
 
 
 def _check(shards: ShardChecksums, shard: int) -> Check:

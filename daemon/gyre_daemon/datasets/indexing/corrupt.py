@@ -1,6 +1,5 @@
 """Finds all corrupt samples of a dataset before it is opened, and reports them."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ class CorruptFinder:
                         offset = decoded.stored_offset(shard.number, offset)
                     corrupt.append(CorruptRecord(*listed.place_of(offset), sample, damage.reason))
         corrupt.sort(key=lambda each: each.sample_id)
-        path = await asyncio.to_thread(self._reports.write, opening.name, opening.identity, corrupt)
+        path = await self._reports.write(opening.name, opening.identity, corrupt)
         if corrupt:
             facts = {"dataset": opening.name, "samples": len(corrupt), "report": path}
             log_event("corrupt samples found", facts, logging.WARNING)

@@ -4,13 +4,11 @@ The shards are listed, unpacked if they are compressed, inspected as their forma
 assembled to one index.
 """
 
-import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import numpy as np
 
@@ -40,7 +38,7 @@ from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, Tole
 from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
 from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
-from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
 from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
@@ -52,7 +50,6 @@ from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
 from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.datasets.indexing.shards import (
-    NUM_THREADS,
     IndexedShard,
     OpeningDataset,
     ShardIndexer,
@@ -68,15 +65,15 @@ from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
-
-Result = TypeVar("Result")
 
 
 class Indexer:
@@ -94,31 +91,26 @@ class Indexer:
         self._sidecars = sidecars
         self._unpacked = unpacked
         self._cache = cache
-        self._checksums = ChecksumTaker(sidecars)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
-        self.probes = ProbeRunner(opener, sidecars, self._threads)
+        self._checksums = ChecksumStore(sidecars)
+        self.probes = ProbeRunner(opener, sidecars)
         self._processes = ScanProcesses()
-        self._shards = ShardIndexer(
-            sidecars, self._checksums, self._threads, self._processes, opener.options
-        )
-        self._manifests = ManifestReader(self._threads, self._processes, opener.options)
+        self._shards = ShardIndexer(sidecars, self._checksums, self._processes, opener.options)
+        self._manifests = ManifestReader(self._processes, opener.options)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
         self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
 
     def close(self) -> None:
         """Stop the work that is under way."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         self.decoding.close()
         self._processes.close()
-        self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
         """List the shards of a dataset; without a name, its location is its name.
 
         Where the configuration names no format, the names of all files there decide.
         """
-        location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
+        location = await compute(parse_location, config.uri)  # it may name 100,000 shards
         listed = await find_shard_list(self._opener, location, config)
         if listed:
             config = replace(config, format=listed.format)
@@ -158,7 +150,7 @@ class Indexer:
         if opening.scan and opening.scan.ahead:
             opening.beside = Beside(self._opener, source, opening.scan.ahead, config.storage)
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
-            opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
+            opening.unpacked = await self._open_unpacked(opening, location)
         return opening
 
     async def _open(self, location: Location, config: DatasetConfig, pattern: str) -> Storage:
@@ -193,7 +185,7 @@ class Indexer:
             opening: from `begin`.
             refresh: probe the shards even if the result of an earlier probe was kept.
         """
-        served = self.served(opening)
+        served = await self.served(opening)
         shards = served.shards
         index, damaged = await self._assembled(opening, served, shards, refresh=refresh)
         if index.num_samples == 0:
@@ -207,24 +199,22 @@ class Indexer:
         index = with_casts(index, fields)
         if not opening.config.append:  # an appended shard may have other lengths
             ragged = opening.scan.ragged if opening.scan else ()
-            fields = await self._in_thread(with_lengths, index, fields, names, ragged)
+            fields = await compute(with_lengths, index, fields, names, ragged)
         corrupt = NO_SAMPLES
         if opening.config.on_corrupt == "replace":
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
         num_all = index.num_samples
         text = opening.config.filter
         if text and not asked_of(text, fields):  # otherwise it waits for what it asks for
-            index, kept = await self._in_thread(apply_filter, index, fields, text)
+            index, kept = await compute(apply_filter, index, fields, text)
             corrupt = numbered(corrupt, kept)
         is_listed = isinstance(opening.format, FileListing)
         ranges = sample_ranges(index) if is_listed else fingerprint_ranges(shards)
         contents = await read_ranges(served, *ranges)
-        identity = await self._in_thread(
-            fingerprint, shards, index, contents, corrupt, chosen or ()
-        )
+        identity = await compute(fingerprint, shards, index, contents, corrupt, chosen or ())
         storage = behind_cache(opening, served, index, self._cache, self.decoding)
         if served.checksums:
-            await self._in_thread(self._checksums.begin, opening.location, served.checksums)
+            self._checksums.serve(opening.location, served.checksums)
         dataset = Dataset(
             opening.name,
             opening.config.format,
@@ -259,7 +249,7 @@ class Indexer:
             dataset: that was opened before.
             num_shards: how many of the first shards.
         """
-        served = self.served(opening)
+        served = await self.served(opening)
         shards = served.shards[:num_shards]
         if list(shards) != list(dataset.shards[:num_shards]):
             return None
@@ -268,10 +258,10 @@ class Indexer:
         chosen = () if fields is index.fields else fields
         index = with_casts(index, fields)
         if opening.config.filter:
-            index, _ = await self._in_thread(apply_filter, index, fields, opening.config.filter)
+            index, _ = await compute(apply_filter, index, fields, opening.config.filter)
         corrupt = dataset.corrupt[: np.searchsorted(dataset.corrupt, index.num_samples)]
         contents = await read_ranges(served, *fingerprint_ranges(shards))
-        identity = await self._in_thread(fingerprint, shards, index, contents, corrupt, chosen)
+        identity = await compute(fingerprint, shards, index, contents, corrupt, chosen)
         return Prefix(index.num_samples, identity, fields)
 
     async def _assembled(
@@ -289,8 +279,8 @@ class Indexer:
         if opening.scan is None:
             inspected = await self.probed(opening, served, refresh=refresh, num_shards=len(shards))
         if opening.config.on_corrupt == "replace" and isinstance(opening.format, TolerantFormat):
-            return await self._in_thread(opening.format.assemble_tolerantly, shards, inspected)
-        return await self._in_thread(opening.format.assemble, shards, inspected), ()
+            return await compute(opening.format.assemble_tolerantly, shards, inspected)
+        return await compute(opening.format.assemble, shards, inspected), ()
 
     async def probed(
         self,
@@ -328,11 +318,11 @@ class Indexer:
         stopped = threading.Event()
         try:
             for shard in range(len(checksums.listed)):
-                await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard, stopped)
+                await self._checksums.keep(dataset.uri, checksums, shard, stopped)
         finally:
             stopped.set()
 
-    def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
+    async def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
         if self._unpacked is None:
             raise ConfigError(
@@ -345,19 +335,21 @@ class Indexer:
                 "them or none, or name those that are meant"
             )
         check_distinct(shards, location.text)
-        return self._unpacked.open(opening.identity, shards)
+        folder, work = self._unpacked.folder, self._unpacked.open
+        return await MOUNTS.run(folder, work, opening.identity, shards)
 
-    def served(self, opening: OpeningDataset) -> Storage:
+    async def served(self, opening: OpeningDataset) -> Storage:
         """What batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source
         files: list[LocalFile] = []
         shards: list[Shard] = []
-        for number, shard in enumerate(opening.source.shards):
-            unpacked = opening.paths.get(number)
-            files.append(unpacked or cast("LocalFile", opening.source.local_file(number)))
-            shards.append(stat_shard(unpacked, unpacked_name(shard.name)) if unpacked else shard)
+        for number, listed in enumerate(opening.source.shards):
+            if unpacked := opening.paths.get(number):
+                name = unpacked_name(listed.name)
+                files.append(unpacked)
+                shards.append(await MOUNTS.run(unpacked.root.folder, stat_shard, unpacked, name))
+            else:
+                files.append(cast("LocalFile", opening.source.local_file(number)))
+                shards.append(listed)
         return self._opener.local(files, shards, opening.unpacked)
-
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

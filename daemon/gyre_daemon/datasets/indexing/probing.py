@@ -4,11 +4,9 @@ The result for many shards, or for remote ones, is kept in one sidecar file. It 
 these shards in these versions.
 """
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from gyre_daemon.datasets.formats.base import (
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ShardMissing
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
@@ -34,10 +33,9 @@ _MAX_UNKEPT_SHARDS = 16
 class ProbeRunner:
     """Probes the shards of a daemon's datasets."""
 
-    def __init__(self, opener: StorageOpener, sidecars: SidecarStore, threads: Executor) -> None:
+    def __init__(self, opener: StorageOpener, sidecars: SidecarStore) -> None:
         self._opener = opener
         self._sidecars = sidecars
-        self._threads = threads
 
     async def run(
         self,
@@ -68,20 +66,19 @@ class ProbeRunner:
             return await self._run(probe.run(shards), storage, settings)
         key = _key(location, shards, probe.version)
         check = partial(_check, probe, shards)
-        arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None, check)
+        arrays = None if refresh else await self._sidecars.load(key, None, check)
         if arrays is None:
             arrays = await self._run(probe.run(shards), storage, settings)
-            await asyncio.to_thread(self._sidecars.try_to_save, key, None, arrays)
+            await self._sidecars.try_to_save(key, None, arrays)
         return arrays
 
     async def _run(
         self, steps: ProbeSteps, storage: Storage, settings: Mapping[str, Any]
     ) -> Arrays:
         """Answer requests until the probe returns; the probe itself computes in a thread."""
-        loop = asyncio.get_running_loop()
         response: ProbeResponse | None = None
         while True:
-            request = await loop.run_in_executor(self._threads, _advance, steps, response)
+            request = await compute(_advance, steps, response)
             if not isinstance(request, ProbeRequest):
                 return request
             response = await self._answer(request, storage, settings)

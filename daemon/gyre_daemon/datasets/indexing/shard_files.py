@@ -15,6 +15,7 @@ from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed, file_error
+from gyre_daemon.storage.mounts import MOUNTS
 
 
 class _StreamFile(io.RawIOBase):
@@ -80,6 +81,17 @@ def open_file(file: LocalFile, name: str) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(file.open(), "rb") as opened:
             yield opened
+    except OSError as error:
+        raise file_error(name, error) from error
+
+
+@contextlib.asynccontextmanager
+async def opened_file(file: LocalFile, name: str) -> AsyncIterator[int]:
+    """The descriptor of a local file; see `open_file`. Waits in threads of its mount."""
+    try:
+        mount = await MOUNTS.of(file.root.folder)
+        async with mount.opened(file.open) as descriptor:
+            yield descriptor
     except OSError as error:
         raise file_error(name, error) from error
 

@@ -8,17 +8,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
-from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.datasets.indexing.scans.ray_scans import MAX_IN_RAY, RayScans
@@ -32,16 +30,14 @@ from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
-
-Result = TypeVar("Result")
 
 # Shards that are unpacked or scanned at once. Each dataset has one turn of its own, so that a small
 # one does not wait behind a large one; the further turns are shared. A dataset that is opened has
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
-NUM_THREADS = 2 * _MAX_DATASETS  # threads wait for files; there are no more than needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,7 @@ class ShardIndexer:
     def __init__(
         self,
         sidecars: SidecarStore,
-        checksums: ChecksumTaker,
-        threads: ThreadPoolExecutor,
+        checksums: ChecksumStore,
         processes: ScanProcesses,
         options: EndpointOptions,
     ) -> None:
@@ -126,13 +121,11 @@ class ShardIndexer:
         Args:
             sidecars: for the indexes.
             checksums: tell whether a shard has changed.
-            threads: `NUM_THREADS` of them, for what waits.
             processes: scan the shards.
             options: of the endpoints of Ray's workers.
         """
         self._sidecars = sidecars
         self._checksums = checksums
-        self._threads = threads
         self._processes = processes
         self._options = options
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
@@ -217,7 +210,7 @@ class ShardIndexer:
             is_own: whether it keeps its turn for all shards.
         """
         with contextlib.ExitStack() as cleanup:
-            scanner = Scanner(self._threads, self._processes, ray_scans, self._options)
+            scanner = Scanner(self._processes, ray_scans, self._options)
             cleanup.callback(scanner.kill)
             try:
                 async with turns if is_own else contextlib.nullcontext():
@@ -251,8 +244,10 @@ class ShardIndexer:
         listed, local = opening.source.shards[shard], opening.source.local_file(shard)
         loop = asyncio.get_running_loop()
         if opening.unpacked and is_packed(listed):
-            opening.paths[shard] = await self._in_thread(
-                _unpack, opening, opening.unpacked, shard, loop
+            # a shard on another machine is read on the event loop
+            folder = local.root.folder if local else opening.unpacked.folder
+            opening.paths[shard] = await MOUNTS.run(
+                folder, _unpack, opening, opening.unpacked, shard, loop
             )
         found: tuple[Arrays, bool] | None = None
         if opening.scan:
@@ -265,14 +260,12 @@ class ShardIndexer:
             )
             check = partial(_check, opening, opening.scan, shard)
         if opening.scan and opening.damaged is None:
-            found = await asyncio.to_thread(self._sidecars.load_latest, key, local, check)
+            found = await self._sidecars.load_latest(key, local, check)
         is_fresh = opening.scan is None or (found is not None and found[1])
         change: Change | None = None
         if changes:
             was_indexed = found is not None
-            change = await self._in_thread(
-                changes.of, shard, was_indexed, is_fresh, opening.stopped
-            )
+            change = await changes.of(shard, was_indexed, is_fresh, opening.stopped)
         reused = is_fresh and change in (None, "kept")
         if opening.scan is None:
             return IndexedShard(shard, 0, reused, change)
@@ -285,7 +278,7 @@ class ShardIndexer:
             )
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
-            await asyncio.to_thread(save, key, local, arrays)
+            await save(key, local, arrays)
         num_samples = opening.scan.num_samples(arrays)
         facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}
         debug_event("shard indexed", facts | {"was_kept": bool(found and is_fresh)})
@@ -293,9 +286,6 @@ class ShardIndexer:
             opening.listed.check(shard, num_samples)
         opening.scans[shard] = arrays
         return IndexedShard(shard, num_samples, reused, change)
-
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
 def _unpack(

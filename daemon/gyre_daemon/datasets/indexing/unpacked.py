@@ -21,6 +21,7 @@ from gyre_daemon.datasets.indexing.gunzip import gunzipped
 from gyre_daemon.errors import CorruptSample, InvalidRequest, Overloaded
 from gyre_daemon.runtime.ownership import NotOurs, make_folder, open_ours
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 
 _LOCK = "lock"
@@ -54,7 +55,11 @@ def check_distinct(shards: Sequence[Shard], where: str) -> None:
 
 
 class UnpackedShards:
-    """The folder of all datasets that have compressed shards."""
+    """The folder of all datasets that have compressed shards.
+
+    Attributes:
+        folder: made when it is needed.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         """Make nothing yet.
@@ -63,7 +68,7 @@ class UnpackedShards:
             folder: made when it is needed.
             limit_bytes: the most that all unpacked shards may take together.
         """
-        self._folder = folder
+        self.folder = folder
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
 
@@ -79,14 +84,14 @@ class UnpackedShards:
         Raises:
             Overloaded: the folder cannot be made.
         """
-        folder = self._folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        folder = self.folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         try:
             return UnpackedDataset(folder, shards, self)
         except OSError as error:
             raise Overloaded(
-                f"compressed shards cannot be unpacked into {self._folder}: {error.strerror}; set "
+                f"compressed shards cannot be unpacked into {self.folder}: {error.strerror}; set "
                 "`unpack_dir`",
-                {"folder": self._folder, "reason": error.strerror or "unknown"},
+                {"folder": self.folder, "reason": error.strerror or "unknown"},
             ) from error
 
     def write(self, shard: Shard, pieces: Iterable[bytes], target: Path) -> None:
@@ -106,7 +111,7 @@ class UnpackedShards:
             unfinished.replace(target)
         except OSError as error:
             raise Overloaded(
-                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}. "
+                f"shard {shard.name} cannot be unpacked into {self.folder}: {error.strerror}. "
                 "Free some space, set `unpack_dir`, or store the shard uncompressed.",
                 {"shard": shard.name, "reason": error.strerror or "unknown"},
             ) from error
@@ -115,7 +120,7 @@ class UnpackedShards:
 
     def _make_room(self, shard: Shard, num_bytes: int, own: Path) -> None:
         with self._lock:
-            excess = _num_bytes(self._folder) + num_bytes - self._limit_bytes
+            excess = _num_bytes(self.folder) + num_bytes - self._limit_bytes
             for folder in self._unused(own) if excess > 0 else ():
                 excess -= _remove_unused(folder)
                 if excess <= 0:
@@ -124,19 +129,23 @@ class UnpackedShards:
             needed, limit = self._limit_bytes + excess, self._limit_bytes
             raise Overloaded(
                 f"there is no room to unpack shard {shard.name}: the unpacked shards in "
-                f"{self._folder} would take {needed} bytes, and unpack_disk is {limit}. Raise it, "
+                f"{self.folder} would take {needed} bytes, and unpack_disk is {limit}. Raise it, "
                 "or store the shards uncompressed.",
                 {"shard": shard.name, "needed_bytes": needed, "limit_bytes": limit},
             )
 
     def _unused(self, own: Path) -> Iterator[Path]:
         """The folders of other datasets, the oldest first; some may be in use."""
-        folders = [folder for folder in self._folder.iterdir() if folder.is_dir() and folder != own]
+        folders = [folder for folder in self.folder.iterdir() if folder.is_dir() and folder != own]
         yield from sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)
 
 
 class UnpackedDataset:
-    """The unpacked shards of one dataset; they stay while this object lives."""
+    """The unpacked shards of one dataset; they stay while this object lives.
+
+    Attributes:
+        folder: where they are.
+    """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], owner: UnpackedShards) -> None:
         """Lock the folder; see `UnpackedShards.open`.
@@ -144,22 +153,23 @@ class UnpackedDataset:
         Raises:
             OSError: the folder cannot be made.
         """
-        self._folder = folder
+        self.folder = folder
         self._owner = owner
+        self._mount = MOUNTS.at(folder)
         names = {_file_name(shard) for shard in shards}
         self._lock = _lock_and_tidy(folder, lambda: _tidy(folder, names))
 
     def __del__(self) -> None:
         """Release the lock, so that other daemons may remove the files."""
         if hasattr(self, "_lock"):
-            os.close(self._lock)
+            self._mount.close(self._lock)
 
     def find(self, shard: Shard) -> LocalFile | None:
         """The file of a shard that was unpacked before.
 
         None if there is none, or if the storage reports no versions, by which to know it again.
         """
-        path = self._folder / _file_name(shard)
+        path = self.folder / _file_name(shard)
         try:
             os.close(open_ours(path, os.O_RDONLY))
         except (FileNotFoundError, NotOurs):
@@ -173,7 +183,7 @@ class UnpackedDataset:
             CorruptSample: it is damaged or truncated.
             Overloaded: there is no room.
         """
-        path = self._folder / _file_name(shard)
+        path = self.folder / _file_name(shard)
         try:
             self._owner.write(shard, gunzipped(source), path)
         except ValueError as error:

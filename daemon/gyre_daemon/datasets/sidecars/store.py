@@ -14,13 +14,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from gyre_daemon.datasets.sidecars.file import Arrays, decode, encode
 from gyre_daemon.datasets.sidecars.places import BesideShard, InFolder, SidecarPlace
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import NotOurs
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.mounts import MOUNTS
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 SUFFIX = ".gyre-index"
 _LAYOUT_VERSION = 3
@@ -62,9 +68,11 @@ class SidecarKey:
 
 
 class SidecarStore:
-    """Loads and saves sidecars; all methods wait for the disk.
+    """Loads and saves sidecars, in threads of the mounts that they lie on.
 
-    Several daemons may share one folder, since files only ever appear whole.
+    Several daemons may share one folder, since files only ever appear whole. A folder of the
+    daemon's whose mount hangs counts as one that cannot be used, so that datasets elsewhere open;
+    for the folder of a shard it waits.
     """
 
     def __init__(self, index_dir: str, fallback_dir: Path, suffix: str = SUFFIX) -> None:
@@ -84,7 +92,7 @@ class SidecarStore:
         """The store of another kind of sidecars in the same folders."""
         return SidecarStore(str(self._index_dir or ""), self._fallback, suffix)
 
-    def load(self, key: SidecarKey, local: LocalFile | None, check: Check) -> Arrays | None:
+    async def load(self, key: SidecarKey, local: LocalFile | None, check: Check) -> Arrays | None:
         """The arrays stored under exactly this key, or None.
 
         Args:
@@ -92,10 +100,10 @@ class SidecarStore:
             local: the shard, if it is on this machine.
             check: refuses arrays that no inspection finds.
         """
-        found = self.load_latest(key, local, check)
+        found = await self.load_latest(key, local, check)
         return found[0] if found and found[1] else None
 
-    def load_latest(
+    async def load_latest(
         self, key: SidecarKey, local: LocalFile | None, check: Check
     ) -> tuple[Arrays, bool] | None:
         """The arrays of this kind last stored for a shard, and whether the whole key fits.
@@ -111,34 +119,46 @@ class SidecarStore:
         outdated: Arrays | None = None
         for place in self._candidates(key, local):
             try:
-                stored, arrays = decode(_read(place, key.max_bytes))
-                if stored == key.encoded():
-                    check(arrays)
-                    return arrays, True
-            except NotOurs as error:
+                found = await _in_thread(place, self._loaded, place, key, check)
+            except TimeoutError as error:
                 self._warn(place, error)
                 continue
-            except OSError:
-                continue
-            except ValueError as error:
-                facts = {"shard": key.shard, "path": place, "reason": error}
-                log_event("index thrown away", facts, logging.WARNING)
-                continue
-            if outdated is None and _kind(stored) == key.kind:
-                outdated = arrays
+            if found and found[1]:
+                return found
+            outdated = found[0] if found and outdated is None else outdated
         return None if outdated is None else (outdated, False)
 
-    def save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
+    def _loaded(
+        self, place: SidecarPlace, key: SidecarKey, check: Check
+    ) -> tuple[Arrays, bool] | None:
+        """As `load_latest`, from one place; waits for the disk."""
+        try:
+            stored, arrays = decode(_read(place, key.max_bytes))
+            if stored == key.encoded():
+                check(arrays)
+                return arrays, True
+        except NotOurs as error:
+            self._warn(place, error)
+            return None
+        except OSError:
+            return None
+        except ValueError as error:
+            facts = {"shard": key.shard, "path": place, "reason": error}
+            log_event("index thrown away", facts, logging.WARNING)
+            return None
+        return (arrays, False) if _kind(stored) == key.kind else None
+
+    async def save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
         """Store arrays whole or not at all.
 
         Raises:
             Overloaded: no folder could take them; names the first one and why.
         """
-        data = encode(key.encoded(), arrays)
+        data = await compute(encode, key.encoded(), arrays)
         failures: list[tuple[SidecarPlace, OSError]] = []
         for place in self._candidates(key, local):
             try:
-                place.write(data)
+                await _in_thread(place, place.write, data)
             except OSError as failure:
                 failures.append((place, failure))
             else:
@@ -150,14 +170,14 @@ class SidecarStore:
             {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
         ) from error
 
-    def try_to_save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
+    async def try_to_save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
         """Store arrays as `save` does; where that fails, log it and go on without them."""
         try:
-            self.save(key, local, arrays)
+            await self.save(key, local, arrays)
         except Overloaded as error:
             log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
 
-    def _warn(self, place: SidecarPlace, error: NotOurs) -> None:
+    def _warn(self, place: SidecarPlace, error: OSError) -> None:
         """Log once for each folder that it has an index that does not count."""
         folder = Path(str(place)).parent
         if folder in self._warned:
@@ -176,6 +196,21 @@ class SidecarStore:
         if local is None:
             return [fallback]
         return [BesideShard(local.sibling(local.path.name + self._suffix), local), fallback]
+
+
+async def _in_thread(
+    place: SidecarPlace,
+    work: Callable[Arguments, Result],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> Result:
+    """Call `work`, which touches a place, in a thread of its mount.
+
+    Raises:
+        TimeoutError: the mount of a folder of the daemon's hangs.
+    """
+    run = MOUNTS.answered if isinstance(place, InFolder) else MOUNTS.run
+    return await run(Path(str(place)).parent, work, *args, **kwargs)
 
 
 def _read(place: SidecarPlace, max_bytes: int) -> bytes:

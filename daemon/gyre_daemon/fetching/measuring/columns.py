@@ -28,6 +28,7 @@ from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.runtime.threads import compute
 
 SUFFIX = ".gyre-columns"
 _VERSION, _CODES, _TEXTS, _ENDS = "column/1", "values", "texts", "ends"
@@ -170,7 +171,7 @@ class ColumnReader:
         """The values of the only field of a dataset."""
         (spec,), name = column.index.fields, reading.name
         is_text = spec.ragged
-        bounds = await asyncio.to_thread(_bounds, column.index, len(column.shards))
+        bounds = await compute(_bounds, column.index, len(column.shards))
         parts = []
         for shard, (first, stop) in enumerate(pairwise(bounds)):
             part = _Part(column, spec, shard, first, stop)
@@ -196,14 +197,14 @@ class ColumnReader:
             if array_of(arrays, _CODES, np.uint8, 1).shape != (num * dtype.itemsize,):
                 raise ValueError("its values are not those of the shard's samples")
 
-        suffix, key = await asyncio.to_thread(_key, part)
+        suffix, key = await compute(_key, part)
         sidecars = self._sidecars.sibling(suffix)
-        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        arrays = await sidecars.load(key, None, check)
         was_kept = arrays is not None
         if arrays is None:
             found = [np.empty(0, np.uint8), *await self._bytes(part)]
             arrays = {_CODES: np.concatenate(found)}  # sidecars have no floating-point numbers
-            await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+            await sidecars.try_to_save(key, None, arrays)
             _log(part)
         values: Values = arrays[_CODES].view(dtype)
         return values, was_kept
@@ -228,9 +229,9 @@ class ColumnReader:
             ):
                 raise ValueError("its texts are not those of the shard's samples")
 
-        suffix, key = await asyncio.to_thread(_key, part)
+        suffix, key = await compute(_key, part)
         sidecars = self._sidecars.sibling(suffix)
-        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        arrays = await sidecars.load(key, None, check)
         was_kept = arrays is not None
         if arrays is None:
             samples = [each.tobytes() for each in await self._bytes(part)]
@@ -243,7 +244,7 @@ class ColumnReader:
                 _TEXTS: np.frombuffer(b"".join(different), np.uint8),
                 _ENDS: np.cumsum([len(text) for text in different], dtype=np.int64),
             }
-            await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+            await sidecars.try_to_save(key, None, arrays)
             _log(part)
         ends, whole = arrays[_ENDS].tolist(), arrays[_TEXTS].tobytes()
         texts = [whole[begin:end] for begin, end in pairwise([0, *ends])]

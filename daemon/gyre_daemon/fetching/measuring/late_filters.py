@@ -11,6 +11,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import Asked, apply_late, asked_of
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.fetching.measuring.columns import ColumnReader, ColumnReading
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
 
@@ -104,7 +105,7 @@ class LateFilters:
         made = {
             name: each.astype(np.int64) for name, each in lengths.items() if name in asked.lengths
         }
-        left, ids = await asyncio.to_thread(apply_late, dataset, config.filter, columns, made)
+        left, ids = await compute(apply_late, dataset, config.filter, columns, made)
         if lengths and config.on_corrupt != "replace":
             some = {name: each[ids] for name, each in lengths.items()}
             return _Filtered(dataset, config, left, transforms, some)

@@ -9,7 +9,6 @@ Where others replace corrupt samples, those that cannot be transformed are found
 and kept with the lengths.
 """
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -31,6 +30,7 @@ from gyre_daemon.fetching.portions import PortionReader
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset
@@ -200,7 +200,7 @@ class Measurer:
 
     async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Measured:
         index, num_shards = dataset.stored.index, len(dataset.shards)
-        counts = await asyncio.to_thread(_samples_of_shards, index, num_shards)
+        counts = await compute(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
         reader = PortionReader(dataset, self.threads)
         failures: list[CorruptRecord] = []
@@ -225,7 +225,7 @@ class Measurer:
                 log_event("shard measured", {**facts, "done": f"{shard + 1}/{num_shards}"})
         if measuring.goes_on:
             identity = f"{dataset.uri} {dataset.transforms}"
-            path = await asyncio.to_thread(self._reports.write, dataset.name, identity, failures)
+            path = await self._reports.write(dataset.name, identity, failures)
             if failures:
                 about = {"dataset": dataset.name, "samples": len(failures), "report": path}
                 log_event("samples cannot be transformed", about, logging.WARNING)

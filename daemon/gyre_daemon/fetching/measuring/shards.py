@@ -20,6 +20,7 @@ from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.runtime.fair import Claims, Flow
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
@@ -80,7 +81,7 @@ class ShardMeasurer:
         """
         dataset, num = part.dataset, len(part.ids)
         listed, shape = dataset.shards[part.shard], (num, len(dataset.made_ragged))
-        chain, kind = await asyncio.to_thread(_identities, part)
+        chain, kind = await compute(_identities, part)
         sidecars = self._sidecars.sibling(f".{chain}{_SUFFIX}")
         key = SidecarKey(dataset.uri, listed.name, listed.size_bytes, listed.version, kind)
 
@@ -91,7 +92,7 @@ class ShardMeasurer:
             if part.goes_on:
                 from_arrays(arrays, num)
 
-        arrays = await asyncio.to_thread(sidecars.load, key, None, check)
+        arrays = await sidecars.load(key, None, check)
         if arrays is not None:
             return arrays[_LENGTHS], from_arrays(arrays, num) if part.goes_on else [], True
         try:
@@ -99,7 +100,7 @@ class ShardMeasurer:
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
         arrays = {_LENGTHS: lengths, **(to_arrays(failures) if part.goes_on else {})}
-        await asyncio.to_thread(sidecars.try_to_save, key, None, arrays)
+        await sidecars.try_to_save(key, None, arrays)
         return lengths, failures, False
 
     async def _lengths_of(self, part: ShardPart) -> tuple[Lengths, list[Damage]]:

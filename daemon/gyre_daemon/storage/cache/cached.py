@@ -11,6 +11,7 @@ import numpy as np
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
@@ -115,7 +116,7 @@ class CachedStorage:
         return await asyncio.shield(opening)
 
     async def _open(self, block_bytes: int) -> Volume:
-        blocks = await asyncio.to_thread(self._block_map, block_bytes)
+        blocks = await compute(self._block_map, block_bytes)
         volume = await self._cache.open_volume(self._identity, self._storage, blocks, block_bytes)
         too_large = volume.memory_sizes > self._cache.memory_bytes
         if too_large.any():

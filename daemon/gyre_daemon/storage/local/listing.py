@@ -95,12 +95,17 @@ def list_shards(
     paths: Sequence[str], pattern: str, *, follow_links: bool
 ) -> tuple[list[LocalFile], list[Shard]]:
     """The files of all paths, and the same as shards; see `list_files` for arguments and errors."""
-    files = [
+    files = list_all_files(paths, pattern, follow_links=follow_links)
+    return files, stat_shards(files)
+
+
+def list_all_files(paths: Sequence[str], pattern: str, *, follow_links: bool) -> list[LocalFile]:
+    """The files of all paths; see `list_files` for arguments and errors."""
+    return [
         file
         for path in paths
         for file in list_files(Path(path), pattern, follow_links=follow_links)
     ]
-    return files, stat_shards(files)
 
 
 def names_in_folder(root: Root) -> list[str]:
@@ -114,7 +119,11 @@ def names_in_folder(root: Root) -> list[str]:
 
 def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:
     """The files as shards, whose names are relative to the deepest folder with all of them."""
-    names = relative_names([str(file) for file in files])
+    return stat_named(files, relative_names([str(file) for file in files]))
+
+
+def stat_named(files: Sequence[LocalFile], names: Sequence[str]) -> list[Shard]:
+    """The files as shards of these names; see `stat_shard` for errors."""
     return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
 
 

@@ -3,10 +3,10 @@
 Each job works out its reads and copies them out of mapped files.
 """
 
+import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-import aiofiles
 import numpy as np
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
@@ -19,8 +19,9 @@ from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.local.open_files import OpenFiles, OpenShard, OpenShards
-from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead, fits_into_memory
+from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead
 from gyre_daemon.storage.local.thread_reads import ThreadReads
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -73,12 +74,7 @@ class LocalStorage:
         self._reads = ThreadReads(shards, workers, metrics)
         self._workers = workers
         self._open = OpenShards(files, shards, copy_workers, open_files)
-        self.checksums = ShardChecksums(
-            shards,
-            files,
-            is_idle=lambda: workers.is_idle,
-            fits_into_memory=fits_into_memory(shards),
-        )
+        self.checksums = ShardChecksums(shards, files)
         self._copy_workers = copy_workers
         self._ahead = ReadAhead(shards)
         self._may_gather = is_allowed()
@@ -93,13 +89,9 @@ class LocalStorage:
         """See `Storage.stream`."""
         listed, found, num_bytes = self.shards[shard], self._files[shard], 0
         try:
-            async with aiofiles.open(
-                str(found),
-                "rb",
-                opener=lambda _path, _flags: found.open(),
-                executor=self._workers.executor,
-            ) as file:
-                while chunk := await file.read(_STREAM_CHUNK_BYTES):
+            mount = await MOUNTS.of(found.root.folder)
+            async with mount.opened(found.open) as descriptor:
+                while chunk := await mount.run(os.read, descriptor, _STREAM_CHUNK_BYTES):
                     num_bytes += len(chunk)
                     yield chunk
         except OSError as error:

@@ -22,6 +22,7 @@ from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.stamps import Stamp
 
@@ -46,6 +47,7 @@ class OpenShard:
         address: of its first byte.
         trusted: while the file has this stamp it is what was listed; None if its bytes must be
             compared first.
+        mount: closes the file.
         copy_workers: told when the file is closed.
         is_sound: no read of it has failed yet.
     """
@@ -57,12 +59,13 @@ class OpenShard:
     mapping: mmap.mmap
     address: int
     trusted: Stamp | None
+    mount: Mount
     copy_workers: CopyWorkers
     is_sound: bool = True
 
     def __del__(self) -> None:
         """Close the file; the mapping goes with its last reference."""
-        os.close(self.descriptor)
+        self.mount.close(self.descriptor)
         self.copy_workers.forget(self.key)
 
     @property
@@ -120,11 +123,12 @@ class OpenFiles:
             dataset.used_at = -math.inf
 
     def close_idle(self) -> None:
-        """Close the shards of datasets that no job reads any more; waits for the kernel."""
+        """Have threads close the shards of datasets that no job reads any more."""
         now = time.monotonic()
         for dataset in list(self._datasets):
             if now - dataset.used_at >= _IDLE_S:
-                dataset.close()
+                dataset.used_at = now  # a mount that hangs gets no further call for a while
+                dataset.mount.threads.submit(dataset.close)
 
 
 class OpenShards:
@@ -157,6 +161,11 @@ class OpenShards:
         self.used_at = time.monotonic()
         self._open_files = open_files or OpenFiles()
         self._open_files.add(self)
+
+    @property
+    def mount(self) -> Mount:
+        """Where its first shard lies."""
+        return MOUNTS.at(self._files[0].root.folder)
 
     @property
     def max_open(self) -> int:
@@ -234,7 +243,10 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers) -> OpenShar
         raise
     address = np.frombuffer(mapping, np.uint8).ctypes.data
     trusted = stamp if stamp.version == listed.version else None
-    return OpenShard(new_key(), listed, file, descriptor, mapping, address, trusted, copy_workers)
+    mount = MOUNTS.at(file.root.folder)
+    return OpenShard(
+        new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers
+    )
 
 
 def _check(listed: Shard, stamp: Stamp) -> None:

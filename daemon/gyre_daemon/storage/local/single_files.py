@@ -178,7 +178,9 @@ class SingleFiles:
         modified_ns, changed_ns = self._stamps[number].tolist()
         if now.st_size != self._table.sizes[number] or now.st_mtime_ns != modified_ns:
             return changed(self._table.name(number))
-        return unknown(self._table.name(number)) if now.st_ctime_ns != changed_ns else None
+        if now.st_ctime_ns == changed_ns:
+            return None
+        return unknown(self._table.name(number), "gyre index")
 
 
 def _blocks_from_disk() -> int:

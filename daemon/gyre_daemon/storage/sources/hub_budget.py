@@ -8,8 +8,9 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from gyre_daemon.runtime.threads import DaemonThreads
 
 # The hub counts requests in windows of five minutes, so a minute's worth may be asked at once.
 _BURST_S = 60.0
@@ -48,7 +49,7 @@ class HubBudget:
             requests_per_s: in the long run.
         """
         self._per_s = requests_per_s
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gyre-hub")
+        self._threads = DaemonThreads(_NUM_THREADS, "gyre-hub")
         self._next = 0.0  # when the last request that was let in should be sent, if all are paced
         self._held_until = 0.0
 
@@ -89,4 +90,4 @@ class HubBudget:
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """The result of one request, which waits for the hub's answer."""
-        return await asyncio.wrap_future(self._threads.submit(work))
+        return await self._threads.run(work)

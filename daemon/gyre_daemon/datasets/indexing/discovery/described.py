@@ -1,6 +1,5 @@
 """Makes a manifest of files that describe the files beside them, as the labels of YOLO do."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -10,6 +9,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.listed import Described, DescribedFormat, Manifest
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opener import StorageOpener
@@ -51,7 +51,7 @@ async def read_described(
     files, table = await opener.open_files(
         location, config.storage, listed.is_wanted, follow_links=config.follow_links
     )
-    described = await asyncio.to_thread(listed.described, shard.name, data, table.names)
+    described = await compute(listed.described, shard.name, data, table.names)
     sizes = np.where(described.texts < 0, 0, table.sizes[described.texts])
     if (total := int(sizes.sum())) > _MAX_BYTES:
         raise InvalidRequest(

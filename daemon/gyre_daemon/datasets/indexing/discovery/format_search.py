@@ -1,6 +1,5 @@
 """Finds the format of a location, where the configuration names none."""
 
-import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -21,6 +20,7 @@ from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.patterns import is_beside
 from gyre_daemon.storage.splits import no_match
@@ -66,7 +66,8 @@ async def find_format(
         by_head = await _by_head(location, listed, names, shards)
         return FoundFormat(by_head, pattern_of(shards))
     except ShardMissing as missing:
-        if location.scheme == "file" and await asyncio.to_thread(Path(location.paths[0]).is_file):
+        path = Path(location.paths[0])
+        if location.scheme == "file" and await MOUNTS.run(path, path.is_file):
             raise
         files = replace(config, format=SINGLE_FILES)
         try:

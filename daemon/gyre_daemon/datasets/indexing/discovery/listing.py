@@ -1,6 +1,5 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from gyre_daemon.datasets.formats.listed import (
 )
 from gyre_daemon.datasets.indexing.discovery.described import read_described
 from gyre_daemon.errors import InvalidRequest, ShardMissing
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import FileTable, Texts
@@ -115,8 +115,8 @@ async def list_files(
     if manifest is None:
         check_one_tree(location.text, table.top_folders())
     texts = [column.values for column in columns if isinstance(column.values, Texts)]
-    heads = await asyncio.to_thread(Texts.merged, [table.names, *texts])  # a tenth of a second
-    joined = await asyncio.to_thread(ConcatenatedFiles, files, table, heads, location.text)
+    heads = await compute(Texts.merged, [table.names, *texts])  # a tenth of a second
+    joined = await compute(ConcatenatedFiles, files, table, heads, location.text)
     return FileListing(joined, listed, table, columns)
 
 

@@ -5,7 +5,6 @@ what the shards have; a difference is an error. Paths are relative to the list, 
 outside of its folder.
 """
 
-import asyncio
 import logging
 import re
 from collections.abc import Sequence
@@ -26,11 +25,11 @@ from gyre_daemon.datasets.indexing.discovery.library_folders import (
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.local.listing import stat_shards
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opener import StorageOpener, stat_local
 from gyre_daemon.storage.patterns import matches_any
 
 _FORMAT_OF_LISTS = "webdataset"
@@ -204,7 +203,7 @@ async def _read(
     if size > _MAX_BYTES or _RECORDS.match(head):
         return None
     (data,) = await read_ranges(storage, [0], [0], [size])
-    return await asyncio.to_thread(describe, folder, name, data)
+    return await compute(describe, folder, name, data)
 
 
 async def _opened(
@@ -241,7 +240,7 @@ async def _open(
     if location.scheme == "file":
         root = Root(Path(folder or "."), config.follow_links)
         files = [LocalFile(root, name) for name in names]
-        return opener.local(files, await asyncio.to_thread(stat_shards, files), None)
+        return opener.local(files, await stat_local(files), None)
     paths = tuple(f"{folder.rstrip('/')}/{name}" for name in names)
     return await opener.open(replace(location, paths=paths), config.storage, "*")
 

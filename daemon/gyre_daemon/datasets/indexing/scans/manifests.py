@@ -8,7 +8,6 @@ others as long. So a process that scans does that; see `server`.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -27,6 +26,7 @@ from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.datasets.indexing.scans.scanner import Scanner
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
@@ -38,11 +38,9 @@ _LABELS, _TEXTS_AT_ONCE = "labels", 1000
 class ManifestReader:
     """Reads the manifests of all datasets of a daemon."""
 
-    def __init__(
-        self, threads: Executor, processes: ScanProcesses, options: EndpointOptions
-    ) -> None:
+    def __init__(self, processes: ScanProcesses, options: EndpointOptions) -> None:
         """See `Scanner`."""
-        self._threads, self._processes, self._options = threads, processes, options
+        self._processes, self._options = processes, options
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(
@@ -58,8 +56,8 @@ class ManifestReader:
         if not listed.reads_apart:
             shard = storage.shards[0]
             (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
-            return await asyncio.to_thread(listed.read_manifest, shard.name, data)
-        scanner = Scanner(self._threads, self._processes, None, self._options)
+            return await compute(listed.read_manifest, shard.name, data)
+        scanner = Scanner(self._processes, None, self._options)
         scan = Scan("manifest", partial(_run, listed), lambda _: 0, lambda *_: None)
         try:
             async with self._turns:
@@ -110,7 +108,7 @@ def _run_described(
 
 async def _received(name: str, arrays: Arrays) -> Manifest:
     try:
-        return await asyncio.to_thread(_from_arrays, arrays)
+        return await compute(_from_arrays, arrays)
     except (KeyError, ValueError, TypeError) as error:
         reason = "the process that read it has failed"
         raise CorruptSample(

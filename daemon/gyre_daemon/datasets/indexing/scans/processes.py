@@ -7,7 +7,7 @@ import pickle
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -24,6 +24,7 @@ from gyre_daemon.errors import (
     StorageUnavailable,
 )
 from gyre_daemon.runtime.process_server import ProcessServer
+from gyre_daemon.runtime.threads import compute
 
 ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to the end
 
@@ -90,19 +91,19 @@ class ScanProcess:
         self._connection.close()
         os.close(self._process)
 
-    async def scan_file(self, run: Run, name: str, file: BinaryIO) -> Arrays:
+    async def scan_file(self, run: Run, name: str, file: int) -> Arrays:
         """Scan an open file from its beginning.
 
         Args:
             run: of a `Scan`; it must be picklable.
             name: of the shard.
-            file: stays the caller's.
+            file: its descriptor, which stays the caller's.
 
         Raises:
             CorruptSample: as `run`, or the scan needs too much memory.
             GyreError: the file cannot be read.
         """
-        self._ask(run, name, file.fileno(), "file")
+        self._ask(run, name, file, "file")
         return await self._reply(name)
 
     async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
@@ -181,7 +182,7 @@ class ScanProcess:
             if num_bytes > _MAX_REPLY_BYTES:
                 raise ConnectionResetError
             data = await _receive(loop, self._connection, num_bytes)
-            failure, arrays = await asyncio.to_thread(decode, bytes(data))
+            failure, arrays = await compute(decode, bytes(data))
         except (ConnectionError, ValueError) as error:
             raise self._died(name) from error
         if failure:

@@ -16,6 +16,7 @@ from gyre_daemon.datasets.indexing.scans.server import LENGTH
 from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, StorageUnavailable
+from gyre_daemon.runtime.threads import compute
 
 # Shards that Ray has at once. It queues those for which it has no worker, and a cluster that grows
 # with its queue sees it. Ten times as many would keep ten times as many sidecars open.
@@ -163,7 +164,7 @@ class RayScans:
         )
 
     async def _reply(self, reply: "asyncio.Future[bytes]") -> Arrays:
-        failure, arrays = await asyncio.to_thread(decode, await reply)
+        failure, arrays = await compute(decode, await reply)
         if failure:
             raise to_error(failure)
         return arrays

@@ -15,6 +15,7 @@ from gyre_daemon.datasets.formats.base import ReadAhead
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.opener import StorageOpener
 
@@ -54,7 +55,7 @@ class Beside:
         steps = self._ahead.run(index, self._source.shards[shard].size_bytes)
         try:
             while True:
-                wanted = await asyncio.to_thread(_advance, steps, response)
+                wanted = await compute(_advance, steps, response)
                 if wanted is None:
                     break
                 starts, stops = [start for start, _ in wanted], [stop for _, stop in wanted]

@@ -1,23 +1,19 @@
 """Has the shards of one worker scanned, one at a time: by a process of the daemon, or by Ray."""
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
 from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
 from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
-from gyre_daemon.datasets.indexing.shard_files import open_file, read_ranges
+from gyre_daemon.datasets.indexing.shard_files import opened_file, read_ranges
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import check_listed
-
-Result = TypeVar("Result")
+from gyre_daemon.storage.mounts import MOUNTS
 
 
 class Scanner:
@@ -25,7 +21,6 @@ class Scanner:
 
     def __init__(
         self,
-        threads: Executor,
         processes: ScanProcesses,
         ray_scans: RayScans | None,
         options: EndpointOptions,
@@ -33,12 +28,10 @@ class Scanner:
         """Start no process yet.
 
         Args:
-            threads: for what waits for the disk.
             processes: scan the shards,
             ray_scans: or these do, if there are any.
             options: of the endpoints of Ray's workers.
         """
-        self._threads = threads
         self._processes = processes
         self._ray_scans = ray_scans
         self._options = options
@@ -87,11 +80,10 @@ class Scanner:
             )
         if local is None:
             return await process.scan_stream(scan.run, listed.name, source.stream(shard))
-        with contextlib.ExitStack() as opened:
-            file = await self._in_thread(opened.enter_context, open_file(local, listed.name))
+        async with opened_file(local, listed.name) as file:
             arrays = await process.scan_file(scan.run, listed.name, file)
         if local is stored:
-            await self._in_thread(check_listed, local, listed)
+            await MOUNTS.run(local.root.folder, check_listed, local, listed)
         return arrays
 
     def kill(self) -> None:
@@ -99,6 +91,3 @@ class Scanner:
         if self._process:
             self._process.kill()
             self._process = None
-
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -10,8 +10,8 @@ import asyncio
 import importlib.metadata
 import pickle
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
@@ -21,6 +21,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.positioned import PositionedFile
+from gyre_daemon.runtime.threads import DaemonThreads, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -102,7 +103,7 @@ def _scan(task: ShardTask) -> Arrays:
 async def _scan_object(task: ShardTask) -> Arrays:
     listed = task.shard
     location = Location(task.path.partition("://")[0], (task.path,), task.path)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+    with DaemonThreads(_NUM_THREADS, "gyre-io") as threads:
         opener = StorageOpener(FairExecutor(threads, _NUM_THREADS), task.options, Metrics())
         try:
             storage = await opener.open(location, task.settings, "*")
@@ -110,7 +111,8 @@ async def _scan_object(task: ShardTask) -> Arrays:
             if (found.size_bytes, found.version) != (listed.size_bytes, listed.version):
                 raise changed(listed.name)
             storage.shards = (listed,)  # of the same object, under the name that errors give it
-            return await asyncio.to_thread(_scan_storage, task, storage, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            return await in_thread(partial(_scan_storage, task, storage, loop), "gyre-scan")
         finally:
             opener.close()
 
