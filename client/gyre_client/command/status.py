@@ -18,11 +18,13 @@ from gyre_client.display.formatting import (
     size,
     stacked,
 )
+from gyre_client.display.mounts import mount_line
 from gyre_client.display.rates import SessionRates, session_rates
 from gyre_client.messages.measuring import measuring_line
 from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
+_HANGS = "hangs_since_s"
 _BAR_CELLS = 8
 _TRANSPORTS = {pb.TRANSPORT_ARENA: "arena", pb.TRANSPORT_INLINE: "inline"}
 _NUM_KEYS = 2  # the columns JOB and RANK
@@ -167,6 +169,7 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
             work += f"; {counted(num_replaced, 'worker')} replaced"
         pairs.append(("transformed", work))
     pairs += [("measuring", measuring_line(each)) for each in status.measurings]
+    pairs += [("hangs", mount_line(each)) for each in status.mounts if each.HasField(_HANGS)]
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

@@ -7,6 +7,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.formatting import CommandOutput, duration, facts, page_width, plain, size
+from gyre_client.display.mounts import mount_line
 from gyre_client.messages.arguments import MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
 
@@ -24,12 +25,16 @@ def why(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         pb.ExplainStepRequest(dataset=dataset_of(args), step=step, job=args.job)
     )
     values = [plain(timing) for timing in response.timings]
+    values += [plain(mount) for mount in response.mounts]
     return CommandOutput(values, why_text(response, page_width()))
 
 
 def why_text(response: pb.ExplainStepResponse, num_columns: int | None = None) -> str:
     """Returns the text for people, in lines no longer than `num_columns`."""
-    return "\n\n".join(_timing(timing, num_columns) for timing in response.timings)
+    parts = [_timing(timing, num_columns) for timing in response.timings]
+    if response.mounts:
+        parts.append(facts([("hangs", mount_line(each)) for each in response.mounts], num_columns))
+    return "\n\n".join(parts)
 
 
 def _timing(timing: pb.BatchTiming, num_columns: int | None) -> str:

@@ -13,6 +13,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
+from gyre_daemon.config import DatasetConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
@@ -22,6 +23,7 @@ from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllow
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.threads import compute
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
@@ -35,8 +37,8 @@ from gyre_daemon.sessions.census import spreads_of, take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
-from gyre_daemon.storage.location import shown_uri
-from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.location import parse_location, shown_uri
+from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.media import check_media
 
@@ -300,18 +302,20 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.ExplainStepResponse:
         """Report the timings of the batches of one step, as far as the caller's jobs read them."""
         caller = self._callers.identify(context)
-        name, _ = self._opener.resolve(request.dataset, caller)
+        name, config = self._opener.resolve(request.dataset, caller)
         resources = self._sessions.resources
         reader = None if self._policy.is_admin(caller) else caller.name
         found = resources.timings.find(name, request.step, request.job, reader)
-        if not found:
+        mounts = await self._hanging(config)
+        if not found and not mounts:
             whose = "that were read" if reader is None else "that your jobs read"
             raise InvalidRequest(
                 f"no batch of step {request.step} of `{name}` is among the last "
                 f"{whose}: it was not read yet, or too long ago"
             )
         return pb.ExplainStepResponse(
-            timings=[convert.from_timing(each, resources.clock(), reader) for each in found]
+            timings=[convert.from_timing(each, resources.clock(), reader) for each in found],
+            mounts=map(convert.from_mount, mounts),
         )
 
     @answers_errors
@@ -327,6 +331,18 @@ class LoaderService(pb_grpc.LoaderServicer):
             )
         audit_event("drain asked", facts)
         return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
+
+    async def _hanging(self, config: DatasetConfig) -> list[Mount]:
+        """The mounts that hang of those on which a dataset lies."""
+        hanging = [mount for mount in MOUNTS if mount.hangs_since_s is not None]
+        if not hanging:
+            return []
+        names = config.mixture.sources if config.mixture else ()
+        uris = [self._catalog.datasets[name].uri for name in names] or [config.uri]
+        # a location may name 100,000 shards
+        locations = [await compute(parse_location, uri) for uri in uris]
+        paths = [path for its in locations if its.scheme == "file" for path in its.paths]
+        return [mount for mount in hanging if any(MOUNTS.at(path) is mount for path in paths)]
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""

@@ -215,6 +215,7 @@ class Mounts:
                 break
             real = followed
             mount = self._below(real)
+            self._real[asked] = real, -math.inf  # for `at`, if the next mount hangs
         if len(self._real) >= _MAX_KNOWN:
             self._real.clear()
         self._real[asked] = real, time.monotonic()
