@@ -80,7 +80,9 @@ class FuseFolder:
 
         Args:
             behaviour: `delay_s` of each read; `tail_s`, the delay of a share `tail_share` of them;
-                `is_direct`, 1 to keep the kernel's page cache out of files opened from now on.
+                `is_direct`, 1 to keep the kernel's page cache out of files opened from now on;
+                `has_flush`, 0 to have the kernel never ask when a file is closed. While it does,
+                not even a process that is killed can end before it was answered.
 
         Returns:
             The counts by name (`lookup`, `open`, `read`, ...), and as `most_reads` how many reads
@@ -135,7 +137,8 @@ class _Server:
         self._files: dict[int, int | list[os.DirEntry[str]]] = {}  # by handle
         self._next_handle = 1
         self._delayed: list[tuple[float, int, Callable[[], None]]] = []
-        self._behaviour = {"delay_s": 0.0, "tail_s": 0.0, "tail_share": 0.0, "is_direct": 0.0}
+        self._behaviour = {"delay_s": 0.0, "tail_s": 0.0, "tail_share": 0.0}
+        self._behaviour |= {"is_direct": 0.0, "has_flush": 1.0}
         self._counts: Counter[str] = Counter(most_reads=0)
         self._random = random.Random(1)
 
@@ -247,6 +250,8 @@ class _Server:
         return b""
 
     def _flush(self, node: int, data: bytes) -> bytes:
+        if not self._behaviour["has_flush"]:
+            raise _Failure(errno.ENOSYS, "flush")
         return b""
 
     def _read_later(self, unique: int, data: bytes) -> None:

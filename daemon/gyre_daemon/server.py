@@ -46,6 +46,7 @@ from gyre_daemon.runtime.limits import descriptor_shares, memory_limit_bytes
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
+from gyre_daemon.runtime.spawning import start_spawner
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.service import (
     SERVER_OPTIONS,
@@ -134,6 +135,7 @@ async def serve(
     Raises:
         ConfigError: an address cannot be used or is taken.
     """
+    start_spawner()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,7 +6,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,6 +19,7 @@ from gyre_daemon.copy_workers.protocol import (
     send_request,
 )
 from gyre_daemon.copy_workers.ranges import Ranges
+from gyre_daemon.runtime.spawning import spawn_python
 
 # A worker that has not replied after _DEADLINE_S hangs. A batch group is copied in some 10 ms, and
 # what must come from a disk is seldom given to a worker; a much shorter deadline would kill workers
@@ -184,11 +184,9 @@ def spawn_fork_server() -> ForkServer:
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        theirs.set_inheritable(True)
-        command = [sys.executable, "-m", "gyre_daemon.copy_workers", str(theirs.fileno())]
-        no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         try:
-            pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=[no_input])
+            arguments = ("-m", "gyre_daemon.copy_workers")
+            pid = spawn_python(arguments, os.environ, theirs.fileno())
         except OSError:
             ours.close()
             raise

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from functools import partial
 
+from gyre_daemon.runtime.spawning import spawn_python
 from gyre_daemon.runtime.threads import in_thread
 
 # To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
@@ -87,14 +87,9 @@ class ProcessServer:
         ours, theirs = socket.socketpair()
         ours.settimeout(_MAX_START_S)
         with theirs:
-            theirs.set_inheritable(True)
-            command = [sys.executable, "-m", self._module, str(theirs.fileno())]
-            no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
             environment = {**self._environment, **_ONE_THREAD}
             try:
-                self._pid = os.posix_spawn(
-                    sys.executable, command, environment, file_actions=[no_input]
-                )
+                self._pid = spawn_python(("-m", self._module), environment, theirs.fileno())
             except OSError:
                 ours.close()
                 raise

@@ -1,6 +1,7 @@
 """A mount that hangs holds up the jobs that read from it, and nothing else."""
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,19 +165,44 @@ def test_where_indexes_hang_datasets_elsewhere_are_indexed_without_them(
         there.go_on()
 
 
-def test_a_daemon_ends_while_a_mount_hangs_and_the_next_one_serves(
+def start_reading(daemon: Daemon, there: FuseFolder) -> Loader:
+    """A job that has files of the mount open, which hangs now."""
+    loader = Loader("there tokens", batch_size=8, seed=1, address=daemon.address)
+    next(iter(loader))
+    there.stop()
+    return loader
+
+
+def test_a_daemon_ends_while_a_mount_hangs(daemon: Daemon, there: FuseFolder) -> None:
+    there.behave(has_flush=0)
+    try:
+        with (
+            start_reading(daemon, there),
+            in_background(lambda: read(daemon, "there files")),
+        ):
+            until(lambda: hanging(daemon) == [str(there.path)])
+            assert daemon.stop() == 0
+            daemon.restart()
+            assert len(set(read(daemon, "here tars"))) == 16
+            there.go_on()
+    finally:
+        there.go_on()
+
+
+def test_where_the_kernel_keeps_a_daemon_that_ends_the_next_one_serves(
     daemon: Daemon, there: FuseFolder
 ) -> None:
-    with Loader("there tokens", batch_size=8, seed=1, address=daemon.address) as loader:
-        next(iter(loader))
-        there.stop()
-        try:
-            with in_background(lambda: read(daemon, "there files")):
-                until(lambda: hanging(daemon) == [str(there.path)])
-                assert daemon.stop() == 0
-                daemon.restart()
-                for other in ("tokens", "tars", "files"):
-                    assert len(set(read(daemon, f"here {other}"))) == 16
-                there.go_on()
-        finally:
+    """A process cannot end before the files are closed that it had open, whatever it does."""
+    first = daemon.process
+    assert first
+    try:
+        with start_reading(daemon, there):
+            first.send_signal(signal.SIGTERM)
+            until(lambda: any(event["event"] == "stopped" for event in daemon.events()))
+            daemon.restart()
+            assert first.poll() is None
+            assert len(set(read(daemon, "here tars"))) == 16
             there.go_on()
+            assert first.wait(120) == 0
+    finally:
+        there.go_on()
