@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _IN = struct.Struct("<IIQQIIII")  # length, opcode, unique, node, uid, gid, pid, padding
 _OUT = struct.Struct("<IiQ")  # length, negative errno, unique
@@ -34,7 +34,6 @@ _MAX_BYTES = 1 << 17  # of a read, as the kernel's default
 _ASYNC_READ, _PARALLEL_DIROPS, _MAX_PAGES = 1 << 0, 1 << 18, 1 << 22
 _DIRECT_IO = 1 << 0
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 1, 2, 4, 2
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -318,17 +317,34 @@ _NAMES = {
 
 
 def main(source: Path, mountpoint: Path) -> None:
-    """Mounts the folder and serves it until standard input ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Mounts the folder and serves it until standard input ends, also by the death of its writer.
+
+    Another process of the same group removes the mount then: the server may be stopped.
+    """
     with _open_device() as device:
         options = f"fd={device},rootmode=40755,user_id=0,group_id=0,allow_other".encode()
         flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
         if _libc.mount(b"test", os.fsencode(mountpoint), b"fuse.test", flags, options):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(mountpoint))
-        try:
-            _Server(device, source).run()
-        finally:
-            _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
+        server = os.getpid()
+        if os.fork() == 0:
+            os.close(device)
+            _clean_up_after(server, mountpoint)
+        _Server(device, source).run()
+
+
+def _clean_up_after(server: int, mountpoint: Path) -> NoReturn:
+    """Waits for the server, or for the end of its input, and then ends both."""
+    os.setsid()
+    process, poll = os.pidfd_open(server), select.poll()
+    os.close(1)
+    poll.register(process, select.POLLIN)
+    poll.register(0, 0)  # a hang-up is told in any case
+    poll.poll()
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _MAX_KNOWN = 10_000  # resolved paths; more only take memory
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Mount:
     """One mount, and the threads that wait for it.
 
@@ -49,21 +49,24 @@ class Mount:
         path: where it is mounted.
         file_system: its type, such as `ext4`, `nfs4` or `fuse.s3fs`.
         threads: for all that touches its paths, except reading samples.
+        readers: for reading samples.
     """
 
     path: str
     file_system: str
     threads: DaemonThreads = field(init=False)
+    readers: DaemonThreads = field(init=False)
     _hangs: bool = False
     _still_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.threads = DaemonThreads(_NUM_THREADS, f"gyre-fs {self.path}")
+        self.readers = DaemonThreads(_NUM_THREADS, f"gyre-read {self.path}")
 
     @property
     def is_used(self) -> bool:
         """Whether it was asked for something in the last half minute."""
-        return self.threads.num_threads > 0
+        return self.threads.num_threads + self.readers.num_threads > 0
 
     @property
     def hangs_since_s(self) -> float | None:
@@ -72,7 +75,8 @@ class Mount:
 
     def look(self) -> None:
         """See whether the mount hangs, and log where that changed; about once a second."""
-        still_since, hung = self.threads.still_since(), self._hangs
+        pools, hung = (self.threads, self.readers), self._hangs
+        still_since = min((each for pool in pools if (each := pool.still_since())), default=None)
         self._hangs = still_since is not None and time.monotonic() - still_since >= HANGS_AFTER_S
         self._still_since = still_since or 0.0
         facts = {"path": self.path, "file_system": self.file_system}
@@ -112,7 +116,8 @@ class Mount:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # the mount has gone; the descriptor is closed
+                os.close(descriptor)
         else:  # no lock may be taken here: the garbage collector may have called
             loop.call_soon_threadsafe(self.threads.submit, os.close, descriptor)
 

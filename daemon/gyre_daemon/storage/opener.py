@@ -95,6 +95,7 @@ class StorageOpener:
         self._drivers = Drivers(self._max_requests, options.hub_requests_per_s)
         self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._fair: weakref.WeakKeyDictionary[Mount, FairExecutor] = weakref.WeakKeyDictionary()
 
     def close_idle_files(self) -> None:
         """Close local shards that no job reads any more, soon."""
@@ -236,7 +237,8 @@ class StorageOpener:
                 raise ShardMissing(
                     f"no file below {path} has an extension that counts; see `extensions`"
                 )
-            return SingleFiles(root, table, self.workers, self._metrics), table
+            readers = self._readers(await MOUNTS.of(root.folder))
+            return SingleFiles(root, table, readers, self._metrics), table
         folder = path.rstrip("/") + "/"
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
@@ -297,8 +299,9 @@ class StorageOpener:
             shards: as listed.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
+        readers = self._readers(MOUNTS.at(files[0].root.folder)) if files else self.workers
         return LocalStorage(
-            files, shards, self.workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, readers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -340,6 +343,12 @@ class StorageOpener:
         for source in list(self._sources):
             source.close()
         self._drivers.close()
+
+    def _readers(self, mount: Mount) -> FairExecutor:
+        """The threads that read from a mount; if it hangs, those of the others go on."""
+        if mount not in self._fair:
+            self._fair[mount] = FairExecutor(mount.readers, self.workers.num_threads)
+        return self._fair[mount]
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """The endpoint that all datasets of one bucket, or of one web server, share."""
