@@ -28,14 +28,17 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.folders import has_files
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers
 
 
-def check_folders(config: DaemonConfig) -> None:
+async def check_folders(config: DaemonConfig) -> None:
     """Refuse folders that others control; those that are missing are made when they are needed.
+
+    One on a mount that hangs is passed over.
 
     Raises:
         ConfigError: names the folder's key, and what to do.
@@ -44,7 +47,7 @@ def check_folders(config: DaemonConfig) -> None:
     for key, text in named.items():
         try:
             if text:
-                check_folder(Path(text))
+                await MOUNTS.answered(text, check_folder, Path(text))
         except NotOurs as error:
             raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
         except OSError:

@@ -184,7 +184,6 @@ def _serve(parsed: argparse.Namespace) -> int:
     config = effective.config
     if not parsed.embedded:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
-    check_folders(config)
     index_dir = _index_dir(config, parsed.socket_dir)
     start_log(config.log_level, config.log_format)
     _log_warnings(effective)
@@ -259,7 +258,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     Credentials.of(effective.config)
-    check_folders(effective.config)
+    uvloop.run(check_folders(effective.config))
     _index_dir(effective.config)
     print(rendered(effective, redact))
     for text in effective.warnings:

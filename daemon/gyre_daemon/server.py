@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
+from gyre_daemon.checks import check_folders
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
@@ -62,7 +64,7 @@ from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
-from gyre_daemon.storage.cache.disk import open_disk_cache
+from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.mounts import MOUNTS
@@ -136,6 +138,7 @@ async def serve(
         ConfigError: an address cannot be used or is taken.
     """
     start_spawner()
+    await check_folders(config)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -156,9 +159,13 @@ async def serve(
         if config.audit_log:
             cleanup.callback(AuditFile(Path(config.audit_log)).close)
         executor = DaemonThreads(config.num_io_threads, "gyre-io")
+        own_folder = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         daemon = _Daemon(
             config,
             fallback_index_dir,
+            own_folder,
+            await _open_disk_cache(config),
+            await _weight_changes(own_folder / "mixtures"),
             executor,
             listeners,
             copy_workers,
@@ -176,6 +183,9 @@ class _Daemon:
         self,
         config: DaemonConfig,
         fallback_index_dir: Path,
+        own_folder: Path,
+        disk: DiskCache | None,
+        changes: WeightChanges,
         executor: DaemonThreads,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
@@ -188,14 +198,13 @@ class _Daemon:
         terms = EndpointOptions(
             config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
         )
-        beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
-        unpack_dir = config.unpack_dir or beside / "unpacked"
+        unpack_dir = config.unpack_dir or own_folder / "unpacked"
         self._config = config
         self._private = private
         self._listeners = listeners
-        self._cache = _make_cache(config, workers, metrics)
+        self._cache = _make_cache(config, workers, disk, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        reports = CorruptReports(Path(config.report_dir or beside / "reports"))
+        reports = CorruptReports(Path(config.report_dir or own_folder / "reports"))
         self._catalog = Catalog(
             config.datasets,
             StorageOpener(workers, terms, metrics, copy_workers),
@@ -239,7 +248,7 @@ class _Daemon:
             copy_workers,
             self._transforms,
             self._measurer,
-            WeightChanges(Path(beside / "mixtures")),
+            changes,
             config.prefetch_batches,
             self._ask_to_stop,
         )
@@ -387,9 +396,40 @@ class _Daemon:
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
 
 
-def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -> NodeCache | None:
+async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:
+    """See `open_disk_cache`; the daemon works without a folder whose mount hangs, too."""
+    if not (config.cache_memory and config.cache_dir and config.cache_disk):
+        return None
+    folder = Path(config.cache_dir)
+    try:
+        return await MOUNTS.answered(folder, open_disk_cache, folder, config.cache_disk)
+    except TimeoutError as error:
+        facts = {"folder": folder, "reason": error.strerror}
+        log_event("no disk cache", facts, logging.WARNING)
+        return None
+
+
+async def _weight_changes(folder: Path) -> WeightChanges:
+    """See `WeightChanges`.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        return await MOUNTS.answered(folder, WeightChanges, folder)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"the changes of weights in {folder} cannot be read: {error.strerror}. Set `index_dir` "
+            "to a folder of this machine."
+        ) from error
+
+
+def _make_cache(
+    config: DaemonConfig, workers: FairExecutor, disk: DiskCache | None, metrics: Metrics
+) -> NodeCache | None:
     if not config.cache_memory:
         return None
-    has_disk = config.cache_dir and config.cache_disk
-    disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if has_disk else None
-    return NodeCache(config.cache_memory, disk, workers, metrics.cache)
+    disk_workers = workers
+    if disk:  # a disk that hangs holds up nothing but what is on it
+        disk_workers = FairExecutor(MOUNTS.at(disk.folder).readers, config.num_io_threads)
+    return NodeCache(config.cache_memory, disk, workers, metrics.cache, disk_workers=disk_workers)

@@ -191,6 +191,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Give a running job other weights."""
         caller = self._callers.identify(context)
         dataset = await self._opener.open_ordered(request.dataset, caller)
+        await self._mixtures.check_answers()
         return self._mixtures.change(caller, dataset, request)
 
     @answers_errors

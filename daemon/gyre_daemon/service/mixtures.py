@@ -76,6 +76,10 @@ class MixtureService:
             counts=[pb.SourceCounts(num_samples=each) for each in counted],
         )
 
+    async def check_answers(self) -> None:
+        """See `WeightChanges.check_answers`."""
+        await self._changes.check_answers()
+
     def change(
         self, caller: Principal, dataset: Dataset, request: pb.ChangeWeightsRequest
     ) -> pb.ChangeWeightsResponse:

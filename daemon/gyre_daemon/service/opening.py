@@ -89,6 +89,8 @@ class SessionOpener(DatasetOpener):
         key = None
         if dataset.mixture:
             key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
+            if not request.cursor and self._changes.knows(key):
+                await self._changes.check_answers()
             if not request.cursor and not any(job_on(each) == key for each in self._sessions):
                 self._changes.forget(key)
             cursor = self._changes.applied(cursor, key)

@@ -27,6 +27,7 @@ from gyre_daemon.errors import ConfigError, CursorRejected, InvalidRequest, Over
 from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.mixing.quotas import Phase, are_phases
 from gyre_daemon.runtime.ownership import make_folder, open_ours
+from gyre_daemon.storage.mounts import MOUNTS
 
 _FILE = "weights.jsonl"
 _MAX_FILE_BYTES = 16 << 20
@@ -133,6 +134,21 @@ class WeightChanges:
             cursor = changed(cursor, phase)
         return cursor
 
+    async def check_answers(self) -> None:
+        """Refuse changes while the file cannot be reached, which is written on the event loop.
+
+        Raises:
+            Overloaded: its mount hangs.
+        """
+        try:
+            await MOUNTS.answered(self._path.parent, self._path.exists)
+        except TimeoutError as error:
+            raise self._not_recorded(error) from error
+
+    def knows(self, key: JobOnMixture) -> bool:
+        """Whether a job was given changes, or they were taken back."""
+        return key in self._changes or key in self._withdrawn
+
     def give(self, key: JobOnMixture, phase: Phase) -> None:
         """Record a change.
 
@@ -172,8 +188,7 @@ class WeightChanges:
         Raises:
             Overloaded: that cannot be written.
         """
-        is_known = key in self._changes or key in self._withdrawn
-        if is_known and self._clock() >= self._reopening.get(key, 0.0):
+        if self.knows(key) and self._clock() >= self._reopening.get(key, 0.0):
             self._write(key, None)
             self._forget(key)
 
@@ -207,9 +222,12 @@ class WeightChanges:
                 file.write(line.encode())
             self._num_bytes[key.user] += len(line)
         except OSError as error:
-            raise Overloaded(
-                f"a change of weights cannot be recorded in {self._path}: {error.strerror}"
-            ) from error
+            raise self._not_recorded(error) from error
+
+    def _not_recorded(self, error: OSError) -> Overloaded:
+        return Overloaded(
+            f"a change of weights cannot be recorded in {self._path}: {error.strerror}"
+        )
 
 
 def changed(cursor: Cursor, phase: Phase) -> Cursor:

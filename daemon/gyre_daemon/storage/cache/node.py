@@ -67,7 +67,9 @@ class NodeCache:
         workers: FairExecutor,
         counts: CacheCounts,
         clock: Callable[[], float] = time.monotonic,
+        disk_workers: FairExecutor | None = None,
     ) -> None:
+        self._disk_workers = disk_workers or workers
         self.memory_bytes = memory_bytes
         self._workers = workers
         self._counts = counts
@@ -81,7 +83,9 @@ class NodeCache:
         self._num_copying = 0
         self._writer: DiskWriter | None = None
         if disk:
-            self._writer = DiskWriter(disk, self._placement, workers, clock, self._freed.set)
+            self._writer = DiskWriter(
+                disk, self._placement, self._disk_workers, clock, self._freed.set
+            )
         self._may_gather = is_allowed()
 
     async def open_volume(
@@ -304,27 +308,29 @@ class NodeCache:
         # The thread owns the blocks' memory, because it continues if this task is cancelled.
         owners = [volume.owner(block) for block in np.unique(blocks).tolist()]
         copy = functools.partial(_copy_all, sources, reads, self._may_gather, owners)
-        await self._in_thread(reads, copy)
+        await self._in_thread(reads, copy, self._workers)
 
     async def _copy_disk(self, volume: Volume, blocks: Integers, reads: Reads) -> set[int]:
         """Copy out of the mirror; returns the blocks that turned out to be damaged."""
         assert volume.mirror
         within = volume.within(blocks, reads)
         copy = functools.partial(volume.mirror.copy, blocks, within, reads)
-        damaged = await self._in_thread(reads, copy)
+        damaged = await self._in_thread(reads, copy, self._disk_workers)
         if damaged:
             log_event("cached blocks damaged", {"blocks": len(damaged)}, logging.WARNING)
             self._placement.lost(volume, damaged)
         return damaged
 
-    async def _in_thread(self, reads: Reads, copy: Callable[[], _Result]) -> _Result:
+    async def _in_thread(
+        self, reads: Reads, copy: Callable[[], _Result], workers: FairExecutor
+    ) -> _Result:
         """Copy in a thread that holds a lease of the target memory."""
 
         def work() -> _Result:
             with reads.lease():
                 return copy()
 
-        return await self._workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
+        return await workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
 
 
 def _copy_all(
