@@ -1,4 +1,4 @@
-"""Starts programs from a thread that has a descriptor table of its own.
+"""Starts programs from a thread with its own descriptor table.
 
 A new process gets a copy of all descriptors of the thread that starts it, and the kernel closes
 these copies when its program begins. To close a file of FUSE, even a copy, the kernel asks the

@@ -334,7 +334,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
 
     async def _hanging(self, config: DatasetConfig) -> list[Mount]:
-        """The mounts that hang of those on which a dataset lies."""
+        """The mounts of a dataset that hang now."""
         hanging = [mount for mount in MOUNTS if mount.hangs_since_s is not None]
         if not hanging:
             return []

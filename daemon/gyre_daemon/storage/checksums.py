@@ -10,7 +10,7 @@ overwritten file whose modification time was set back all look alike. Where an o
 checksums taken (`gyre index --checksums`), every read compares the blocks that it touches. Equal
 blocks are served; any other block is a `CorruptSample`. Once all blocks have been compared, the
 shard is trusted again under its new times. Without checksums the shard is refused, and the error
-names that command. The reasons are in `docs/adr/0110`.
+names that command. The reasons are in `docs/adr/0026`.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 A file system that does not answer (a server of NFS that is down, a FUSE process that has stopped)
 holds every thread that asks it, and the kernel may never let go of them. So whatever touches a path
-runs in a thread of the mount that the path lies on, and only callers of that mount wait.
+runs in a thread of the mount of this path, and only callers of that mount wait.
 
 Which mount that is says `/proc/self/mountinfo`, by the longest prefix: asking for the path itself
 could already hang. Links on the way are followed one by one, each by a thread of its own mount.
@@ -169,7 +169,7 @@ class Mounts:
             mount.look()
 
     def at(self, path: str | Path) -> Mount:
-        """The mount that a path lies on, as far as is known; touches nothing but the table.
+        """The mount of a path, as far as is known; touches nothing but the table.
 
         Links count where `of` has followed them.
         """
@@ -177,7 +177,7 @@ class Mounts:
         return self._below(self._real.get(asked, (asked,))[0])
 
     async def of(self, path: str | Path) -> Mount:
-        """The mount that a path lies on, behind all links; waits for the mounts on the way."""
+        """The mount of a path, behind all links; waits for the mounts on the way."""
         return await self._of(path, Mount.run)
 
     async def run(

@@ -823,7 +823,7 @@ class IndexDatasetRequest(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     checksums: _builtins.bool
-    """wait until every local shard has checksums, which reads all of it"""
+    """take checksums of every local shard, which reads all of it"""
     engine: _builtins.str
     """The engine that scans the shards: empty or `local` for processes of the daemon; `ray` for the daemon's private Ray,
     `ray://HOST:PORT` for the cluster there, both for operators only.

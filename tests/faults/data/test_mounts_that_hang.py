@@ -13,7 +13,7 @@ from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import GyreError
 
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon, GyredCommand, StartDaemon
 from tests.daemons import status
 from tests.fuse_folder import FuseFolder, why_not
 from tests.waiting import until
@@ -204,5 +204,20 @@ def test_where_the_kernel_keeps_a_daemon_that_ends_the_next_one_serves(
             assert len(set(read(daemon, "here tars"))) == 16
             there.go_on()
             assert first.wait(120) == 0
+    finally:
+        there.go_on()
+
+
+def test_a_daemon_that_cannot_start_says_which_mount_hangs(
+    gyred_command: GyredCommand, there: FuseFolder, tmp_path: Path
+) -> None:
+    config = tmp_path / "gyre.toml"
+    config.write_text(f'listen = ["unix:{tmp_path}/run/gyre.sock"]\n')
+    there.stop()
+    try:
+        home = {"XDG_CACHE_HOME": str(there.path)}
+        ended = gyred_command("serve", "--config", str(config), environment=home)
+        assert ended.returncode == 2
+        assert f"the mount {there.path} (fuse.test) does not answer" in ended.stderr
     finally:
         there.go_on()

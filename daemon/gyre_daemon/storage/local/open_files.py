@@ -164,7 +164,7 @@ class OpenShards:
 
     @property
     def mount(self) -> Mount:
-        """Where its first shard lies."""
+        """The mount of its first shard."""
         return MOUNTS.at(self._files[0].root.folder)
 
     @property
