@@ -24,7 +24,6 @@ from gyre_client.messages.measuring import measuring_line
 from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
-_HANGS = "hangs_since_s"
 _BAR_CELLS = 8
 _TRANSPORTS = {pb.TRANSPORT_ARENA: "arena", pb.TRANSPORT_INLINE: "inline"}
 _NUM_KEYS = 2  # the columns JOB and RANK
@@ -169,7 +168,9 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
             work += f"; {counted(num_replaced, 'worker')} replaced"
         pairs.append(("transformed", work))
     pairs += [("measuring", measuring_line(each)) for each in status.measurings]
-    pairs += [("hangs", mount_line(each)) for each in status.mounts if each.HasField(_HANGS)]
+    pairs += [
+        ("hangs", mount_line(each)) for each in status.mounts if each.HasField("hangs_since_s")
+    ]
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

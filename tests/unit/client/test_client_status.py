@@ -42,6 +42,15 @@ def test_the_last_seconds_of_a_session() -> None:
     assert session_rates(found) == SessionRates(25.0, 2000.0, 0.5, 0.125, 0.25, 0.05, 0.5)
 
 
+def test_a_mount_that_hangs_is_named() -> None:
+    found = answer()
+    found.mounts.add(path="/data", file_system="ext4")
+    assert "/data" not in full_text(found, 100)
+    found.mounts.add(path="/mnt/\x1b[31m", file_system="nfs4", hangs_since_s=83.0)
+    line = r"hangs +/mnt/\\x1b\[31m \(nfs4\) has not answered for 1 min 23 s"
+    assert re.search(line, full_text(found, 100))
+
+
 @pytest.mark.parametrize(
     ("ready_s", "processor_s", "meaning"),
     [
