@@ -9,6 +9,7 @@ import pytest
 import torch
 import webdataset
 from gyre_client import Loader
+from gyre_client.command.cli import main
 from gyre_client.errors import (
     CorruptSample,
     CursorRejected,
@@ -37,6 +38,7 @@ def test_a_shard_that_is_removed_or_replaced_is_named(
     gyred: StartDaemon, token_files: Path
 ) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    assert main(["index", "tokens", "--checksums", "--address", daemon.address]) == 0
     shard, aside = token_files / "a.bin", token_files / "aside"
     wanted = read_some(daemon, 20)
     shard.rename(aside)
