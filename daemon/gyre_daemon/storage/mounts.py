@@ -135,8 +135,8 @@ class Mount:
         running = asyncio.ensure_future(self.threads.run(work, *args, **kwargs))
         try:
             while not (await asyncio.wait((running,), timeout=_LOOK_EVERY_S))[0]:
-                self.look()
-                if self._hangs:
+                still_since = self.threads.still_since()
+                if still_since and time.monotonic() - still_since >= HANGS_AFTER_S:
                     text = f"the mount {self.path} ({self.file_system}) does not answer"
                     raise TimeoutError(errno.ETIMEDOUT, text)
         finally:

@@ -27,6 +27,7 @@ from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compresse
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest
 from gyre_daemon.runtime.events import debug_event
+from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -244,10 +245,10 @@ class ShardIndexer:
         listed, local = opening.source.shards[shard], opening.source.local_file(shard)
         loop = asyncio.get_running_loop()
         if opening.unpacked and is_packed(listed):
-            # a shard on another machine is read on the event loop
-            folder = local.root.folder if local else opening.unpacked.folder
-            opening.paths[shard] = await MOUNTS.run(
-                folder, _unpack, opening, opening.unpacked, shard, loop
+            work = partial(_unpack, opening, opening.unpacked, shard, loop)
+            # a thread that waits for another machine says nothing of a mount
+            opening.paths[shard] = await (
+                MOUNTS.run(local.root.folder, work) if local else in_thread(work, "gyre-unpack")
             )
         found: tuple[Arrays, bool] | None = None
         if opening.scan:
