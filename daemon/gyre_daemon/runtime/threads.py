@@ -147,23 +147,26 @@ class DaemonThreads(Executor):
 
     def _serve(self, worker: _Worker) -> None:
         worker.ident = threading.get_ident()
+        try:
+            while task := self._next(worker):
+                worker.is_busy = True
+                task()
+                del task  # it holds the arguments
+                worker.is_busy = False
+        finally:  # nothing may look at a thread that has ended
+            with self._lock:
+                self._workers.discard(worker)
+
+    def _next(self, worker: _Worker) -> Callable[[], None] | None:
+        """Wait for work; None where the thread should end."""
         while True:
             try:
-                task = self._tasks.get(timeout=_IDLE_S)
+                return self._tasks.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._lock:
                     if self._num_pending < len(self._workers):
                         self._workers.discard(worker)
-                        return
-                continue
-            if task is None:
-                break
-            worker.is_busy = True
-            task()
-            del task  # it holds the arguments
-            worker.is_busy = False
-        with self._lock:
-            self._workers.discard(worker)
+                        return None
 
     def _finish_one(self) -> None:
         with self._lock:
