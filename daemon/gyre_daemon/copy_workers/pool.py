@@ -22,6 +22,9 @@ from gyre_daemon.runtime.events import log_event
 # Dead workers are replaced at most once in this time. A process forks in some 5 ms; files that kill
 # every worker that reads them must not keep a core busy with that.
 _MIN_REFILL_S = 1.0
+# How long a thread waits for a worker. A copy takes some 10 ms; with all workers busy for longer,
+# they wait for a mount that hangs, and the kernel copies instead.
+_PATIENCE_S = 1.0
 # How long `close` waits for a fork server that is being started; it ends by itself afterwards.
 _MAX_JOIN_S = 10.0
 
@@ -74,15 +77,21 @@ class CopyWorkers:
         return [worker.pid for worker in tuple(self._all)]
 
     def map(self, arena: int, descriptor: int) -> None:
-        """Have all workers map an arena that is not sealed yet; waits until each is idle."""
+        """Have all workers map an arena that is not sealed yet.
+
+        One that stays busy does not get it, and copies nothing into it.
+        """
         with self._keeping:
             self._refill()
             self._tell_all(lambda worker: worker.map(arena, descriptor))
 
     def unmap(self, arena: int) -> None:
-        """Have all workers unmap an arena; waits until each is idle."""
+        """Have all workers unmap an arena; one that stays busy does so when it has copied."""
         with self._keeping:
             self._tell_all(lambda worker: worker.unmap(arena))
+            for worker in tuple(self._all):
+                if arena in worker.arenas:  # it is busy
+                    worker.unneeded_arenas.append(arena)
 
     def forget(self, file: int) -> None:
         """Have each worker unmap a file that nobody reads any more, before it next copies.
@@ -112,6 +121,7 @@ class CopyWorkers:
             return None
         try:
             reply = worker.copy(arena, files, ranges)
+            worker.unmap_unneeded()
         except OSError as error:
             self._discard(worker, error)
             return None
@@ -207,14 +217,15 @@ class CopyWorkers:
         """Wait for a worker that suits; of several, take the one that was used last.
 
         Returns:
-            None where no worker suits.
+            None where no worker suits, or those that do stay busy.
         """
         with self._changed:
             while any(map(suits, self._all)):
                 for worker in filter(suits, reversed(self._idle)):
                     self._idle.remove(worker)
                     return worker
-                self._changed.wait()
+                if not self._changed.wait(_PATIENCE_S):
+                    return None
         return None
 
     def _release(self, worker: CopyWorker) -> None:

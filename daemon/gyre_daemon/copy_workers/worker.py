@@ -50,6 +50,7 @@ class CopyWorker:
         pid: of the process.
         arenas: keys of the arenas that it has mapped.
         unneeded: keys of files that nobody reads any more; any thread may append to it.
+        unneeded_arenas: keys of arenas that were closed while it was busy; the same.
     """
 
     def __init__(self, connection: socket.socket, pid: int, arenas: Iterable[int] = ()) -> None:
@@ -61,6 +62,7 @@ class CopyWorker:
         self.pid = pid
         self.arenas = set(arenas)
         self.unneeded: deque[int] = deque()
+        self.unneeded_arenas: deque[int] = deque()
         self._connection = connection
         self._files: set[int] = set()
         self._process = os.pidfd_open(pid)
@@ -79,6 +81,11 @@ class CopyWorker:
         if arena in self.arenas:
             self.arenas.remove(arena)
             self._ask(CopyRequest(Kind.UNMAP, arena))
+
+    def unmap_unneeded(self) -> None:
+        """Unmap the arenas that were closed while it was busy."""
+        while self.unneeded_arenas:
+            self.unmap(self.unneeded_arenas.popleft())
 
     def copy(self, arena: int, files: Iterable[File], ranges: Ranges) -> Reply:
         """Copy ranges of these files into an arena."""

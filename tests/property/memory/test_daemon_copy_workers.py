@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges, new_key, worker
+from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges, new_key, pool, worker
 from gyre_daemon.memory.arena import Arena
 from hypothesis import given
 from hypothesis import strategies as st
@@ -253,6 +253,30 @@ def test_a_worker_that_hangs_is_killed_and_replaced(
         assert ended(hung)
         assert eventually(lambda: copies(copy_workers, arena, file))
         assert hung not in copy_workers.pids
+
+
+def test_a_worker_that_stays_busy_holds_up_no_other_copy(
+    file: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that waits for a mount which hangs; then the kernel copies for the others."""
+    monkeypatch.setattr(pool, "_PATIENCE_S", 0.05)
+    with CopyWorkers(1) as copy_workers:
+        arena, closed = shared_arena(copy_workers), shared_arena(copy_workers)
+        (busy,) = copy_workers.pids
+        os.kill(busy, signal.SIGSTOP)
+        first: list[bool] = []
+        copying = threading.Thread(target=lambda: first.append(copies(copy_workers, arena, file)))
+        copying.start()
+        assert eventually(lambda: not copy_workers._idle)
+        assert not copies(copy_workers, arena, file)
+        later = shared_arena(copy_workers)
+        copy_workers.unmap(closed.key)
+        os.kill(busy, signal.SIGCONT)
+        copying.join()
+        assert first == [True]
+        assert copies(copy_workers, arena, file)
+        assert not copies(copy_workers, later, file), "it was not told of it"
+        assert not copies(copy_workers, closed, file), "it has unmapped it meanwhile"
 
 
 def test_a_fork_server_that_dies_is_replaced(copy_workers: CopyWorkers, file: Served) -> None:
