@@ -377,7 +377,7 @@ class Connection:
             return StorageUnavailable(
                 f"the daemon at {self.address.text} is up, and did not finish the call within "
                 f"{timeout_s:.0f} s: it waits for its storage, or has much to index; `gyre index` "
-                "shows the progress, and `gyre status` the requests to the storage"
+                "shows the progress, and `gyre status` requests to the storage and mounts that hang"
             )
         return error
 
