@@ -58,7 +58,6 @@ from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
 from gyre_daemon.storage.sources.hub import cached_digest
 from gyre_daemon.storage.sources.hub_budget import HubUnreachable
-from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
 
@@ -267,8 +266,6 @@ class StorageOpener:
         if location.scheme == "file":
             root = Root(Path(location.paths[0]), follow_links)
             return await MOUNTS.run(root.folder, names_in_folder, root)
-        if location.scheme in WEB_SCHEMES:
-            return []
         settings, options = await _http_options(settings)
         folder = location.paths[0].rstrip("/")
         try:

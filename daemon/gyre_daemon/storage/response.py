@@ -189,17 +189,17 @@ def _code(detail: str) -> str:
     return (found[1] or found[2]) if found else ""
 
 
-def no_listing(path: str, advice: str = "") -> InvalidRequest:
-    """The error for a folder or a glob of a web server, which shows single files alone.
+def no_listing(path: str, status: int) -> InvalidRequest | ShardMissing:
+    """The error for a folder of which a web server shows no index page.
 
     Args:
         path: with its scheme.
-        advice: what to name instead; empty for every shard.
+        status: of the response.
     """
-    advice = advice or "Name every shard, for example with a brace list"
-    shown = redact(path)
-    return InvalidRequest(
-        f"the storage cannot list {shown}: a web server lists nothing. {advice}",
+    shown, kind = redact(path), ShardMissing if status in (404, 410) else InvalidRequest
+    return kind(
+        f"the storage cannot list {shown}: the web server shows no index page of it (got status "
+        f"{status}). Name every shard, for example with a brace list, or the files in a manifest",
         {"location": shown},
     )
 

@@ -22,6 +22,7 @@ from gyre_daemon.errors import (
     InvalidRequest,
     NotAllowed,
     ShardMissing,
+    StorageUnavailable,
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -217,7 +218,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, listing: Callable[..., An
         run(listing(f"{tmp_path}/data"))
     with pytest.raises(InvalidRequest, match="is a pattern"):
         run(listing(f"{tmp_path}/data/*"))
-    with pytest.raises(InvalidRequest, match="a web server lists nothing"):
+    with pytest.raises(StorageUnavailable, match="Connection refused"):
         run(listing("http://127.0.0.1:9/data"))
 
 

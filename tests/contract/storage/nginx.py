@@ -22,7 +22,8 @@ http {{
   client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
   fastcgi_temp_path {folder}/fastcgi;
   uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-  server {{ listen 127.0.0.1:{port}; root {folder}/files; location = /ready {{ return 204; }} }}
+  server {{ listen 127.0.0.1:{port}; root {folder}/files; autoindex on;
+    location = /ready {{ return 204; }} }}
 }}
 """
 _direct = build_opener(ProxyHandler({}))

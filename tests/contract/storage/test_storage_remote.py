@@ -159,5 +159,5 @@ class TestHttp(RemoteContract):
     @pytest.mark.parametrize("rest", ["", "/", "/*.bin"])
     def test_a_web_server_lists_nothing(self, place: Place, opener: Any, rest: str) -> None:
         place.put("0.bin", b"1")
-        with pytest.raises(InvalidRequest, match=r"lists nothing\. Name every shard"):
+        with pytest.raises(ShardMissing, match=r"shows no index page .*404\)\. Name every shard"):
             run(opener((place.root if rest == "/*.bin" else self.server.url) + rest, {}))

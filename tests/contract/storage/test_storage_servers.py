@@ -65,8 +65,6 @@ class TestAzure(RemoteContract):
 
 @pytest.mark.skipif(bool(nginx.why_absent()), reason=nginx.why_absent() or "it is there")
 class TestNginx(RemoteContract):
-    lists = False
-
     @pytest.fixture
     def place(self, web: NginxServer) -> Place:
         return NginxPlace(web)

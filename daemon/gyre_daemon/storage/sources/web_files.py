@@ -1,23 +1,32 @@
 """Files on a web server, behind fsspec's interface as far as a listing needs it."""
 
 import asyncio
+import re
 from collections.abc import Mapping
-from typing import Any
-from urllib.parse import quote
+from http.client import HTTPException
+from typing import Any, cast
+from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from fsspec.asyn import AsyncFileSystem
+from fsspec.utils import glob_translate
 
 from gyre_daemon.errors import ConfigError, NotAllowed
+from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.response import Response, no_listing
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions
+from gyre_daemon.storage.sources.index_pages import index_page, names_on
+from gyre_daemon.storage.sources.plain_http import HttpGet
 from gyre_daemon.storage.sources.plain_source import PlainSource
-from gyre_daemon.storage.sources.redirects import ANY_HOST, KEY, RedirectPolicy
+from gyre_daemon.storage.sources.redirects import ANY_HOST, KEY, RedirectPolicy, Refused
 
 SCHEMES = ("http", "https")
 _RETRIES = 4  # reads are retried by the engine, listings here
 _FIRST_PAUSE_S = 0.1
+_MAGIC = re.compile(r"[*?[]")
+# Index pages, and files of a folder, that are asked for at once.
+_NUM_PAGES, _NUM_HEADS = 4, 64
 _UNQUOTED = "/~-._!$&'()*+,;=:@"
 
 
@@ -34,7 +43,7 @@ class WebError(OSError):
 
 
 class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """Looks at single files; a web server lists nothing.
+    """Looks at single files, and at folders of which the server shows an index page.
 
     Attributes:
         source: reads the same files, with the same connections.
@@ -62,13 +71,20 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
             )
         super().__init__(asynchronous=True)
         self.source = PlainSource(None, web_url, budget, options)
+        self._options = options
+        self._threads = DaemonThreads(_NUM_PAGES, "gyre-index-pages")
+        self._heads = asyncio.Semaphore(_NUM_HEADS)
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        if not path.partition("://")[2].partition("/")[2].strip("/"):
-            return {"name": path, "type": "directory", "size": 0}
+        """The info of a file; a server sends the URL of a folder elsewhere: to one with a slash."""
+        folder = {"name": path, "type": "directory", "size": 0}
+        if path.endswith("/") or not path.partition("://")[2].partition("/")[2]:
+            return folder
         pause_s = _FIRST_PAUSE_S
         for attempt in range(_RETRIES + 1):
-            response = await self._head(path)
+            response, url = await self._head(path)
+            if urlsplit(url).path.endswith("/"):
+                return folder
             may_help = response.status in (0, 408, 429) or response.status >= 500
             if not may_help or response.refused or attempt == _RETRIES:
                 break
@@ -85,16 +101,66 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         }
         return {"name": path, "type": "file", "size": response.object_bytes, **told}
 
-    async def _glob(self, path: str, **_: Any) -> Any:
-        raise no_listing(path)
+    async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        scheme, _, rest = path.partition("://")
+        parts = rest.split("/")
+        depth = next(number for number, part in enumerate(parts) if _MAGIC.search(part))
+        folder = f"{scheme}://{'/'.join(parts[:depth])}/"
+        max_depth = None if "**" in parts else len(parts) - depth
+        matches = re.compile(glob_translate(path.removeprefix(folder))).match
+        return await self._infos(
+            [each for each in await self._below(folder, max_depth)
+             if matches(each.removeprefix(folder))]
+        )  # fmt: skip
 
-    async def _find(self, path: str, **_: Any) -> Any:
-        raise no_listing(path, "Name the files in a manifest")
+    async def _find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        return await self._infos(await self._below(path.rstrip("/") + "/", None))
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        return await self._glob(path)
+        folder = path.rstrip("/") + "/"
+        return [
+            {"name": folder + name.rstrip("/"), "type": "directory" if name[-1] == "/" else "file"}
+            for name in await self._names_in(folder)
+        ]
 
-    async def _head(self, path: str) -> Response:
+    async def _below(self, folder: str, max_depth: int | None) -> list[str]:
+        """The URLs of all files below a folder, at most this many components below it."""
+        names = await self._names_in(folder)
+        files = [folder + name for name in names if not name.endswith("/")]
+        if max_depth == 1:
+            return files
+        deeper = None if max_depth is None else max_depth - 1
+        for name in names:
+            if name.endswith("/") and not name.startswith("."):
+                files += await self._below(folder + name, deeper)
+        return files
+
+    async def _names_in(self, folder: str) -> list[str]:
+        try:
+            page = await self._threads.run(index_page, await web_url(folder), self._options)
+        except Refused as refused:
+            raise NotAllowed(f"{folder} is refused: {refused}", {"location": folder}) from refused
+        except HTTPException as error:
+            raise WebError(Response(0, detail=f"{type(error).__name__}: {error}")) from error
+        if page.status >= 500:
+            raise WebError(Response(page.status))
+        if not page.text:
+            raise no_listing(folder, page.status)
+        return names_on(page)
+
+    async def _infos(self, paths: list[str]) -> dict[str, dict[str, Any]]:
+        """The infos of files, many of which are asked for at once."""
+
+        async def info(path: str) -> dict[str, Any]:
+            async with self._heads:
+                return await self._info(path)
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(info(path)) for path in paths]
+        return {path: task.result() for path, task in zip(paths, asked, strict=True)}
+
+    async def _head(self, path: str) -> tuple[Response, str]:
+        """The response, and the URL that gave it, after redirects."""
         arrived: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
         def answer(response: Response) -> None:
@@ -103,7 +169,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
         request = self.source.head(path, answer)
         try:
-            return await arrived
+            return await arrived, cast("HttpGet", request).url
         finally:
             request.cancel()
 
