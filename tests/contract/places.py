@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import fsspec
 import numpy as np
 import numpy.typing as npt
+from fsspec import register_implementation
 from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.opener import StorageOpener
@@ -74,17 +75,24 @@ class S3Place(Place):
 
 
 class MemoryPlace(Place):
-    """fsspec's synchronous driver for tests, which stands for all synchronous drivers."""
+    """fsspec's synchronous driver for tests, which stands for all synchronous drivers.
+
+    It has another scheme here: no daemon reads `memory://`.
+    """
 
     def __init__(self) -> None:
-        self.root = f"memory://storage-{next(unique)}/data"
+        self._folder = f"/storage-{next(unique)}/data"
+        self.root = f"shelf:/{self._folder}"
+        register_implementation(
+            "shelf", "fsspec.implementations.memory.MemoryFileSystem", clobber=True
+        )
         self._filesystem = fsspec.filesystem("memory")
 
     def put(self, name: str, data: bytes) -> None:
-        self._filesystem.pipe_file(f"{self.root}/{name}", data)
+        self._filesystem.pipe_file(f"{self._folder}/{name}", data)
 
     def delete(self, name: str) -> None:
-        self._filesystem.rm_file(f"{self.root}/{name}")
+        self._filesystem.rm_file(f"{self._folder}/{name}")
 
 
 class HttpPlace(Place):

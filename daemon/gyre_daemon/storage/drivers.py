@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.spec import AbstractFileSystem
 
 from gyre_daemon.config.secrets import hide
-from gyre_daemon.errors import ConfigError, GyreError
-from gyre_daemon.storage.location import Location
+from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
+from gyre_daemon.storage.location import Location, endpoint_name
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
     OBJECT_SCHEMES,
@@ -23,6 +23,11 @@ from gyre_daemon.storage.response import words
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.driver_threads import (
+    MAX_READS,
+    EndpointThreads,
+    ThreadedFileSystem,
+)
 from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub import HubClient
 from gyre_daemon.storage.sources.hub_budget import HubBudget
@@ -47,6 +52,7 @@ class Drivers:
         self._connections = ConnectionBudget(max_connections)
         self._hub = HubBudget(hub_requests_per_s)
         self._relays: dict[str, tuple[TlsRelay, str]] = {}  # by the roots that they trust
+        self._threads: dict[str, EndpointThreads] = {}  # of synchronous drivers, by endpoint
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -76,12 +82,19 @@ class Drivers:
                 relay = await self._relay(settings, options)
                 return open_objects(scheme, settings, location.paths[0], options.roots, relay)
             driver = fsspec.get_filesystem_class(scheme)
+            address, told = _server_in(driver, location)
+            arguments = {**settings, **told}
+            if isinstance(arguments.get("auth"), list):  # TOML has no tuples
+                arguments["auth"] = tuple(arguments["auth"])
             if driver.async_impl:
-                return driver(**settings, asynchronous=True, skip_instance_cache=True)
-            # Some drivers connect to their server here.
-            connect = functools.partial(driver, **settings, skip_instance_cache=True)
+                return driver(**arguments, asynchronous=True, skip_instance_cache=True)
+            name = endpoint_name(scheme, settings, location.paths[0])
+            threads = self._threads.setdefault(name, EndpointThreads(name, MAX_READS))
+            connect = functools.partial(driver, **arguments, skip_instance_cache=True)
+            filesystem = ThreadedFileSystem(address, connect, threads)
             async with asyncio.timeout(LISTING_DEADLINE_S):
-                return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
+                await filesystem.connect()
+            return filesystem
         except ImportError as error:
             raise no_driver(scheme, error) from error
         except GyreError:
@@ -107,7 +120,7 @@ class Drivers:
         if isinstance(filesystem, WebFileSystem):
             filesystem.source.connect(urlsplit(path), num_connections)
             return filesystem.source
-        if scheme == HUB_SCHEME:
+        if scheme == HUB_SCHEME or isinstance(filesystem, ThreadedFileSystem):
             return cast("Source", filesystem.source)
         if scheme not in OBJECT_SCHEMES:
             return DriverSource(filesystem)
@@ -137,3 +150,23 @@ class Drivers:
             relay = TlsRelay(options.tls)
             self._relays[options.roots] = relay, await relay.start()
         return self._relays[options.roots][1]
+
+
+def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[str, dict[str, Any]]:
+    """What the URL of a location says of its server.
+
+    Returns:
+        The beginning of the URL that is not part of a driver's own paths; and host, port and user,
+        as the driver takes them.
+
+    Raises:
+        InvalidRequest: the paths of a brace list lie on several servers.
+    """
+    places = sorted({path.partition("://")[2].partition("/")[0] for path in location.paths})
+    told = [driver._get_kwargs_from_urls(f"{location.scheme}://{each}/") for each in places]
+    if any(told) and len(places) > 1:
+        raise InvalidRequest(
+            f"the shards of {location.text} lie on {len(places)} servers. Make each a dataset, and "
+            "mix these"
+        )
+    return f"{location.scheme}://{places[0] if told[0] else ''}", told[0]

@@ -1,5 +1,6 @@
 """The URI of a dataset, checked before anything connects."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from gyre_common.printable import printable
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.braces import expand
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 # Drivers of fsspec that read through another one, or hold the data in the URI.
 _LAYERS = (
     "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir",
@@ -22,6 +23,8 @@ _IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\](?=[:/]|$)")
 _PASSWORD = re.compile(r"[^/]*:[^/]*@")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
+# Settings that say whose files a driver reads, and from where.
+_SERVER_KEYS = ("base_url", "host", "org", "port", "repo", "share", "user", "username")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # What one URI may take: an index of more shards, or expanded texts, would not fit into memory.
 _MAX_CHARS = 4096
@@ -84,8 +87,24 @@ def shown_uri(uri: str) -> str:
 
 def _check_url(scheme: str, rest: str) -> None:
     """Refuse URLs that no driver reads, or that the wrong one would."""
-    if scheme not in available_protocols() or scheme in _LAYERS:
-        raise InvalidRequest(f"unknown scheme `{scheme}://` in a dataset's URI", {"scheme": scheme})
+    if scheme == "memory":
+        raise InvalidRequest(
+            "memory:// is the memory of one process, and the daemon is another one. Write the "
+            "files to a folder, and name that",
+            {"scheme": scheme},
+        )
+    if scheme in _LAYERS:
+        raise InvalidRequest(
+            f"{scheme}:// reads what other URLs name, and is not served by itself. Name the files",
+            {"scheme": scheme},
+        )
+    if scheme not in available_protocols():
+        raise InvalidRequest(
+            f"unknown scheme `{scheme}://` in a dataset's URI: no fsspec driver of that name is "
+            "installed where the daemon runs. Install its package there; a driver that a script "
+            "registers needs an entry point in the group `fsspec.specs`",
+            {"scheme": scheme},
+        )
     if scheme in ("file", "local"):
         if not rest.startswith("/"):
             raise InvalidRequest(
@@ -125,6 +144,31 @@ def endpoints_in(settings: Mapping[str, Any]) -> list[str]:
         for key, value in settings.items()
         if "endpoint" in key.lower() or key.lower().endswith("base_url")
     ]
+
+
+def endpoint_name(scheme: str, settings: Mapping[str, Any], path: str) -> str:
+    """The name of the bucket or server that serves a path, which all its datasets share.
+
+    Args:
+        scheme: of the path.
+        settings: of the driver.
+        path: with its scheme.
+    """
+    if host := settings.get("host"):
+        port = settings.get("port")
+        return redact(f"{scheme}://{host}:{port}" if port else f"{scheme}://{host}")
+    where = next((each.rstrip("/") for each in endpoints_in(settings)), f"{scheme}:/")
+    return redact(f"{where}/{path.partition('://')[2].partition('/')[0]}")
+
+
+def data_owner(uri: str, settings: Mapping[str, Any]) -> str:
+    """A digest that tells the files of one user or server from those of another at the same URI.
+
+    Empty where the URI says it all. A user in the URI counts, which `Location.text` hides.
+    """
+    settings_of_server = sorted(f"{key}={settings[key]}" for key in _SERVER_KEYS if key in settings)
+    told = [*_CREDENTIALS.findall(uri), *settings_of_server]
+    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest() if told else ""
 
 
 def redact(text: str) -> str:

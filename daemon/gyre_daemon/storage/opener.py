@@ -41,7 +41,11 @@ from gyre_daemon.storage.local.listing import (
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
-from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.location import (
+    Location,
+    endpoint_name,
+    relative_names,
+)
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
@@ -55,6 +59,7 @@ from gyre_daemon.storage.remote_listing import (
 from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.sources.driver_threads import ThreadedFileSystem
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
 from gyre_daemon.storage.sources.hub import cached_digest
 from gyre_daemon.storage.sources.hub_budget import HubUnreachable
@@ -347,12 +352,11 @@ class StorageOpener:
             self._fair[mount] = FairExecutor(mount.readers, self.workers.num_threads)
         return self._fair[mount]
 
-    def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
-        """The endpoint that all datasets of one bucket, or of one web server, share."""
-        where = next((endpoint.rstrip("/") for endpoint in endpoints_in(settings)), f"{scheme}:/")
-        name = f"{where}/{path.partition('://')[2].partition('/')[0]}"
+    def _endpoint(self, name: str, scheme: str, max_requests: int) -> Endpoint:
+        """The endpoint that all datasets of one bucket, or of one server, share."""
         if name not in self.endpoints:
-            self.endpoints[name] = Endpoint(name, scheme, self.options, self._metrics)
+            options = replace(self.options, max_requests=max_requests)
+            self.endpoints[name] = Endpoint(name, scheme, options, self._metrics)
             for endpoint in self.endpoints.values():
                 endpoint.lower_ceiling(max(1, self._max_requests // len(self.endpoints)))
         return self.endpoints[name]
@@ -377,7 +381,11 @@ class StorageOpener:
                 filesystem.source.close()
             raise
         num_endpoints = len(self.endpoints)
-        endpoint = self._endpoint(location.scheme, settings, paths[0])
+        name = endpoint_name(location.scheme, settings, paths[0])
+        max_requests = self.options.max_requests
+        if isinstance(filesystem, ThreadedFileSystem):
+            max_requests = min(max_requests, filesystem.max_reads)
+        endpoint = self._endpoint(name, location.scheme, max_requests)
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
         source = await self._drivers.source(
             filesystem, location.scheme, settings, paths[0], num_connections, options

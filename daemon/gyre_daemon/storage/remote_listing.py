@@ -19,6 +19,7 @@ from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import encoded_name, redact
 from gyre_daemon.storage.patterns import matches_any, patterns_of, without_beside
 from gyre_daemon.storage.response import access_error, describe, response_from_error
+from gyre_daemon.storage.sources.driver_threads import ThreadedFileSystem
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.splits import check_one_set, no_match
 from gyre_daemon.storage.validators import Validators
@@ -198,11 +199,13 @@ async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Valid
     Raises:
         GyreError: see `listing_error`.
     """
-    driver = getattr(filesystem, "sync_fs", filesystem)
     try:
         async with asyncio.timeout(LISTING_DEADLINE_S):
-            driver.invalidate_cache(driver._parent(path))
-            info = await filesystem._info(path)
+            if isinstance(filesystem, ThreadedFileSystem):
+                info = await filesystem.look(path)
+            else:
+                filesystem.invalidate_cache(filesystem._parent(path))
+                info = await filesystem._info(path)
         return int(info["size"]), Validators.in_info(info)
     except GyreError:
         raise

@@ -1,5 +1,6 @@
 """The response to a range request, and what to do about it. Pure."""
 
+import ftplib
 import mmap
 import re
 from collections.abc import Mapping
@@ -63,6 +64,9 @@ _FIXES = {
 # attempts a bad connection fails a batch; with more, a truncated object is reported later.
 _MAX_SHORT_ATTEMPTS = 3
 _MAX_DETAIL_CHARS = 300
+# What the replies of FTP (RFC 959) mean; 550 says that a file is missing or may not be read.
+_FTP_STATUSES = {"421": 503, "530": 403, "532": 403, "550": 404}
+_NO_LOGIN = ("AuthenticationException", "LogonFailure")  # of paramiko and smbprotocol
 
 Body = bytes | mmap.mmap  # of a mapping, all of it
 
@@ -272,11 +276,15 @@ def response_from_error(error: BaseException) -> Response:
         return Response(0, refused="the storage's driver cannot read parts of files")
     if isinstance(error, FileNotFoundError):
         status = 404
-    elif isinstance(error, PermissionError):
+    elif isinstance(error, PermissionError) or type(error).__name__ in _NO_LOGIN:
         status = 403
+    elif isinstance(error, ftplib.Error):
+        status = _FTP_STATUSES.get(str(error)[:3], 0)
     else:
         found = _STATUS.search(str(error))
-        status = getattr(error, "status", int(found[1]) if found else 0)
+        answer = getattr(error, "response", None)  # of requests and httpx
+        told = getattr(answer, "status_code", int(found[1]) if found else 0)
+        status = getattr(error, "status", told)
     detail = f"{type(error).__name__}: {error}"
     if bad := _BAD_CERTIFICATE.search(detail):
         return Response(0, refused=untrusted("the server", bad[1]))

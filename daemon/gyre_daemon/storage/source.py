@@ -22,6 +22,12 @@ class SentRequest(Protocol):
     def cancel(self) -> None:
         """Drop the request; its `on_response` is not called."""
 
+    def when_free(self, free: Callable[[], None]) -> None:
+        """Have `free` called once nothing works for the request any more, answered or cancelled.
+
+        That is at once, unless a thread reads: it cannot be stopped.
+        """
+
 
 class Source(Protocol):
     """Carries requests for one dataset's objects, with its credentials. Used from one event loop.

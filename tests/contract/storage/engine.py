@@ -36,6 +36,9 @@ class Asked:
     def cancel(self) -> None:
         self.is_cancelled = True
 
+    def when_free(self, free: Callable[[], None]) -> None:
+        free()
+
     def answer(self, answer: Response | None = None) -> None:
         assert not self.is_cancelled
         self._done(answer or Response(206, DATA[self.start : self.stop], '"v1"', len(DATA)))

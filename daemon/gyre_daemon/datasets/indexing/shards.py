@@ -31,6 +31,7 @@ from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.location import data_owner
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 
@@ -98,7 +99,8 @@ class OpeningDataset:
         endpoints = sorted(
             str(value) for key, value in self.config.storage.items() if "endpoint" in key.lower()
         )
-        return " ".join([self.location, *endpoints])
+        owner = data_owner(self.config.uri, self.config.storage)
+        return " ".join([self.location, *endpoints, *filter(None, [owner])])
 
     @property
     def scan(self) -> Scan | None:

@@ -344,8 +344,12 @@ class Endpoint:
 
     def _give_back(self, attempt: Attempt) -> None:
         attempt.request.attempts.remove(attempt)
+        sent = attempt.sent
         del attempt.sent  # its callback refers to the attempt
         self._hedges.end(attempt)
+        sent.when_free(self._release)
+
+    def _release(self) -> None:
         self.queue.release()
         self.admission.look_again()
 

@@ -1,6 +1,7 @@
-"""Every other fsspec driver as a source: one coroutine per request."""
+"""Other asynchronous fsspec drivers as sources: one coroutine per request."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -42,6 +43,10 @@ class _DriverRequest:
         """See `SentRequest.cancel`."""
         self._is_cancelled = True  # a future that is done cannot be cancelled
         self._reading.cancel()
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`."""
+        free()
 
     def _done(self, reading: "asyncio.Future[Any]") -> None:
         if self._is_cancelled or reading.cancelled():

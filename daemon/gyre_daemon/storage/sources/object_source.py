@@ -8,7 +8,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -200,6 +200,10 @@ class _ObjectRequest:
         """See `SentRequest.cancel`."""
         self._is_cancelled = True  # a future that is done cannot be cancelled
         self._awaited.cancel()
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`."""
+        free()
 
     def _begun(self, head: "asyncio.Future[Any]") -> None:
         if self._is_cancelled or head.cancelled():

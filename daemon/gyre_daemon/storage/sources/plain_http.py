@@ -84,6 +84,10 @@ class HttpGet:
         if self.connection:
             self.connection.drain()
 
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`."""
+        free()
+
 
 class PlainHttp:
     """The connections to one host. Used from one event loop.

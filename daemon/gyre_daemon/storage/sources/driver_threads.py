@@ -1,0 +1,357 @@
+"""Synchronous drivers of fsspec: each call runs in a thread, with a driver that no other call uses.
+
+[Note: Drivers and threads]
+
+Most synchronous drivers are not safe for threads: one of SFTP or FTP has one connection, one of
+archives a position in its file. So a call takes a driver that is idle, or makes another one, which
+connects. There are never more than calls at once. A call that fails on a driver that was used
+before is tried again with a new one: a server may have closed connections that were idle for long.
+
+The threads belong to one endpoint, and the process never joins them. A driver that hangs keeps its
+own threads and delays nothing else. A thread cannot be stopped, so a cancelled read still counts
+among those in flight until its thread returns.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.storage.response import Response, response_from_error
+from gyre_daemon.storage.source import OnResponse, SentRequest
+
+Result = TypeVar("Result")
+
+# Reads in flight to one endpoint, each with a thread and a connection. More take more of a server
+# that has a process for each connection; fewer hide less latency.
+MAX_READS = 64
+# Threads for listings, and for looking at files again.
+_NUM_LOOKING = 8
+# Drivers that connect at once. A server of SSH drops connections while ten of them log in.
+_MAX_CONNECTING = 8
+# Errors that are a server's answer: the connection is as good as before.
+_ANSWERS = (
+    FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, PermissionError,
+)  # fmt: skip
+
+
+class NotConnected(Exception):
+    """A driver could not connect.
+
+    Attributes:
+        reason: what the driver raised.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class EndpointThreads:
+    """The threads of one endpoint.
+
+    Attributes:
+        max_reads: reads at once.
+        reading: threads for reads.
+        looking: threads for all else.
+        connecting: limits the drivers that connect at once.
+    """
+
+    def __init__(self, name: str, max_reads: int) -> None:
+        """Start none yet.
+
+        Args:
+            name: of the endpoint.
+            max_reads: reads at once.
+        """
+        self.max_reads = max_reads
+        self.reading = DaemonThreads(max_reads, f"gyre-read {name}")
+        self.looking = DaemonThreads(_NUM_LOOKING, f"gyre-look {name}")
+        self.connecting = threading.Semaphore(_MAX_CONNECTING)
+
+
+class DriverPool:
+    """The drivers of one dataset, all with the same settings. Safe for several threads."""
+
+    def __init__(
+        self, connect: Callable[[], AbstractFileSystem], connecting: threading.Semaphore
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            connect: makes a driver, which may take as long as the server likes.
+            connecting: limits how many do so at once.
+        """
+        self._connect = connect
+        self._connecting = connecting
+        self._idle: list[AbstractFileSystem] = []  # the last used are last
+        self._is_closed = False
+
+    def call(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
+        """Call `work` with a driver that no other thread uses meanwhile.
+
+        Raises:
+            NotConnected: no driver could connect.
+            Exception: of the driver.
+        """
+        while True:
+            driver, is_new = self._take()
+            try:
+                result = work(driver)
+            except _ANSWERS:
+                self._give_back(driver)
+                raise
+            except Exception:
+                _close(driver)
+                self._close_idle()  # a server that started again has ended all connections
+                if is_new:
+                    raise
+            else:
+                self._give_back(driver)
+                return result
+
+    def close(self) -> None:
+        """Close idle drivers now, and those in use once they become idle."""
+        self._is_closed = True
+        self._close_idle()
+
+    def __del__(self) -> None:
+        """Close the drivers when no dataset reads any more."""
+        self.close()
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                _close(self._idle.pop())
+
+    def _take(self) -> tuple[AbstractFileSystem, bool]:
+        """A driver, and whether it is a new one."""
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            return self._idle.pop(), False
+        with self._connecting:
+            with contextlib.suppress(IndexError):  # one became idle meanwhile
+                return self._idle.pop(), False
+            try:
+                return self._connect(), True
+            except Exception as error:
+                raise NotConnected(error) from error
+
+    def _give_back(self, driver: AbstractFileSystem) -> None:
+        self._idle.append(driver)
+        if self._is_closed:
+            self._close_idle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The paths that a driver has for URLs.
+
+    Attributes:
+        address: what URLs have before these paths: the scheme, and perhaps a server.
+    """
+
+    address: str
+
+    def own(self, url: str) -> str:
+        """The driver's path for a URL."""
+        if url.rstrip("/") == self.address.rstrip("/"):
+            return "" if self.address.endswith("://") else "/"
+        return url.removeprefix(self.address)
+
+    def url(self, path: str) -> str:
+        """The URL of a driver's path."""
+        slash = "" if path.startswith("/") or self.address.endswith("://") else "/"
+        return f"{self.address}{slash}{path}"
+
+
+class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """A synchronous driver as an asynchronous one, as far as listing and looking needs it.
+
+    Attributes:
+        source: reads the same files, with the same drivers.
+        max_reads: that it carries at once.
+    """
+
+    cachable = False  # codespell:ignore cachable
+
+    def __init__(
+        self,
+        address: str,
+        connect: Callable[[], AbstractFileSystem],
+        threads: EndpointThreads,
+        told: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: what URLs have before the driver's own paths: the scheme, and the server.
+            connect: makes a driver.
+            threads: of the endpoint.
+            told: of every file, besides what the driver tells.
+        """
+        super().__init__(asynchronous=True)
+        self._names = _Names(address)
+        self._pool = DriverPool(connect, threads.connecting)
+        self._threads = threads
+        self.max_reads = threads.max_reads
+        self._told = told
+        self.source = ThreadSource(self._names, self._pool, threads.reading)
+
+    async def connect(self) -> None:
+        """Make the first driver; raises what the driver raises."""
+        await self._run(lambda driver: None)
+
+    async def look(self, path: str) -> dict[str, Any]:
+        """The info of a file as it is now, past what the driver remembers."""
+        own = self._names.own(path)
+
+        def look(driver: AbstractFileSystem) -> dict[str, Any]:
+            driver.invalidate_cache(driver._parent(own))
+            return self._named(driver.info(own))
+
+        return await self._run(look)
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        own = self._names.own(path)
+        return await self._run(lambda driver: self._named(driver.info(own)))
+
+    async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        own = self._names.own(path)
+
+        def ls(driver: AbstractFileSystem) -> dict[str, dict[str, Any]]:
+            return self._all(driver, driver.ls(driver._strip_protocol(own), detail=True))
+
+        found = await self._run(ls)
+        return list(found.values()) if detail else list(found)
+
+    async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        own = self._names.own(path)
+        return await self._run(
+            lambda driver: self._all(driver, driver.glob(own, detail=True).values())
+        )
+
+    async def _find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        own = self._names.own(path)
+        return await self._run(
+            lambda driver: self._all(driver, driver.find(own, detail=True).values())
+        )
+
+    def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """An info under the file's URL, instead of the driver's own path."""
+        return {**info, **self._told, "name": self._names.url(info["name"])}
+
+    def _all(
+        self, driver: AbstractFileSystem, infos: Iterable[dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Infos by URL, in which links are what they lead to."""
+        named = (self._named(_behind_link(driver, info)) for info in infos)
+        return {info["name"]: info for info in named}
+
+    async def _run(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
+        try:
+            return await self._threads.looking.run(self._pool.call, work)
+        except NotConnected as failure:
+            raise failure.reason from None
+
+
+class ThreadSource:
+    """Reads files with a synchronous driver; see `Source`."""
+
+    def __init__(self, names: "_Names", pool: DriverPool, threads: DaemonThreads) -> None:
+        """Read nothing yet; see `ThreadedFileSystem`."""
+        self._names = names
+        self._pool = pool
+        self._threads = threads
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        own = self._names.own(path)
+
+        def read(driver: AbstractFileSystem) -> bytes:
+            return bytes(driver.cat_file(own, start=start, end=stop))
+
+        return _ThreadRequest(self._threads.submit(self._pool.call, read), on_response)
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: new drivers have new credentials."""
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._pool.close()
+
+
+class _ThreadRequest:
+    """A read in a thread; see `SentRequest`."""
+
+    first_byte_at = None
+
+    def __init__(self, reading: "Future[bytes]", on_response: OnResponse) -> None:
+        self._reading = reading
+        self._on_response: OnResponse | None = on_response
+        self._free: Callable[[], None] | None = None
+        self._is_over = False
+        self._loop = asyncio.get_running_loop()
+        reading.add_done_callback(self._returned)
+
+    def cancel(self) -> None:
+        """See `SentRequest.cancel`: a read that has begun goes on in its thread."""
+        self._on_response = None
+        self._reading.cancel()
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`."""
+        if self._is_over:
+            free()
+        else:
+            self._free = free
+
+    def _returned(self, _: "Future[bytes]") -> None:
+        """In the thread that read."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._free:
+            self._free()
+        if self._on_response is None or self._reading.cancelled():
+            return
+        if error := self._reading.exception():
+            self._on_response(_response(error))
+        else:
+            self._on_response(Response(206, self._reading.result()))
+
+
+def _close(driver: AbstractFileSystem) -> None:
+    """Close a driver's connection. fsspec has no method for that, so its kinds are known here."""
+    for name in ("ftp", "client", "session"):  # SFTP and FTP; SFTP and WebDAV; WebHDFS
+        connection = getattr(driver, name, None)
+        connection = getattr(connection, "http", connection)  # of webdav4
+        with contextlib.suppress(Exception):
+            connection.close()
+
+
+def _response(error: BaseException) -> Response:
+    """The response for a driver's exception."""
+    if not isinstance(error, NotConnected):
+        return response_from_error(error)
+    response = response_from_error(error.reason)
+    response.unreachable = response.status == 0 and not response.refused
+    return response
+
+
+def _behind_link(driver: AbstractFileSystem, info: dict[str, Any]) -> dict[str, Any]:
+    """The info of what a link leads to; of a link that leads nowhere, its own."""
+    if info["type"] != "link":
+        return info
+    with contextlib.suppress(OSError):
+        return {**driver.info(info["name"]), "name": info["name"]}
+    return info
