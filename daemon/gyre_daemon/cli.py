@@ -53,7 +53,7 @@ from gyre_daemon.runtime.listen import (
 )
 from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import PrivateFolder, serve
-from gyre_daemon.storage.location import parse_location, redact
+from gyre_daemon.storage.location import ARCHIVES, parse_location, redact
 
 # New objects before a pass of the garbage collector, then passes before one of an older
 # generation. With Python's default of 700, passes over the objects of thousands of requests in
@@ -158,9 +158,15 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         else:
             check_keys_of_any(name, dataset)
         try:
-            parse_location(dataset.uri)
+            location = parse_location(dataset.uri)
         except ValueError as error:
             raise ConfigError(f"datasets.{name}.uri: {error}") from error
+        is_private = bool(getattr(parsed, "embedded", False))
+        if location.scheme in ARCHIVES and not (config.archives or is_private):
+            raise ConfigError(
+                f"datasets.{name}.uri: {location.text} lies in an archive. Unpack it, or set "
+                "archives = true"
+            )
     warnings = [*effective.warnings, *unmatched(config)]
     if not config.datasets and not getattr(parsed, "embedded", False):
         warnings.append(_nothing_served(parsed.config))

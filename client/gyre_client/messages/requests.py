@@ -1,6 +1,7 @@
 """Turns the user's arguments into protocol messages, and checks them where they are handed in."""
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from gyre_client.messages.arguments import (
 )
 
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1  # TOML's integers
+_CHAIN = re.compile(r"[a-z]+::")  # of fsspec
 _MAX_DEPTH = 16  # of an option's value; a dataset's table has two levels
 
 ORDERS = {
@@ -170,7 +172,7 @@ def is_location(dataset: str | os.PathLike[str], data_format: str | None) -> boo
     """
     if data_format is not None or not isinstance(dataset, str):
         return True
-    return dataset.startswith(("/", "./", "../", "~")) or "://" in dataset
+    return dataset.startswith(("/", "./", "../", "~")) or _is_url(dataset)
 
 
 def dataset_ref(
@@ -206,11 +208,16 @@ def dataset_ref(
                 f"options ({keys}) need a path, a URI or a format; {name!r} is a dataset's name"
             )
         return pb.DatasetRef(name=name, pack=packing)
-    uri = name if "://" in name else text("dataset", _absolute(name))
+    uri = name if _is_url(name) else text("dataset", _absolute(name))
     values = _option_values("options", {} if options is None else options)
     data_format = "" if data_format is None else text("format", data_format)
     ad_hoc = pb.AdHocDataset(uri=uri, format=data_format, options=values)
     return pb.DatasetRef(ad_hoc=ad_hoc, pack=packing)
+
+
+def _is_url(name: str) -> bool:
+    """Returns whether a text has a scheme, or is a chain of fsspec such as `zip::/data/a.zip`."""
+    return "://" in name or _CHAIN.match(name) is not None
 
 
 def _absolute(path: str) -> str:

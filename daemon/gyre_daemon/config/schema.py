@@ -213,6 +213,8 @@ class DaemonConfig:
         hedge: whether a late request to object storage is sent a second time.
         hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
             jobs together; a minute's worth may be sent at once.
+        archives: whether datasets may lie in archives, `zip://MEMBERS::URL`, whose directories the
+            daemon reads by itself; a private daemon always allows it.
         index_dir: where the indexes of shards are kept; empty for next to local shards where that
             folder is writable.
         cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0
@@ -262,6 +264,7 @@ class DaemonConfig:
     read_deadline_s: Positive = 60.0
     hedge: bool = True
     hub_requests_per_s: Positive = 10.0
+    archives: bool = False
     index_dir: str = ""
     cache_memory: Size = Size(1 << 30)
     cache_dir: str = ""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from fsspec.registry import available_protocols
 from gyre_common.printable import printable
@@ -19,6 +19,11 @@ _LAYERS = (
     "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir",
     "filecache", "generic", "libarchive", "reference", "simplecache", "tar", "zip",
 )  # fmt: skip
+# Chains: these would keep what they read, which the node cache does for all remote storages.
+_CACHES = re.compile(r"(?:(?:blockcache|cached|filecache|simplecache)(?:://)?::)+")
+# These read the members of an archive.
+ARCHIVES = ("tar", "zip")
+_MEMBER = re.compile(rf"({'|'.join(ARCHIVES)})(?:://(.*?))?::(.+)")
 _IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\](?=[:/]|$)")
 _PASSWORD = re.compile(r"[^/]*:[^/]*@")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
@@ -64,12 +69,17 @@ def parse_location(uri: str) -> Location:
         raise InvalidRequest(
             "a dataset's URI must not contain control characters or broken Unicode"
         )
-    match = _SCHEME.match(uri)
-    host = match and _IPV6_HOST.match(uri, match.end())
-    if "::" in (uri[host.end() :] if host else uri) or uri.startswith("pipe:"):
+    plain = _without_caches(uri)
+    if member := _MEMBER.fullmatch(plain):
+        return _in_archive(*member.groups(default=""), shown_uri(uri))
+    match = _SCHEME.match(plain)
+    host = match and _IPV6_HOST.match(plain, match.end())
+    if "::" in (plain[host.end() :] if host else plain) or plain.startswith("pipe:"):
         raise InvalidRequest(
-            "chained URLs (`::`) and pipes are not served; name the location of the shards"
+            "chained URLs (`::`) and pipes are not served, but for `zip://MEMBERS::URL` and "
+            "`tar://MEMBERS::URL`; name the location of the shards"
         )
+    uri = plain
     if not match:
         return Location("file", _expand(uri), uri)
     scheme, rest = match[1].lower(), uri[match.end() :]
@@ -81,8 +91,39 @@ def parse_location(uri: str) -> Location:
 
 def shown_uri(uri: str) -> str:
     """A URI as `Location.text` has it. Its brace list is not expanded, so this takes no time."""
+    uri = _without_caches(uri)
     match = _SCHEME.match(uri)
-    return redact(uri) if match and match[1].lower() not in ("file", "local") else uri
+    is_local = "::" not in uri and (not match or match[1].lower() in ("file", "local"))
+    return uri if is_local else redact(uri)
+
+
+def archive_of(path: str) -> Location:
+    """The archive that a path of a location with one of the schemes `ARCHIVES` lies in."""
+    archive = unquote(path.partition("://")[2].partition("/")[0])
+    scheme = archive.partition("://")[0] if "://" in archive else "file"
+    return Location(scheme, (archive,), redact(archive))
+
+
+def _without_caches(uri: str) -> str:
+    caches = _CACHES.match(uri)
+    return uri[caches.end() :] if caches else uri
+
+
+def _in_archive(scheme: str, members: str, url: str, text: str) -> Location:
+    """The members of one archive; its URL is the first component of their paths, quoted."""
+    archive = parse_location(url)
+    path = archive.paths[0]
+    name = path.rpartition("://")[2].partition("/")[2]  # an IPv6 host has brackets
+    if len(archive.paths) > 1 or any(letter in name for letter in "*?[") or path.endswith("/"):
+        raise InvalidRequest(f"the archive of {text} must be one file, without a pattern")
+    if archive.scheme in ARCHIVES:
+        raise InvalidRequest(f"{text} is an archive in an archive; unpack the outer one")
+    if archive.scheme == "file" and not path.startswith("/"):
+        raise InvalidRequest(f"the archive of {text} needs an absolute path, or a URL")
+    if ".." in members.split("/"):
+        raise InvalidRequest("a dataset's URI must not leave its root with `..`")
+    whole = f"{scheme}://{quote(path, safe='')}/{members.lstrip('/')}"
+    return Location(scheme, _expand(whole), text)
 
 
 def _check_url(scheme: str, rest: str) -> None:
@@ -95,7 +136,8 @@ def _check_url(scheme: str, rest: str) -> None:
         )
     if scheme in _LAYERS:
         raise InvalidRequest(
-            f"{scheme}:// reads what other URLs name, and is not served by itself. Name the files",
+            f"{scheme}:// reads what other URLs name, and is not served by itself. Name the files, "
+            "or the members of an archive: `zip://MEMBERS::URL`, `tar://MEMBERS::URL`",
             {"scheme": scheme},
         )
     if scheme not in available_protocols():
@@ -154,6 +196,8 @@ def endpoint_name(scheme: str, settings: Mapping[str, Any], path: str) -> str:
         settings: of the driver.
         path: with its scheme.
     """
+    if scheme in ARCHIVES:
+        return f"{scheme}::{archive_of(path).text}"
     if host := settings.get("host"):
         port = settings.get("port")
         return redact(f"{scheme}://{host}:{port}" if port else f"{scheme}://{host}")

@@ -42,7 +42,9 @@ from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
 from gyre_daemon.storage.location import (
+    ARCHIVES,
     Location,
+    archive_of,
     endpoint_name,
     relative_names,
 )
@@ -59,6 +61,7 @@ from gyre_daemon.storage.remote_listing import (
 from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.sources.archives import open_archive
 from gyre_daemon.storage.sources.driver_threads import ThreadedFileSystem
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions, take_http_options
 from gyre_daemon.storage.sources.hub import cached_digest
@@ -274,7 +277,7 @@ class StorageOpener:
         settings, options = await _http_options(settings)
         folder = location.paths[0].rstrip("/")
         try:
-            filesystem = await self._drivers.filesystem(location, settings, options)
+            filesystem = await self._filesystem(location, settings, options)
             async with asyncio.timeout(LISTING_DEADLINE_S):
                 entries = await filesystem._ls(folder, detail=True)
         except HubUnreachable as error:
@@ -371,7 +374,7 @@ class StorageOpener:
         may_be_absent: bool = False,
     ) -> RemoteStorage:
         """List what a location stands for, and make it readable."""
-        filesystem = await self._drivers.filesystem(location, settings, options)
+        filesystem = await self._filesystem(location, settings, options)
         try:
             paths, shards = await self._listed(
                 location, list_all(filesystem), may_be_absent=may_be_absent
@@ -393,6 +396,25 @@ class StorageOpener:
         self._sources.add(source)
         look = partial(look_again, filesystem)
         return RemoteStorage(source, endpoint, paths, shards, look)
+
+    async def _filesystem(
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
+    ) -> AsyncFileSystem:
+        """What lists a location; an archive is opened as a location by itself."""
+        if location.scheme not in ARCHIVES:
+            return await self._drivers.filesystem(location, settings, options)
+        path = location.paths[0]
+        archive = await self.open(archive_of(path), {**settings, **options.given}, "*")
+        address = f"{location.scheme}://{path.partition('://')[2].partition('/')[0]}"
+        filesystem = open_archive(location.scheme, address, archive)
+        try:
+            async with asyncio.timeout(LISTING_DEADLINE_S):
+                await filesystem.connect()
+        except GyreError:
+            raise
+        except Exception as error:
+            raise listing_error(location.text, error) from error
+        return filesystem
 
     async def _listed(
         self, location: Location, listing: Awaitable[Result], *, may_be_absent: bool

@@ -216,6 +216,8 @@ async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Valid
 def listing_error(location: str, error: Exception) -> GyreError:
     """The error for a driver's exception about a location."""
     response, facts = response_from_error(error), {"location": location}
+    if response.error:
+        return response.error
     if response.refused:
         return NotAllowed(f"{location} is refused: {response.refused}", facts)
     if (known := access_error(location, response, facts)) is not None:

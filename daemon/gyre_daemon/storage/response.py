@@ -89,6 +89,7 @@ class Response:
             trusted, or a driver cannot do what was asked; empty otherwise.
         version: of the object as it is now, as `etag`.
         modified: when it was last changed, as `etag`.
+        error: of the storage of the archive that the object is a member of.
     """
 
     status: int
@@ -102,6 +103,7 @@ class Response:
     retry_after_s: float = 0.0
     version: str = ""
     modified: str = ""
+    error: GyreError | None = None
 
 
 class ByteRange(NamedTuple):
@@ -131,7 +133,7 @@ def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdic
         num_attempts: requests sent for the range so far, including this one.
     """
     status = response.status
-    if response.refused:
+    if response.refused or response.error:
         return Verdict.FAILED
     if status in (200, 206):
         if _is_changed(wanted, response) or _ignores_range(wanted, response):
@@ -151,6 +153,8 @@ def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdic
 def final_error(wanted: ByteRange, response: Response) -> GyreError:
     """The error for a response after which the range is not requested again."""
     name, status = wanted.shard.name, response.status
+    if response.error:
+        return response.error
     if response.refused:
         return NotAllowed(f"shard {name} is refused: {response.refused}", {"shard": name})
     if (error := access_error(name, response, {"shard": name})) is not None:
@@ -272,6 +276,8 @@ def response_from_error(error: BaseException) -> Response:
     Built-in exceptions and HTTP statuses keep their meaning; any other exception counts as a failed
     connection.
     """
+    if isinstance(error, GyreError):
+        return Response(0, error=error)
     if isinstance(error, NotImplementedError):
         return Response(0, refused="the storage's driver cannot read parts of files")
     if isinstance(error, FileNotFoundError):

@@ -45,7 +45,11 @@ FILES = {
         "unknown key `column` in dataset `x`; did you mean `columns`",
     ),
     "uri of a number": ('[datasets.x]\nuri = 3\nformat = "tokens"', "uri is 3"),
-    "chained uri": ('[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"', "chained URLs"),
+    "chained uri": ('[datasets.x]\nuri = "dir://a::/b"\nformat = "webdataset"', "chained URLs"),
+    "an archive": (
+        '[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"',
+        "datasets.x.uri: zip://a::/b lies in an archive. Unpack it, or set archives = true",
+    ),
     "pipe": ('[datasets.x]\nuri = "pipe:cat x"\nformat = "webdataset"', "chained URLs|pipes"),
     "unknown scheme": (
         '[datasets.x]\nuri = "gopher://a/b"\nformat = "webdataset"',

@@ -322,7 +322,7 @@ def test_a_redirect_between_ipv6_and_ipv4_is_one_to_another_host(
     ("uri", "sentence"),
     [
         ("http://[::1]:8080/a::b", "chained"),
-        ("zip::http://[::1]:8080/a", "chained"),
+        ("dir::http://[::1]:8080/a", "chained"),
         ("http://[::1%eth0]/a", "chained"),
         ("/data/[::1]", "chained"),
         ("http://[::1/a.bin", "chained"),

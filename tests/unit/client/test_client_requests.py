@@ -88,6 +88,7 @@ def test_a_dataset_is_a_name_or_a_definition(
     assert dataset_ref("./data").ad_hoc == pb.AdHocDataset(uri=str(tmp_path / "data"))
     assert dataset_ref(Path("data")).ad_hoc == pb.AdHocDataset(uri=str(tmp_path / "data"))
     assert dataset_ref("~/data").ad_hoc.uri == str(Path.home() / "data")
+    assert dataset_ref("zip::/data/x.zip").ad_hoc.uri == "zip::/data/x.zip"
     assert dataset_ref("s3://bucket/", None, {"columns": []}).ad_hoc.format == ""
 
 

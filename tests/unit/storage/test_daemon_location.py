@@ -47,6 +47,20 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
             ("abfs://container@account.dfs.core.windows.net/x",),
         ),
         ("sftp://me@host:22/a.bin", "sftp", ("sftp://me@host:22/a.bin",)),
+        # the node cache does what these do
+        ("simplecache::s3://bucket/x", "s3", ("s3://bucket/x",)),
+        ("blockcache://::filecache::/data/{0,1}", "file", ("/data/0", "/data/1")),
+        ("zip::/data/x.zip", "zip", ("zip://%2Fdata%2Fx.zip/",)),
+        (
+            "zip://{a,b}/*.bin::sftp://me@host/x.zip",
+            "zip",
+            tuple(f"zip://sftp%3A%2F%2Fme%40host%2Fx.zip/{each}/*.bin" for each in "ab"),
+        ),
+        (
+            "tar:///a::http://[::1]:80/x.tar",
+            "tar",
+            ("tar://http%3A%2F%2F%5B%3A%3A1%5D%3A80%2Fx.tar/a",),
+        ),
         ("http://127.0.0.1:80/x.tar", "http", ("http://127.0.0.1:80/x.tar",)),
     ],
 )
@@ -74,6 +88,16 @@ def test_locations(uri: str, scheme: str, paths: tuple[str, ...]) -> None:
         ("javascript://x", "unknown scheme"),
         ("zip:///data/x.zip", "not served by itself"),
         ("reference://x", "not served by itself"),
+        ("reference::file:///data/x.json", "chained URLs"),
+        ("zip://a.tar::file:///data/{a,b}.zip", "must be one file"),
+        ("zip://a.tar::file:///data/*.zip", "must be one file"),
+        ("zip://a.tar::file:///data/", "must be one file"),
+        ("zip://a.tar::zip://b.zip::file:///c.zip", "an archive in an archive"),
+        ("zip://a.tar::data/x.zip", "needs an absolute path"),
+        ("zip://../a.tar::file:///data/x.zip", "must not leave its root"),
+        (f"zip://a.tar::sftp://me:{PASSWORD}@host/x.zip", "must not contain a password"),
+        (f"simplecache::s3://key:{PASSWORD}@bucket/x", "must not contain a password"),
+        ("tar://a::gopher://x/y", r"unknown scheme `gopher://`"),
         ("made_up+by.some-1://x", "needs an entry point in the group `fsspec.specs`"),
         ("simplecache://x", "not served by itself"),
         ("file://host/data", "needs an absolute path"),
@@ -148,6 +172,9 @@ def test_names_are_relative_to_the_common_folder(paths: list[str], names: list[s
         "FILE:///data/a@b.bin",
         "S3://user@bucket/{a,b}",
         "s3://b/c?d",
+        "simplecache::s3://me@b/c",
+        "zip://a::sftp://me@host/x.zip",
+        "zip::/data/a.zip",
     ],
 )
 def test_a_uri_is_shown_as_its_location_has_it(uri: str) -> None:

@@ -4,7 +4,7 @@ import functools
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ class HttpOptions:
         redirects: which are followed.
         tls: trusts the certificates of servers.
         roots: roots of certificates that are trusted beside the system's, in PEM; empty for none.
+        given: the settings that say so.
     """
 
     redirects: RedirectPolicy
     tls: ssl.SSLContext
     roots: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def root_certificates(self) -> list[bytes]:
         """The roots, each in DER."""
@@ -42,10 +44,11 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     """
     rest, redirects = take_redirect_hosts(settings)
     ca_file = rest.pop(CA_FILE, "")
+    given = {key: value for key, value in settings.items() if key not in rest}
     if not isinstance(ca_file, str):
         raise ConfigError(f"{CA_FILE} must be the path of a file with certificates in PEM")
     if not ca_file:
-        return rest, HttpOptions(redirects, _system_tls())
+        return rest, HttpOptions(redirects, _system_tls(), given=given)
     try:
         # between certificates a file may say anything
         roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
@@ -57,7 +60,7 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
             f"{CA_FILE} of a dataset's storage names {ca_file!r}, which cannot be used: it must be "
             f"a file with certificates in PEM ({_reason(error)})"
         ) from error
-    return rest, HttpOptions(redirects, tls, roots)
+    return rest, HttpOptions(redirects, tls, roots, given)
 
 
 @functools.cache
