@@ -6,6 +6,7 @@ They need packages that Gyre does not: aiohttp and pycurl.
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -28,6 +29,9 @@ class Sent:
 
     def cancel(self) -> None:
         self._on_response = None
+
+    def when_free(self, free: Callable[[], None]) -> None:
+        free()
 
     def answer(self, status: int, body: bytes) -> None:
         if self._on_response:

@@ -86,7 +86,8 @@ class Drivers:
             arguments = {**settings, **told}
             if isinstance(arguments.get("auth"), list):  # TOML has no tuples
                 arguments["auth"] = tuple(arguments["auth"])
-            if driver.async_impl:
+            # The names that a driver has for files lack the server: `ThreadedFileSystem` adds it.
+            if driver.async_impl and not told:
                 return driver(**arguments, asynchronous=True, skip_instance_cache=True)
             name = endpoint_name(scheme, settings, location.paths[0])
             threads = self._threads.setdefault(name, EndpointThreads(name, MAX_READS))

@@ -71,7 +71,7 @@ def parse_location(uri: str) -> Location:
         )
     plain = _without_caches(uri)
     if member := _MEMBER.fullmatch(plain):
-        return _in_archive(*member.groups(default=""), shown_uri(uri))
+        return _in_archive(member[1], member[2] or "", member[3], shown_uri(uri))
     match = _SCHEME.match(plain)
     host = match and _IPV6_HOST.match(plain, match.end())
     if "::" in (plain[host.end() :] if host else plain) or plain.startswith("pipe:"):

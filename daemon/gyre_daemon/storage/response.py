@@ -197,17 +197,20 @@ def _code(detail: str) -> str:
     return (found[1] or found[2]) if found else ""
 
 
-def no_listing(path: str, status: int) -> InvalidRequest | ShardMissing:
+def no_listing(path: str, status: int = 0) -> InvalidRequest | ShardMissing:
     """The error for a folder of which a web server shows no index page.
 
     Args:
         path: with its scheme.
-        status: of the response.
+        status: of the response; 0 behind a proxy, which is not asked for one.
     """
     shown, kind = redact(path), ShardMissing if status in (404, 410) else InvalidRequest
+    reason = "index pages are not read through a proxy"
+    if status:
+        reason = f"the web server shows no index page of it (got status {status})"
     return kind(
-        f"the storage cannot list {shown}: the web server shows no index page of it (got status "
-        f"{status}). Name every shard, for example with a brace list, or the files in a manifest",
+        f"the storage cannot list {shown}: {reason}. Name every shard, for example with a brace "
+        "list, or the files in a manifest",
         {"location": shown},
     )
 

@@ -92,7 +92,7 @@ def _serve_sftp(folder: Path, port: int) -> None:
             port,
             server_factory=Login,
             server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=str(folder)),
+            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=bytes(folder)),
         )
         _tell(server.get_port())
         await asyncio.Event().wait()

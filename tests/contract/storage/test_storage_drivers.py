@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 from gyre_daemon.errors import InvalidRequest, NotAllowed, StorageUnavailable
@@ -140,6 +141,23 @@ class GateFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._lock.release()
 
 
+class HostedFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """An asynchronous driver whose URLs name a server."""
+
+    def __init__(self, host: str, **_: Any) -> None:
+        super().__init__()
+        self.host = host
+
+    _strip_protocol = classmethod(lambda cls, path: path.rstrip("/"))
+    _get_kwargs_from_urls = staticmethod(GateFileSystem._get_kwargs_from_urls)
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": len(self.host + path)}
+
+    async def _cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        return f"{self.host}{path}".encode()[start:end]
+
+
 @pytest.fixture
 def metrics() -> Metrics:
     return Metrics()
@@ -246,6 +264,22 @@ def test_a_driver_whose_server_closed_the_connection_is_replaced_at_once(
 def test_a_url_says_host_and_user(gate: type[GateFileSystem], opener: Any) -> None:
     run(opener("gate_1+x://me@host/{0,1}.bin", {"user": "you", "key": 1}))
     assert gate.arguments == {"user": "me", "host": "host", "key": 1}
+
+
+def test_an_asynchronous_driver_whose_urls_name_a_server(
+    monkeypatch: pytest.MonkeyPatch, opener: Any
+) -> None:
+    where = f"{__name__}.{HostedFileSystem.__name__}"
+    monkeypatch.setitem(known_implementations, "hosted", {"class": where})
+
+    async def whole() -> None:
+        storage = await opener("hosted://one/{0,1}.bin", {"user": "me"})
+        assert [storage.path(0), storage.path(1)] == ["hosted://one/0.bin", "hosted://one/1.bin"]
+        targets = Targets().add(0, 0, 9).add(1, 2, 7)
+        await storage.read(targets.reads())
+        targets.check([b"one/0.bin", b"one/1.bin"])
+
+    run(whole())
 
 
 def test_the_shards_of_one_dataset_lie_on_one_server(

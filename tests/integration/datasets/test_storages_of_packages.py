@@ -60,6 +60,7 @@ def test_the_driver_of_an_installed_package(
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("MY_FILES", str(tmp_path / "files"))
     tokens = write_tokens(tmp_path / "files/tokens")
+    private_daemon.acquire()  # one for all three
     uri = "my_files+2://tokens"
     check(Loader(uri, format="tokens", options=OPTIONS, batch_size=50, epochs=1), tokens)
     for unseen, reason in (
@@ -68,6 +69,7 @@ def test_the_driver_of_an_installed_package(
     ):
         with pytest.raises(InvalidRequest, match=reason):
             Loader(unseen, format="tokens", options=OPTIONS, batch_size=50)
+    private_daemon.release()
 
 
 @pytest.mark.skipif(bool(why_absent("ftp")), reason=why_absent("ftp"))

@@ -333,7 +333,7 @@ class _ThreadRequest:
 def _close(driver: AbstractFileSystem) -> None:
     """Close a driver's connection. fsspec has no method for that, so its kinds are known here."""
     for name in ("ftp", "client", "session"):  # SFTP and FTP; SFTP and WebDAV; WebHDFS
-        connection = getattr(driver, name, None)
+        connection: Any = getattr(driver, name, None)
         connection = getattr(connection, "http", connection)  # of webdav4
         with contextlib.suppress(Exception):
             connection.close()

@@ -120,7 +120,7 @@ class ObjectFileSystem(FsspecStore):
     async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
         """The objects below a folder: path without a scheme, and info; a page at a time."""
         if self.protocol in _NO_LISTING:
-            raise no_listing(folder, "Name the files in a manifest")
+            raise no_listing(folder)
         bucket, prefix = self._split_path(folder)
         store: ObjectStore = self._construct_store(bucket)
         async for page in obstore.list(store, prefix, chunk_size=_PAGE_OBJECTS):

@@ -77,7 +77,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         """The info of a file; a server sends the URL of a folder elsewhere: to one with a slash."""
-        folder = {"name": path, "type": "directory", "size": 0}
+        folder: dict[str, Any] = {"name": path, "type": "directory", "size": 0}
         if path.endswith("/") or not path.partition("://")[2].partition("/")[2]:
             return folder
         pause_s = _FIRST_PAUSE_S
@@ -102,16 +102,14 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return {"name": path, "type": "file", "size": response.object_bytes, **told}
 
     async def _glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
-        scheme, _, rest = path.partition("://")
+        scheme, rest = path.split("://", 1)
         parts = rest.split("/")
-        depth = next(number for number, part in enumerate(parts) if _MAGIC.search(part))
+        depth = next(each for each in range(1, len(parts)) if _MAGIC.search(parts[each]))
         folder = f"{scheme}://{'/'.join(parts[:depth])}/"
         max_depth = None if "**" in parts else len(parts) - depth
         matches = re.compile(glob_translate(path.removeprefix(folder))).match
-        return await self._infos(
-            [each for each in await self._below(folder, max_depth)
-             if matches(each.removeprefix(folder))]
-        )  # fmt: skip
+        below = await self._below(folder, max_depth)
+        return await self._infos([each for each in below if matches(each.removeprefix(folder))])
 
     async def _find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
         return await self._infos(await self._below(path.rstrip("/") + "/", None))
