@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 class Files(DirFileSystem):
     protocol = "my_files+2"
-    cachable = False
+    cachable = False  # codespell:ignore cachable
     async_impl = False
 
     def __init__(self, **arguments):

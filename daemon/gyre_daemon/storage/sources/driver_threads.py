@@ -37,7 +37,7 @@ MAX_READS = 64
 _NUM_LOOKING = 8
 # Drivers that connect at once. A server of SSH drops connections while ten of them log in.
 _MAX_CONNECTING = 8
-# Errors that are a server's answer: the connection is as good as before.
+# Answers of a server, after which the connection is as good as before.
 _ANSWERS = (
     FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, PermissionError,
 )  # fmt: skip

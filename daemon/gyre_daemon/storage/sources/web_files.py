@@ -25,7 +25,7 @@ SCHEMES = ("http", "https")
 _RETRIES = 4  # reads are retried by the engine, listings here
 _FIRST_PAUSE_S = 0.1
 _MAGIC = re.compile(r"[*?[]")
-# Index pages, and files of a folder, that are asked for at once.
+# Index pages, and files of a folder, to ask for at once.
 _NUM_PAGES, _NUM_HEADS = 4, 64
 _UNQUOTED = "/~-._!$&'()*+,;=:@"
 
