@@ -213,8 +213,8 @@ class DaemonConfig:
         hedge: whether a late request to object storage is sent a second time.
         hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
             jobs together; a minute's worth may be sent at once.
-        archives: whether datasets may lie in archives, `zip://MEMBERS::URL`, whose directories the
-            daemon reads by itself; a private daemon always allows it.
+        archives: whether datasets may be members of archives, `zip://MEMBERS::URL`, whose
+            directories the daemon reads by itself; a private daemon always allows it.
         index_dir: where the indexes of shards are kept; empty for next to local shards where that
             folder is writable.
         cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0

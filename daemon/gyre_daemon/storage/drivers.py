@@ -59,6 +59,8 @@ class Drivers:
         self._hub.close()
         for relay, _ in self._relays.values():
             relay.close()
+        for threads in self._threads.values():
+            threads.close()
 
     def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
         """The client of the hub's API; see `HubClient` for errors. Reads files."""
@@ -161,7 +163,7 @@ def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[st
         as the driver takes them.
 
     Raises:
-        InvalidRequest: the paths of a brace list lie on several servers.
+        InvalidRequest: a brace list names several servers.
     """
     places = sorted({path.partition("://")[2].partition("/")[0] for path in location.paths})
     told = [driver._get_kwargs_from_urls(f"{location.scheme}://{each}/") for each in places]

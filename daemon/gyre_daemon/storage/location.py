@@ -98,7 +98,7 @@ def shown_uri(uri: str) -> str:
 
 
 def archive_of(path: str) -> Location:
-    """The archive that a path of a location with one of the schemes `ARCHIVES` lies in."""
+    """The archive of a path whose scheme is one of `ARCHIVES`."""
     archive = unquote(path.partition("://")[2].partition("/")[0])
     scheme = archive.partition("://")[0] if "://" in archive else "file"
     return Location(scheme, (archive,), redact(archive))

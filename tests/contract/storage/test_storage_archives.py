@@ -1,4 +1,4 @@
-"""Members of zip and tar archives, wherever the archive lies."""
+"""Members of zip and tar archives in several storages."""
 
 import io
 import os

@@ -20,6 +20,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources import driver_threads
 from gyre_daemon.storage.sources.driver_threads import MAX_READS
 
 from tests.contract.places import (
@@ -98,6 +99,15 @@ class TestServers(StorageContract):
         assert "hunter2" not in str(caught.value)
 
 
+class Session:
+    """What a driver holds of its server, under a name that fsspec's drivers use."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 class GateFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """A driver whose reads wait for a test; it notices other threads in it.
 
@@ -111,13 +121,14 @@ class GateFileSystem(AbstractFileSystem):  # type: ignore[misc]
     protocol = "gate_1+x"
     gate: ClassVar[threading.Event] = threading.Event()
     uses: ClassVar[int] = 1 << 30
-    made: ClassVar[list[AbstractFileSystem]] = []
+    made: ClassVar[list[Any]] = []
     arguments: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
         type(self).arguments = arguments
         self._lock = threading.Lock()
+        self.session = Session()
         self._num_uses = 0
         self.made.append(self)
 
@@ -259,6 +270,21 @@ def test_a_driver_whose_server_closed_the_connection_is_replaced_at_once(
 
     run(whole())
     assert {labels.outcome for labels in metrics.storage} == {"ok"}
+
+
+def test_drivers_that_are_idle_for_long_are_closed(
+    gate: type[GateFileSystem], opener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_threads, "_IDLE_S", 0.05)
+    gate.gate.set()
+
+    async def whole() -> None:
+        storage = await opener("gate_1+x://host/0.bin", {})
+        await storage.read(ranges(20).reads())
+        await until(lambda: gate.made and all(each.session.is_closed for each in gate.made))
+        await storage.read(ranges(20).reads())
+
+    run(whole())
 
 
 def test_a_url_says_host_and_user(gate: type[GateFileSystem], opener: Any) -> None:

@@ -15,6 +15,7 @@ among those in flight until its thread returns.
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ MAX_READS = 64
 _NUM_LOOKING = 8
 # Drivers that connect at once. A server of SSH drops connections while ten of them log in.
 _MAX_CONNECTING = 8
+_IDLE_S = 30.0  # a driver without a call for this long is closed
 # Answers of a server, after which the connection is as good as before.
 _ANSWERS = (
     FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, PermissionError,
@@ -77,6 +79,11 @@ class EndpointThreads:
         self.looking = DaemonThreads(_NUM_LOOKING, f"gyre-look {name}")
         self.connecting = threading.Semaphore(_MAX_CONNECTING)
 
+    def close(self) -> None:
+        """Let idle threads end."""
+        self.reading.shutdown()
+        self.looking.shutdown()
+
 
 class DriverPool:
     """The drivers of one dataset, all with the same settings. Safe for several threads."""
@@ -92,7 +99,7 @@ class DriverPool:
         """
         self._connect = connect
         self._connecting = connecting
-        self._idle: list[AbstractFileSystem] = []  # the last used are last
+        self._idle: list[tuple[AbstractFileSystem, float]] = []  # since when; the latest are last
         self._is_closed = False
 
     def call(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
@@ -118,6 +125,18 @@ class DriverPool:
                 self._give_back(driver)
                 return result
 
+    def close_unused(self) -> None:
+        """Close drivers that were idle for long."""
+        before = time.monotonic() - _IDLE_S
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._idle[0][1] <= before:
+                _close(self._idle.pop(0)[0])
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a driver is connected and not used."""
+        return bool(self._idle)
+
     def close(self) -> None:
         """Close idle drivers now, and those in use once they become idle."""
         self._is_closed = True
@@ -130,22 +149,22 @@ class DriverPool:
     def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                _close(self._idle.pop())
+                _close(self._idle.pop()[0])
 
     def _take(self) -> tuple[AbstractFileSystem, bool]:
         """A driver, and whether it is a new one."""
         with contextlib.suppress(IndexError):  # another thread took the last one
-            return self._idle.pop(), False
+            return self._idle.pop()[0], False
         with self._connecting:
             with contextlib.suppress(IndexError):  # one became idle meanwhile
-                return self._idle.pop(), False
+                return self._idle.pop()[0], False
             try:
                 return self._connect(), True
             except Exception as error:
                 raise NotConnected(error) from error
 
     def _give_back(self, driver: AbstractFileSystem) -> None:
-        self._idle.append(driver)
+        self._idle.append((driver, time.monotonic()))
         if self._is_closed:
             self._close_idle()
 
@@ -203,7 +222,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self._threads = threads
         self.max_reads = threads.max_reads
         self._told = told
-        self.source = ThreadSource(self._names, self._pool, threads.reading)
+        self.source = ThreadSource(self._names, self._pool, threads)
 
     async def connect(self) -> None:
         """Make the first driver; raises what the driver raises."""
@@ -256,6 +275,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return {info["name"]: info for info in named}
 
     async def _run(self, work: Callable[[AbstractFileSystem], Result]) -> Result:
+        self.source.sweep_later()
         try:
             return await self._threads.looking.run(self._pool.call, work)
         except NotConnected as failure:
@@ -265,11 +285,13 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
 class ThreadSource:
     """Reads files with a synchronous driver; see `Source`."""
 
-    def __init__(self, names: "_Names", pool: DriverPool, threads: DaemonThreads) -> None:
+    def __init__(self, names: "_Names", pool: DriverPool, threads: EndpointThreads) -> None:
         """Read nothing yet; see `ThreadedFileSystem`."""
         self._names = names
         self._pool = pool
         self._threads = threads
+        self._loop = asyncio.get_running_loop()
+        self._sweeping: asyncio.TimerHandle | None = None
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
@@ -278,13 +300,27 @@ class ThreadSource:
         def read(driver: AbstractFileSystem) -> bytes:
             return bytes(driver.cat_file(own, start=start, end=stop))
 
-        return _ThreadRequest(self._threads.submit(self._pool.call, read), on_response)
+        self.sweep_later()
+        return _ThreadRequest(self._threads.reading.submit(self._pool.call, read), on_response)
+
+    def sweep_later(self) -> None:
+        """Close drivers that are idle for long, from now on and until none is left."""
+        if self._sweeping is None:
+            self._sweeping = self._loop.call_later(_IDLE_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        if self._pool.has_idle:
+            self._threads.looking.submit(self._pool.close_unused)
+            self.sweep_later()
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: new drivers have new credentials."""
 
     def close(self) -> None:
         """See `Source.close`."""
+        if self._sweeping:
+            self._sweeping.cancel()
         self._pool.close()
 
 
