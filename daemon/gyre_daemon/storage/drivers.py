@@ -12,6 +12,7 @@ from fsspec.spec import AbstractFileSystem
 
 from gyre_daemon.config.secrets import hide
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
+from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.location import Location, endpoint_name
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
@@ -59,8 +60,6 @@ class Drivers:
         self._hub.close()
         for relay, _ in self._relays.values():
             relay.close()
-        for threads in self._threads.values():
-            threads.close()
 
     def hub(self, settings: Mapping[str, Any], options: HttpOptions) -> HubClient:
         """The client of the hub's API; see `HubClient` for errors. Reads files."""
@@ -83,7 +82,8 @@ class Drivers:
 
                 relay = await self._relay(settings, options)
                 return open_objects(scheme, settings, location.paths[0], options.roots, relay)
-            driver = fsspec.get_filesystem_class(scheme)
+            find = functools.partial(fsspec.get_filesystem_class, scheme)  # imports its package
+            driver = await in_thread(find, f"gyre-import {scheme}")
             address, told = _server_in(driver, location)
             arguments = {**settings, **told}
             if isinstance(arguments.get("auth"), list):  # TOML has no tuples

@@ -64,7 +64,7 @@ _FIXES = {
 # attempts a bad connection fails a batch; with more, a truncated object is reported later.
 _MAX_SHORT_ATTEMPTS = 3
 _MAX_DETAIL_CHARS = 300
-# What the replies of FTP (RFC 959) mean; 550 says that a file is missing or may not be read.
+# Replies of FTP (RFC 959). 550 is for a missing file, and for one that may not be read.
 _FTP_STATUSES = {"421": 503, "530": 403, "532": 403, "550": 404}
 _NO_LOGIN = ("AuthenticationException", "LogonFailure")  # of paramiko and smbprotocol
 
@@ -288,7 +288,8 @@ def response_from_error(error: BaseException) -> Response:
     elif isinstance(error, PermissionError) or type(error).__name__ in _NO_LOGIN:
         status = 403
     elif isinstance(error, ftplib.Error):
-        status = _FTP_STATUSES.get(str(error)[:3], 0)
+        text = str(error)
+        status = 403 if "denied" in text.lower() else _FTP_STATUSES.get(text[:3], 0)
     else:
         found = _STATUS.search(str(error))
         answer = getattr(error, "response", None)  # of requests and httpx

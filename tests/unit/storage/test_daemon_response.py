@@ -1,6 +1,9 @@
 """What to do about a response, and what its error says."""
 
+import ftplib
+
 import pytest
+import requests
 from gyre_daemon.errors import (
     CorruptSample,
     GyreError,
@@ -23,6 +26,8 @@ from gyre_daemon.storage.validators import Validators
 SHARD = Shard("a/0.tar", 1000, '"v1"', validators=Validators('"v1"'))
 WANTED = ByteRange(SHARD, 100, 150)
 WHOLE = ByteRange(SHARD, 0, 1000)
+FORBIDDEN = requests.Response()
+FORBIDDEN.status_code = 403
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,29 @@ EVIL = "\x1b[2J\x9b31m\u202e"
 )  # fmt: skip
 def test_a_storages_words_are_shown_as_far_as_they_help(detail: str, said: str) -> None:
     assert describe(Response(400, detail=detail)) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ftplib.error_perm("550 No such file or directory."), 404),
+        (ftplib.error_perm("550 a.bin: Permission denied"), 403),
+        (ftplib.error_perm("530 Authentication failed."), 403),
+        (ftplib.error_temp("421 Too many connections."), 503),
+        (ftplib.error_temp("450 Busy."), 0),
+        (requests.HTTPError("no", response=FORBIDDEN), 403),
+    ],
+    ids=str,
+)
+def test_the_errors_of_drivers(error: Exception, status: int) -> None:
+    assert response_from_error(error).status == status
+
+
+def test_an_error_of_the_archive_is_that_of_its_member() -> None:
+    error = CorruptSample("x.zip has changed")
+    response = response_from_error(error)
+    assert classify(WANTED, response, 1) is Verdict.FAILED
+    assert final_error(WANTED, response) is error
 
 
 def test_a_driver_that_cannot_read_parts_is_not_asked_again() -> None:

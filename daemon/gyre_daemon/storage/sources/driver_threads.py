@@ -79,11 +79,6 @@ class EndpointThreads:
         self.looking = DaemonThreads(_NUM_LOOKING, f"gyre-look {name}")
         self.connecting = threading.Semaphore(_MAX_CONNECTING)
 
-    def close(self) -> None:
-        """Let idle threads end."""
-        self.reading.shutdown()
-        self.looking.shutdown()
-
 
 class DriverPool:
     """The drivers of one dataset, all with the same settings. Safe for several threads."""
