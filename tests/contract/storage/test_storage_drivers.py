@@ -100,7 +100,7 @@ class TestServers(StorageContract):
 
 
 class Session:
-    """What a driver holds of its server, under a name that fsspec's drivers use."""
+    """What a driver holds of its server."""
 
     is_closed = False
 
@@ -276,6 +276,7 @@ def test_drivers_that_are_idle_for_long_are_closed(
     gate: type[GateFileSystem], opener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver_threads, "_IDLE_S", 0.05)
+    monkeypatch.setitem(driver_threads._CONNECTIONS, __name__, ("session",))
     gate.gate.set()
 
     async def whole() -> None:

@@ -14,6 +14,7 @@ among those in flight until its thread returns.
 
 import asyncio
 import contextlib
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,14 @@ MAX_READS = 64
 _NUM_LOOKING = 8
 # Drivers that connect at once. A server of SSH drops connections while ten of them log in.
 _MAX_CONNECTING = 8
+# fsspec has no method that closes a driver: its connections by its module. Those of other drivers
+# end with their objects.
+_CONNECTIONS = {
+    "fsspec.implementations.ftp": ("ftp",),
+    "fsspec.implementations.sftp": ("ftp", "client"),
+    "fsspec.implementations.webhdfs": ("session",),
+    "webdav4.fsspec": ("client.http",),
+}
 _IDLE_S = 30.0  # a driver without a call for this long is closed
 # Answers of a server, after which the connection is as good as before.
 _ANSWERS = (
@@ -362,12 +371,10 @@ class _ThreadRequest:
 
 
 def _close(driver: AbstractFileSystem) -> None:
-    """Close a driver's connection. fsspec has no method for that, so its kinds are known here."""
-    for name in ("ftp", "client", "session"):  # SFTP and FTP; SFTP and WebDAV; WebHDFS
-        connection: Any = getattr(driver, name, None)
-        connection = getattr(connection, "http", connection)  # of webdav4
+    """Close a driver's connection, where it is known how."""
+    for path in _CONNECTIONS.get(type(driver).__module__, ()):
         with contextlib.suppress(Exception):
-            connection.close()
+            operator.attrgetter(path)(driver).close()
 
 
 def _response(error: BaseException) -> Response:
