@@ -13,7 +13,7 @@ from fsspec.spec import AbstractFileSystem
 from gyre_daemon.config.secrets import hide
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
 from gyre_daemon.runtime.threads import in_thread
-from gyre_daemon.storage.location import Location, endpoint_name
+from gyre_daemon.storage.location import Location, endpoint_name, redact
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
     OBJECT_SCHEMES,
@@ -165,11 +165,17 @@ def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[st
     Raises:
         InvalidRequest: a brace list names several servers.
     """
-    places = sorted({path.partition("://")[2].partition("/")[0] for path in location.paths})
-    told = [driver._get_kwargs_from_urls(f"{location.scheme}://{each}/") for each in places]
-    if any(told) and len(places) > 1:
+    scheme = location.scheme
+    first = location.paths[0].partition("://")[2].partition("/")[0]
+    told = driver._get_kwargs_from_urls(f"{scheme}://{first}/")
+    address = f"{scheme}://{first}"
+    if not told:
+        return f"{scheme}://", {}
+    others = (each for each in location.paths if not f"{each}/".startswith(f"{address}/"))
+    if other := next(others, None):
         raise InvalidRequest(
-            f"the shards of {location.text} lie on {len(places)} servers. Make each a dataset, and "
-            "mix these"
+            f"the shards of {location.text} lie on several servers (got {redact(other)} too). Make "
+            "each a dataset, and mix these"
         )
-    return f"{location.scheme}://{places[0] if told[0] else ''}", told[0]
+    is_in_path = driver._strip_protocol(f"{address}/x").strip("/") != "x"
+    return f"{scheme}://" if is_in_path else address, told

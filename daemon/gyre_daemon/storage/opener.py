@@ -52,6 +52,7 @@ from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
     Entries,
+    as_folder,
     entries_of,
     list_tree,
     listing_error,
@@ -246,7 +247,7 @@ class StorageOpener:
                 )
             readers = self._readers(await MOUNTS.of(root.folder))
             return SingleFiles(root, table, readers, self._metrics), table
-        folder = path.rstrip("/") + "/"
+        folder = as_folder(path)
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
             if names is None:

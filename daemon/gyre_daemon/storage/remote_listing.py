@@ -45,7 +45,7 @@ async def entries_of(filesystem: AsyncFileSystem, path: str, pattern: str) -> En
         info = await filesystem._info(path)
         if info["type"] != "directory":
             return [(path, info)]
-        found = await _in_folder(filesystem, path.rstrip("/"), pattern)
+        found = await _in_folder(filesystem, as_folder(path), pattern)
         await _check_folder(filesystem, path, found, pattern)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
@@ -54,12 +54,17 @@ async def entries_of(filesystem: AsyncFileSystem, path: str, pattern: str) -> En
     ]
 
 
+def as_folder(url: str) -> str:
+    """The URL with one slash at its end, or that of a root: `scheme://`."""
+    return url if url.endswith("://") else url.rstrip("/") + "/"
+
+
 async def _in_folder(
     filesystem: AsyncFileSystem, folder: str, pattern: str
 ) -> dict[str, dict[str, Any]]:
     """The files of a folder that match, by one listing."""
     is_one = len(patterns_of(pattern)) == 1
-    found = dict(await filesystem._glob(f"{folder}/{pattern if is_one else '*'}", detail=True))
+    found = dict(await filesystem._glob(f"{folder}{pattern if is_one else '*'}", detail=True))
     paths = [path for path in found if is_one or matches_any(path.rpartition("/")[2], pattern)]
     paths = without_beside(redact(folder), paths, pattern, lambda path: path.rpartition("/")[2])
     return {path: found[path] for path in paths}
@@ -74,7 +79,7 @@ async def _check_folder(
     if not found:
         entries = await filesystem._ls(path, detail=True)
         names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-        folder, below = path.rstrip("/") + "/", []
+        folder, below = as_folder(path), []
         async for page in _pages(filesystem, folder):
             below = [name.removeprefix(folder.partition("://")[2]) for name, _ in page]
             break  # for a message, the first are enough
