@@ -164,7 +164,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         is_private = bool(getattr(parsed, "embedded", False))
         if location.scheme in ARCHIVES and not (config.archives or is_private):
             raise ConfigError(
-                f"datasets.{name}.uri: {location.text} lies in an archive. Unpack it, or set "
+                f"datasets.{name}.uri: {location.text} is in an archive. Unpack it, or set "
                 "archives = true"
             )
     warnings = [*effective.warnings, *unmatched(config)]

@@ -174,7 +174,7 @@ def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[st
     others = (each for each in location.paths if not f"{each}/".startswith(f"{address}/"))
     if other := next(others, None):
         raise InvalidRequest(
-            f"the shards of {location.text} lie on several servers (got {redact(other)} too). Make "
+            f"the shards of {location.text} are on several servers (got {redact(other)} too). Make "
             "each a dataset, and mix these"
         )
     is_in_path = driver._strip_protocol(f"{address}/x").strip("/") != "x"

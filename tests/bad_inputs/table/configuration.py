@@ -48,7 +48,7 @@ FILES = {
     "chained uri": ('[datasets.x]\nuri = "dir://a::/b"\nformat = "webdataset"', "chained URLs"),
     "an archive": (
         '[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"',
-        "datasets.x.uri: zip://a::/b lies in an archive. Unpack it, or set archives = true",
+        "datasets.x.uri: zip://a::/b is in an archive. Unpack it, or set archives = true",
     ),
     "pipe": ('[datasets.x]\nuri = "pipe:cat x"\nformat = "webdataset"', "chained URLs|pipes"),
     "unknown scheme": (

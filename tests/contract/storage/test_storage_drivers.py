@@ -325,7 +325,7 @@ def test_the_shards_of_one_dataset_lie_on_one_server(
     gate: type[GateFileSystem], opener: Any
 ) -> None:
     with pytest.raises(
-        InvalidRequest, match=r"lie on several servers \(got gate_1\+x://b/0\.bin too"
+        InvalidRequest, match=r"are on several servers \(got gate_1\+x://b/0\.bin too"
     ):
         run(first_of(opener("gate_1+x://{a,b}/0.bin", {})))
 
