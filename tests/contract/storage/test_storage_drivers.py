@@ -1,12 +1,13 @@
 """Synchronous drivers of fsspec against servers that others wrote, and how many reads they get."""
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -246,6 +247,25 @@ def test_cancelled_reads_count_until_their_threads_return(
         await storage.read(ranges(100).reads())
         assert endpoint.queue.num_taken == 0
         assert len(gate.made) <= MAX_READS
+
+    run(whole())
+
+
+def test_reads_leave_nothing_for_the_collector(gate: type[GateFileSystem], opener: Any) -> None:
+    gate.gate.set()
+
+    def num_futures() -> int:
+        return sum(isinstance(each, Future) for each in gc.get_objects())
+
+    async def whole() -> None:
+        storage = await opener("gate_1+x://host/0.bin", {})
+        before = num_futures()
+        gc.disable()
+        try:
+            await storage.read(ranges(100).reads())
+            await until(lambda: num_futures() < before + 20)
+        finally:
+            gc.enable()
 
     run(whole())
 

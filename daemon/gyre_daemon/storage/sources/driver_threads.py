@@ -334,24 +334,24 @@ class _ThreadRequest:
     first_byte_at = None
 
     def __init__(self, reading: "Future[bytes]", on_response: OnResponse) -> None:
-        self._reading = reading
+        self._reading: Future[bytes] | None = reading  # None once the thread has returned
         self._on_response: OnResponse | None = on_response
         self._free: Callable[[], None] | None = None
-        self._is_over = False
         self._loop = asyncio.get_running_loop()
         reading.add_done_callback(self._returned)
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`: a read that has begun goes on in its thread."""
         self._on_response = None
-        self._reading.cancel()
+        if self._reading:
+            self._reading.cancel()
 
     def when_free(self, free: Callable[[], None]) -> None:
         """See `SentRequest.when_free`."""
-        if self._is_over:
-            free()
-        else:
+        if self._reading:
             self._free = free
+        else:
+            free()
 
     def _returned(self, _: "Future[bytes]") -> None:
         """In the thread that read."""
@@ -359,15 +359,16 @@ class _ThreadRequest:
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        self._is_over = True
+        reading, self._reading = self._reading, None  # it refers to this: a cycle would stay
+        assert reading
         if self._free:
             self._free()
-        if self._on_response is None or self._reading.cancelled():
+        if self._on_response is None or reading.cancelled():
             return
-        if error := self._reading.exception():
+        if error := reading.exception():
             self._on_response(_response(error))
         else:
-            self._on_response(Response(206, self._reading.result()))
+            self._on_response(Response(206, reading.result()))
 
 
 def _close(driver: AbstractFileSystem) -> None:
