@@ -3,6 +3,9 @@
 import ftplib
 import mmap
 import re
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,6 +14,7 @@ from typing import NamedTuple
 from gyre_common.printable import printable
 
 from gyre_daemon.errors import (
+    CorruptSample,
     GyreError,
     InvalidRequest,
     NotAllowed,
@@ -66,6 +70,7 @@ _MAX_SHORT_ATTEMPTS = 3
 _MAX_DETAIL_CHARS = 300
 # Replies of FTP (RFC 959). 550 is for a missing file, and for one that may not be read.
 _FTP_STATUSES = {"421": 503, "530": 403, "532": 403, "550": 404}
+_DAMAGED = (zipfile.BadZipFile, zlib.error, tarfile.TarError)
 _NO_LOGIN = ("AuthenticationException", "LogonFailure")  # of paramiko and smbprotocol
 
 Body = bytes | mmap.mmap  # of a mapping, all of it
@@ -281,6 +286,9 @@ def response_from_error(error: BaseException) -> Response:
     """
     if isinstance(error, GyreError):
         return Response(0, error=error)
+    if isinstance(error, _DAMAGED):
+        reason = f"a member of the archive is damaged: {error}. Restore the archive"
+        return Response(0, error=CorruptSample(reason, {"reason": reason}))
     if isinstance(error, NotImplementedError):
         return Response(0, refused="the storage's driver cannot read parts of files")
     if isinstance(error, FileNotFoundError):

@@ -165,3 +165,21 @@ def test_an_archive_that_changes(place: Place, opener: Any) -> None:
             await first_of(storage.read(Targets().add(0, 0, 5000).reads()))
 
     run(whole())
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_member(compression: int, tmp_path: Path, opener: Any) -> None:
+    data = b"0123456789" * 1000
+    whole = bytearray(zipped({"a.bin": data, "b.bin": b"whole"}, compression))
+    whole[60] ^= 255
+    (tmp_path / "x.zip").write_bytes(whole)
+
+    async def read() -> None:
+        storage = await opener(f"zip::{tmp_path}/x.zip", {})
+        with pytest.raises(CorruptSample, match="a member of the archive is damaged"):
+            await first_of(storage.read(Targets().add(0, 0, len(data)).reads()))
+        targets = Targets().add(1, 0, 5)
+        await storage.read(targets.reads())
+        targets.check([data, b"whole"])
+
+    run(read())
