@@ -23,8 +23,8 @@ class Identity:
     def __init__(self, address: Address, files: CredentialFiles) -> None:
         self._address = address
         self._files = files
-        # The last one counts. A list instead of a lock, which an interrupt could leave held: threads
-        # that call at the same moment may each make a connection.
+        # The last one counts. A list, because an interrupt could leave a lock held: threads that
+        # call at the same moment may each make a connection.
         self._sides: list[SideChannel] = []
 
     def metadata(self, timeout_s: float = TIMEOUT_S) -> Metadata:

@@ -46,9 +46,8 @@ def _driver(scheme: str, storage: Storage, loop: asyncio.AbstractEventLoop) -> A
     name = storage.shards[0].name
     file = io.BufferedReader(_ArchiveFile(storage, loop), _BUFFER_BYTES)
     try:
-        driver = fsspec.get_filesystem_class(scheme)(
-            fo=file, skip_instance_cache=True
-        )  # codespell:ignore fo
+        make = fsspec.get_filesystem_class(scheme)
+        driver = make(fo=file, skip_instance_cache=True)  # codespell:ignore fo
     except (tarfile.TarError, zipfile.BadZipFile) as error:
         raise InvalidRequest(
             f"{name} is no {scheme} archive: {error}. A compressed tar has no index; name it "
