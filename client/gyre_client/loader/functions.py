@@ -1,7 +1,7 @@
 """Functions of a script as transforms in a private daemon.
 
 A function is pickled into a file in the private daemon's folder, and its digest into the chain. The
-daemon runs it in worker processes. It learns the fields that it makes from some samples; the daemon
+daemon runs it in worker processes. It learns the fields that it makes from one sample; the daemon
 has [Note: Functions of a script].
 """
 
@@ -26,7 +26,6 @@ from gyre_client.messages.requests import transform_list
 from gyre_client.targets.target import Target
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection
 
-_NUM_LEARNT = 4  # samples that the fields of a result are learnt from
 _VARIES = -1
 _LEARNT = "learnt"
 _OPTIONS = frozenset({"name", "max_length"})
@@ -60,7 +59,7 @@ def declare_functions(
     Raises:
         InvalidRequest: The daemon is not a private one, a function cannot be pickled, or an option
             does not fit.
-        GyreError: The daemon refuses the dataset, or the function fails with its first samples.
+        GyreError: The daemon refuses the dataset, or the function fails with its first sample.
     """
     unpacked = pb.DatasetRef()
     unpacked.CopyFrom(dataset)
@@ -129,41 +128,26 @@ def _learnt(
     """Returns the dtype and shape of each field that the last step of a chain makes.
 
     Raises:
-        InvalidRequest: The first samples have other fields, or differ in more than first lengths.
+        InvalidRequest: The dataset has no sample, or `lengths` names no sequence of the result.
         GyreError: See `declare_functions`.
     """
     transforms = transform_list(chain)
     with Connection(target.address) as connection:
         described = connection.describe(dataset, OPEN_TIMEOUT_S, transforms=transforms)
-        samples = first_samples(connection, dataset, described, _NUM_LEARNT, 0, transforms)
-    found: list[dict[str, tuple[str, list[int]]]] = [
-        json.loads(bytes(sample.values[_LEARNT].data)) for sample in samples
-    ]
-    if not found:
+        samples = first_samples(connection, dataset, described, 1, 0, transforms)
+    if not samples:
         raise InvalidRequest(f"{where}: the dataset has no sample to learn its fields from")
+    found: dict[str, tuple[str, list[int]]] = json.loads(bytes(samples[0].values[_LEARNT].data))
     for name in lengths:
-        if name not in found[0] or not found[0][name][1]:
+        if name not in found or not found[name][1]:
             raise InvalidRequest(
                 f"{where}: max_length names {name!r}, and the function returns no sequence of that "
-                f"name (got {', '.join(sorted(found[0]))})"
+                f"name (got {', '.join(sorted(found))})"
             )
-    fields: dict[str, dict[str, object]] = {}
-    for name, (dtype, shape) in found[0].items():
-        seen = [each.get(name) for each in found]
-        if any(set(each) != set(found[0]) for each in found) or any(
-            each is None
-            or each[0] != dtype
-            or len(each[1]) != len(shape)
-            or each[1][1:] != shape[1:]
-            for each in seen
-        ):
-            raise InvalidRequest(
-                f"{where}: the results for the first samples differ: {shown(found)}. Return the "
-                "same fields, dtypes and shapes for each sample; only first lengths may differ"
-            )
-        varies = name in lengths or any(each and each[1] != shape for each in seen)
-        fields[name] = {"dtype": dtype, "shape": [_VARIES, *shape[1:]] if varies else shape}
-    return fields
+    return {
+        name: {"dtype": dtype, "shape": [_VARIES, *shape[1:]] if name in lengths else shape}
+        for name, (dtype, shape) in found.items()
+    }
 
 
 def _stored(function: Callable[..., Any], target: Target, where: str) -> dict[str, object]:

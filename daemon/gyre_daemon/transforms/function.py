@@ -1,11 +1,12 @@
 """A function of a training script as a transform; only private daemons run it.
 
 [Note: Functions of a script] The client pickles a function into a file in the private daemon's
-folder. Its fields are known only when it has run. So the client first asks for some samples of the
-chain that ends with the function and has no `fields`: their only field is `LEARNT`, JSON of the
-function's result. The fields that all of them have become the option `fields`, and any other result
-is a corrupt sample. A fingerprint of transforms has the option `function`, the digest of the source
-and of captured values, but not the path of the file.
+folder. Its fields are known only when it has run. So the client first asks for one sample of the
+chain that ends with the function and has no `fields`: its only field is `LEARNT`, JSON of the
+function's result. That becomes the option `fields`, and any other result is a corrupt sample; first
+lengths vary only where the client says so. More samples would still be a guess, right or wrong by
+chance; this one fails at once, with the line to write. A fingerprint of transforms has the option
+`function`, the digest of the source and of captured values, but not the path of the file.
 """
 
 import json
@@ -173,15 +174,16 @@ class PythonFunction(Transform):
                 how = "returned" if made is None else "left out"
                 raise ValueError(
                     f"{self.title}: {name!r:.100} is {how} for this sample, and was not for the "
-                    "first ones. Return the same fields for every sample"
+                    "one that fields are learnt from. Return the same fields for every sample"
                 )
             is_varying = made.shape[:1] == (VARIES,)
             expected = (value.shape[:1] if is_varying else made.shape[:1]) + made.shape[1:]
             if value.dtype.name != made.dtype or value.shape != expected:
                 raise ValueError(
                     f"{self.title}: {name!r:.100} is {value.dtype.name} {list(value.shape)}, and "
-                    f"was {made.dtype} {list(made.shape)} for the first samples. If its length "
-                    f"varies, pass {{'name': {self.title}, 'max_length': {{{name!r:.100}: N}}}}"
+                    f"was {made.dtype} {list(made.shape)} for the sample that fields are learnt "
+                    f"from. If its length varies, pass {{'name': {self.title}, 'max_length': "
+                    f"{{{name!r:.100}: N}}}}; None for N has the lengths measured"
                 )
 
     def _told(self, error: Exception) -> str:

@@ -71,10 +71,12 @@ def test_lengths_are_measured_or_bounded(data: Path) -> None:
     def tokens(sample: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": sample["text"].astype(np.int32)}
 
-    measured = load(data, tokens)
+    measured = load(data, {"name": tokens, "max_length": {"tokens": None}})
     assert measured[0]["tokens.offsets"].tolist() == [0, 1, 3, 6, 10]
     bounded = load(data, {"name": tokens, "max_length": {"tokens": 3}})
     assert bounded[0]["tokens"].tolist()[1] == [120, 120, 0]
+    with pytest.raises(CorruptSample, match=r"'max_length': \{'tokens': N\}\}; None for N"):
+        load(data, tokens)
     with pytest.raises(InvalidRequest, match="max_length names 'other'"):
         load(data, {"name": tokens, "max_length": {"other": 3}})
     with pytest.raises(InvalidRequest, match="no option 'length'"):
