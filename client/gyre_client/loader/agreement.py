@@ -3,7 +3,9 @@
 import json
 import logging
 import socket
+from collections.abc import Mapping
 
+from google.protobuf.json_format import MessageToDict
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import CursorRejected
@@ -16,6 +18,24 @@ _WHAT_DIFFERS = {
     "order_version": "their daemons order samples differently. Install one version of gyred",
     "transforms": "the transforms differ. Declare the same ones on both nodes",
 }
+_OTHER_ARGUMENT = (
+    "this argument differs. Pass the same on all ranks; a Loader of some ranks only needs rank= "
+    "and world_size="
+)
+_NAMES = {"global_batch_size": "batch_size", "mode": "order"}  # of arguments, by those of fields
+
+
+def arguments_that_agree(request: pb.OpenSessionRequest, num_epochs: int | None) -> dict[str, str]:
+    """Returns what all ranks must have asked for alike, by the names of the Loader's arguments."""
+    order = MessageToDict(
+        request.order,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+    )
+    told = {_NAMES.get(name, name): str(value) for name, value in order.items()}
+    told["pack"] = str(MessageToDict(request.dataset.pack))
+    told["skip_steps"] = str(MessageToDict(request.skip_steps))
+    return told | {"epochs": str(num_epochs)}
 
 
 class Agreement:
@@ -25,16 +45,20 @@ class Agreement:
     compares: no rank waits for another one.
     """
 
-    def __init__(self, key: str, rank: int, *, is_private: bool) -> None:
+    def __init__(
+        self, key: str, rank: int, arguments: Mapping[str, str], *, is_private: bool
+    ) -> None:
         """Compares nothing yet.
 
         Args:
             key: Tells this loader from the rank's others; "" to compare nothing.
             rank: The rank of this process.
+            arguments: See `arguments_that_agree`.
             is_private: Whether a private daemon serves.
         """
         self._key = key
         self._rank = rank
+        self._arguments = arguments
         self._is_private = is_private
 
     def check(self, opened: pb.SessionOpened) -> None:
@@ -46,13 +70,16 @@ class Agreement:
         if not self._key:
             return
         who = f"rank {self._rank} on node {socket.gethostname()}"
-        mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS}
+        mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS} | self._arguments
         theirs = json.loads(agreed(f"dataset/{self._key}", json.dumps(mine | {"who": who})))
-        for name, advice in _WHAT_DIFFERS.items():
-            if theirs[name] != mine[name]:
+        other = theirs.pop("who")
+        for name in mine | theirs:
+            here, there = mine.get(name, ""), theirs.get(name, "")
+            if here != there:
+                advice = _WHAT_DIFFERS.get(name, _OTHER_ARGUMENT)
                 raise CursorRejected(
-                    f"{who} and {theirs['who']} would train on different samples: {advice} "
-                    f"({name} {mine[name]!r} and {theirs[name]!r})",
+                    f"{who} and {other} would train on different samples: {advice} "
+                    f"({name} {here!r:.100} and {there!r:.100})",
                     {"differs": name},
                 )
         self._key = ""

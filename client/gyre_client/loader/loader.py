@@ -27,7 +27,7 @@ from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
 from gyre_client.loader import accelerated, notebook
-from gyre_client.loader.agreement import Agreement
+from gyre_client.loader.agreement import Agreement, arguments_that_agree
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.functions import declare_functions, declared_or_functions
@@ -264,6 +264,7 @@ class Loader(LoaderSteps):
             skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
         )
         key = join_run(self._request, is_named=bool(job))
+        arguments = arguments_that_agree(self._request, self._num_epochs)
         stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread(self, "this Loader")
         self._loaded_batch = -1  # the one at which a state was loaded just now
@@ -299,7 +300,7 @@ class Loader(LoaderSteps):
             token_dtype=token_dtype,
             reattach_timeout_s=reattach_timeout_s,
             stall_timeout_s=stall_timeout_s,
-            agreement=Agreement(key, rank, is_private=target.private is not None),
+            agreement=Agreement(key, rank, arguments, is_private=target.private is not None),
         )
         self._place = Place(self._resources, self._request, self._description, tail, open_here, cut)
 

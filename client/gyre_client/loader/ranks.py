@@ -247,8 +247,9 @@ def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
         is_named: Whether the user named the job.
 
     Returns:
-        A key that tells this loader from others of the process, and is the same on all ranks; "" if
-        its ranks are others than those of the run.
+        A key that tells this loader from others of the process, and is the same on all ranks that
+        should read alike; "" if its ranks are others than those of the run. Where they have peers,
+        it depends on the arguments: two groups of ranks may read one dataset in two ways.
     """
     reader, key = request.reader, ""
     has_peers = reader.HasField("peer")
@@ -264,4 +265,7 @@ def join_run(request: pb.OpenSessionRequest, *, is_named: bool) -> str:
         reader.job = run.name
         # Readers of other ranks, such as those of a validation on one rank, fence only themselves.
         reader.fence = f"{run.run_id}-{key or uuid.uuid4().hex}"
-    return key
+    if not key or has_peers:
+        return key
+    name = f"of {request.dataset.name or request.dataset.ad_hoc.uri}"
+    return f"{hashlib.sha256(name.encode()).hexdigest()[:16]}-{ordinal(name)}"

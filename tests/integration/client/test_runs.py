@@ -73,6 +73,12 @@ try:
     tell(f"error-{rank}")
 except GyreError as error:
     tell(f"error-{rank}", [type(error).__name__, str(error), error.facts])
+try:
+    with Loader("numbers", batch_size=4, seed=rank, tail="drop") as loader:
+        next(loader)
+    tell(f"argument-{rank}")
+except GyreError as error:
+    tell(f"argument-{rank}", [type(error).__name__, str(error), error.facts])
 with Loader(**path, batch_size=8) as loader:
     next(loader)
     dist.barrier()
@@ -228,6 +234,11 @@ def test_ranks_whose_nodes_have_other_data_or_no_common_folder_say_so(
     (found,) = filter(None, [runs.told(f"error-{rank}") for rank in range(2)])
     kind, message, facts = found
     assert (kind, facts) == ("CursorRejected", {"differs": "fingerprint"})
+    assert f"on node {os.uname().nodename} and rank" in message
+    (found,) = filter(None, [runs.told(f"argument-{rank}") for rank in range(2)])
+    kind, message, facts = found
+    assert (kind, facts) == ("CursorRejected", {"differs": "seed"})
+    assert "this argument differs. Pass the same on all ranks" in message
     assert f"on node {os.uname().nodename} and rank" in message
     assert runs.errors().count("have a private daemon each") == 1
 
