@@ -1,17 +1,20 @@
-"""Functions of a script as transforms in a private daemon.
+"""Functions of a script as transforms in a private daemon, and its classes as formats and storages.
 
 A function is pickled into a file in the private daemon's folder, and its digest into the chain. The
 daemon runs it in worker processes. It learns the fields that it makes from one sample; the daemon
-has [Note: Functions of a script].
+has [Note: Functions of a script]. A class is pickled in the same way, and the definition of the
+dataset names its file.
 """
 
 import functools
 import hashlib
 import inspect
+import io
 import json
 import os
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +26,13 @@ from gyre_client.display.samples import first_samples
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import shown
 from gyre_client.messages.requests import transform_list
+from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.targets.target import Target
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection
 
 _VARIES = -1
 _LEARNT = "learnt"
+_ROLES = ("__func__", "fget")  # of class methods, static methods and properties
 _OPTIONS = frozenset({"name", "max_length"})
 
 Step = Mapping[str, object] | Callable[..., Any]
@@ -78,7 +83,14 @@ def declare_functions(
                 "an entry point of the group gyre.transforms"
             )
         lengths = _max_lengths(step, where)
-        options = _stored(function, target, where)
+        digest, path = _written(function, target.private, where)
+        options = {
+            "name": "python",
+            "title": _title(function),
+            "function": digest,
+            "payload": path,
+            "is_drawing": _takes_rng(function, where),
+        }
         fields = _learnt(target, unpacked, [*declared, {**options, "fields": {}}], lengths, where)
         declared.append({**options, "fields": fields})
         declared += [
@@ -87,6 +99,48 @@ def declare_functions(
             if length is not None
         ]
     return transform_list(declared)
+
+
+def declare_classes(
+    dataset: pb.DatasetRef, data_format: object, storage: object, target: Target
+) -> None:
+    """Writes classes of the script to files, and their paths into the definition of a dataset.
+
+    Args:
+        dataset: Of which a path or a URI was given.
+        data_format: See `Loader`, as for `storage`; what is no class stays as it is.
+        storage: None for the daemon's own.
+        target: The private daemon.
+
+    Raises:
+        InvalidRequest: The daemon is not a private one, a class cannot be pickled, `storage` is no
+            class, or the dataset has no scheme.
+    """
+    if storage is not None and not isinstance(storage, type):
+        raise InvalidRequest(
+            f"storage: not a class (got {shown(storage)}). Pass a subclass of "
+            "fsspec.AbstractFileSystem, and its arguments as options={'storage': {...}}"
+        )
+    for argument, value in (("format", data_format), ("storage", storage)):
+        if not isinstance(value, type):
+            continue
+        where = f"{argument} ({value.__qualname__})"
+        if target.private is None or not dataset.HasField("ad_hoc"):
+            raise InvalidRequest(
+                f"{where}: a shared daemon runs no classes of scripts. Pass the dataset's path or "
+                "URI without `address`, so that a private daemon reads it"
+            )
+        uri = dataset.ad_hoc.uri
+        if argument == "storage" and "://" not in uri:
+            raise InvalidRequest(
+                f"{where}: the dataset has no scheme (got {uri!r}). Write it as my://folder"
+            )
+        path = _written(value, target.private, where)[1]
+        if argument == "format":
+            dataset.ad_hoc.format = path
+        else:
+            table = dataset.ad_hoc.options["storage"].table
+            table.values["class"].text = path
 
 
 def _function_of(step: object) -> Callable[..., Any] | None:
@@ -150,28 +204,22 @@ def _learnt(
     }
 
 
-def _stored(function: Callable[..., Any], target: Target, where: str) -> dict[str, object]:
-    """Writes a function's file, if it is not there, and returns the options of its step."""
-    assert target.private
-    pickled = _pickled(function, where)
+def _written(value: Any, daemon: PrivateDaemon, where: str) -> tuple[str, str]:
+    """Writes the file of a function or class, if it is not there; returns its digest and path."""
+    pickled = _pickled(value, where)
     digest = _Digest()
-    digest.add(function)
-    folder = target.private.log_path.parent / "functions"
-    path = folder / f"{digest.text()}.pickle"
+    digest.add(value)
+    folder = daemon.log_path.parent / "functions"
+    name = "".join(each for each in _title(value) if each.isalnum())
+    path = folder / f"{name:.50}-{digest.text()}.pickle"
     if not path.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         search = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
-        payload = {"function": pickled, "path": search, "lines": digest.lines}
+        payload = {"value": pickled, "path": search, "lines": digest.lines}
         unfinished.write_bytes(pickle.dumps(payload))
         unfinished.rename(path)
-    return {
-        "name": "python",
-        "title": _title(function),
-        "function": digest.text(),
-        "payload": str(path),
-        "is_drawing": _takes_rng(function, where),
-    }
+    return digest.text(), str(path)
 
 
 def _takes_rng(function: Callable[..., Any], where: str) -> bool:
@@ -212,7 +260,19 @@ def _dumps(value: object) -> bytes:
         if b"__main__" in pickled:
             raise NotInstalled.needs("a function of a script", "cloudpickle", "client") from error
         return pickled
-    return bytes(cloudpickle.dumps(value))
+    if not isinstance(value, type):
+        return bytes(cloudpickle.dumps(value))
+
+    class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """Makes the locks of a class anew, as fsspec's classes have one."""
+
+        dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+            {type(threading.RLock()): lambda _: (threading.RLock, ())}
+        )
+
+    file = io.BytesIO()
+    ClassPickler(file).dump(value)
+    return file.getvalue()
 
 
 def _unpicklable(function: Callable[..., Any]) -> str:
@@ -246,6 +306,16 @@ def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
     return captured + [(name, function.__globals__[name]) for name in names]
 
 
+def _text_of_code(code: types.CodeType) -> str:
+    constants = [
+        _text_of_code(each)
+        if isinstance(each, types.CodeType)
+        else repr(sorted(each, key=repr) if isinstance(each, frozenset) else each)
+        for each in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
 def _names_in(code: types.CodeType) -> set[str]:
     nested = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*map(_names_in, nested))
@@ -275,7 +345,7 @@ class _Digest:
         if isinstance(value, types.ModuleType):
             return self._put(value.__name__)
         if isinstance(value, type):
-            return self._put(f"{value.__module__}.{value.__qualname__}", self._source(value))
+            return self._add_class(value)
         if isinstance(value, types.BuiltinFunctionType):
             return self._put(f"{value.__module__}.{value.__qualname__}")
         if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -294,13 +364,27 @@ class _Digest:
             self.add(each)
         return None
 
+    def _add_class(self, value: type) -> None:
+        self._put(f"{value.__module__}.{value.__qualname__}", self._source(value))
+        if value.__module__ != "__main__":
+            return
+        for base in value.__bases__:
+            self.add(base)
+        for name, each in sorted(vars(value).items()):  # a notebook has no source of classes
+            for part in (each, *(getattr(each, role, None) for role in _ROLES)):
+                if isinstance(part, types.FunctionType):
+                    self._put(name)
+                    self.add(part)
+            if not name.startswith("__") and isinstance(each, int | float | str | bytes | tuple):
+                self._put(name, repr(each))
+
     def _source(self, value: Any) -> str:
         """Returns the source text; where there is none, the code."""
         try:
             lines, first = inspect.getsourcelines(value)
         except (OSError, TypeError):
             code = getattr(value, "__code__", None)
-            return f"{code.co_code.hex()} {code.co_names}" if code else ""
+            return _text_of_code(code) if code else ""
         if isinstance(value, types.FunctionType):
             self.lines[value.__code__.co_filename] = first, lines
         return "".join(lines)

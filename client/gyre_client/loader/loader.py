@@ -30,7 +30,11 @@ from gyre_client.loader import accelerated, notebook
 from gyre_client.loader.agreement import Agreement, arguments_that_agree
 from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
-from gyre_client.loader.functions import declare_functions, declared_or_functions
+from gyre_client.loader.functions import (
+    declare_classes,
+    declare_functions,
+    declared_or_functions,
+)
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.place import Place, Stream
@@ -126,8 +130,9 @@ class Loader(LoaderSteps):
         device: str | torch.device | None = None,
         token_dtype: str = "int64",
         # The daemon's configuration uses this word.
-        format: str | None = None,  # noqa: A002
+        format: str | type | None = None,  # noqa: A002
         options: Mapping[str, object] | None = None,
+        storage: type | None = None,
         pack: Mapping[str, object] | None = None,
         balance: Mapping[str, object] | None = None,
         bucket: Mapping[str, object] | None = None,
@@ -202,8 +207,10 @@ class Loader(LoaderSteps):
                 `stored`, as they are in the files. Signed ids always stay as they are stored.
             format: The format of a path or URI, such as "tokens"; see docs/formats.md. If None,
                 the names of the files there decide. A daemon must allow such ad-hoc datasets; a
-                private one does.
+                private one does. With a private daemon also a class of the script.
             options: The other keys of the ad-hoc definition, such as {"sequence_length": 1024}.
+            storage: With a private daemon, a class of the script that lists and reads the URI: a
+                subclass of fsspec.AbstractFileSystem. Its arguments are `options["storage"]`.
             pack: Packs the samples, as documents, into sequences: {"field": "tokens", "length":
                 2048}. `batch_size` then counts sequences. With several lengths, such as [1024,
                 2048, 8192], each step has rows of one of them, and `batch_size` counts samples of
@@ -249,9 +256,10 @@ class Loader(LoaderSteps):
         to_device = parse_device(device)
         blocks = io_block_bytes, window_blocks
         reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
-        dataset = dataset_or_path(dataset, format, address, daemon_user, reattach_timeout_s)
+        data_format = "" if isinstance(format, type) else format
+        dataset = dataset_or_path(dataset, data_format, address, daemon_user, reattach_timeout_s)
         self._request = pb.OpenSessionRequest(
-            dataset=dataset_ref(dataset, format, options, pack),
+            dataset=dataset_ref(dataset, data_format, options, pack),
             order=order_spec(
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
@@ -269,10 +277,11 @@ class Loader(LoaderSteps):
         self._one_thread = OneThread(self, "this Loader")
         self._loaded_batch = -1  # the one at which a state was loaded just now
         self._active = ActiveIteration()
-        self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
+        target = target_of_dataset(address, dataset, data_format, daemon_user)
+        self._resources = LoaderResources(target)
         self._finalizer = weakref.finalize(self, self._resources.release)
-        target = self._resources.target
         try:
+            declare_classes(self._request.dataset, format, storage, target)
             if functions:
                 self._declared = declare_functions(functions, target, self._request.dataset)
                 self._request.transforms.CopyFrom(self._declared)

@@ -32,6 +32,7 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.script_driver import CLASS, allow_scheme
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
 
@@ -149,12 +150,15 @@ class Catalog:
 
         Raises:
             NotAllowed: this daemon serves named datasets only.
+            InvalidRequest: the client brings a file system for a scheme that the daemon reads.
         """
         if not self._allow_ad_hoc:
             raise NotAllowed(
                 "this daemon serves the datasets that its operator named; ask for one by name, or "
                 "run a private daemon"
             )
+        if CLASS in config.storage:
+            allow_scheme(config.uri)
         return name_of(config), config
 
     async def open(self, name: str, config: DatasetConfig) -> Dataset:

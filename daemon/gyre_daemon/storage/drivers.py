@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
@@ -33,6 +32,7 @@ from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.hub import HubClient
 from gyre_daemon.storage.sources.hub_budget import HubBudget
 from gyre_daemon.storage.sources.hub_files import HubFileSystem
+from gyre_daemon.storage.sources.script_driver import driver_of
 from gyre_daemon.storage.sources.tls_relay import TlsRelay, needs_relay
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
@@ -82,8 +82,8 @@ class Drivers:
 
                 relay = await self._relay(settings, options)
                 return open_objects(scheme, settings, location.paths[0], options.roots, relay)
-            find = functools.partial(fsspec.get_filesystem_class, scheme)  # imports its package
-            driver = await in_thread(find, f"gyre-import {scheme}")
+            find = functools.partial(driver_of, scheme, settings)  # imports its package
+            driver, settings = await in_thread(find, f"gyre-import {scheme}")
             address, told = _server_in(driver, location)
             arguments = {**settings, **told}
             if isinstance(arguments.get("auth"), list):  # TOML has no tuples

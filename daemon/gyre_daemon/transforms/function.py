@@ -11,35 +11,19 @@ chance; this one fails at once, with the line to write. A fingerprint of transfo
 
 import json
 import linecache
-import pickle
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.runtime.script_objects import load_script_object
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 LEARNT, LEARNT_BYTES = "learnt", 16 << 10
 VARIES = -1  # a first length in which samples differ
-
-
-class Payload(TypedDict):
-    """The contents of the file.
-
-    Attributes:
-        function: the pickled function.
-        path: `sys.path` of the script, for modules next to it.
-        lines: the function's source, for errors; by file and number of the first line.
-    """
-
-    function: bytes
-    path: list[str]
-    lines: dict[str, tuple[int, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +66,12 @@ class PythonFunction(Transform):
             ValueError: it cannot be loaded.
         """
         try:
-            payload: Payload = pickle.loads(Path(self.payload).read_bytes())
-            sys.path += [each for each in payload["path"] if each not in sys.path]
-            call = pickle.loads(payload["function"])
+            call, lines = load_script_object(self.payload)
         except Exception as error:
             raise ValueError(
                 f"{self.title} cannot be loaded in a worker: {type(error).__name__}: {error!s:.300}"
             ) from error
-        self._set(call=call, lines=payload["lines"], names=())
+        self._set(call=call, lines=lines, names=())
 
     @property
     def inputs(self) -> Sequence[str]:

@@ -33,7 +33,11 @@ from gyre_daemon.datasets.formats.files import (
     YoloFormat,
     YoloOptions,
 )
-from gyre_daemon.datasets.formats.installed import installed_format, installed_names
+from gyre_daemon.datasets.formats.installed import (
+    installed_format,
+    installed_names,
+    shown_format,
+)
 from gyre_daemon.datasets.formats.lines import (
     JsonlFormat,
     JsonlOptions,
@@ -64,6 +68,7 @@ __all__ = [
     "check_keys_of_any",
     "indexed_fields",
     "make_format",
+    "shown_format",
     "stored_fields",
 ]
 
@@ -101,7 +106,7 @@ def make_format(name: str, config: DatasetConfig) -> Format | ListedFormat:
             f"dataset `{name}` has the unknown format `{config.format}`; known are "
             f"{', '.join([*FORMATS, *installed_names()])}"
         )
-    return entry.make(config.options, f"dataset `{name}` of format {config.format}")
+    return entry.make(config.options, f"dataset `{name}` of format {shown_format(config.format)}")
 
 
 def check_keys_of_any(name: str, config: DatasetConfig) -> None:

@@ -1,16 +1,24 @@
 """Formats of other packages, which declare them as entry points of the group `gyre.formats`.
 
-A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script.
-Loading a format runs code of its package. So it is loaded only when a dataset's configuration names
-it, and never to find out which format some files have.
+A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script. A path
+is the file of a class of that script, see `script_format`. Loading a format runs code of its
+package. So it is loaded only when a dataset's configuration names it, and never to find out which
+format some files have.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
 from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.script_objects import load_script_object
 
 GROUP = "gyre.formats"
+_MEMBERS = ("pattern", "unpacks_gzip", "inspection", "assemble")
 
 
 def installed_names() -> list[str]:
@@ -19,11 +27,13 @@ def installed_names() -> list[str]:
 
 
 def installed_format(name: str) -> FormatEntry | None:
-    """The format of this name, or `MODULE:NAME`; None if no package declares it.
+    """The format of this name, `MODULE:NAME` or path; None if no package declares it.
 
     Raises:
         ConfigError: several packages declare it, or it cannot be loaded.
     """
+    if name.startswith("/"):
+        return script_format(name)
     if ":" in name:
         found = [EntryPoint(name, name, GROUP)]
     else:
@@ -49,6 +59,75 @@ def installed_format(name: str) -> FormatEntry | None:
             f"but {type(loaded).__name__}"
         )
     return loaded
+
+
+def shown_format(name: str) -> str:
+    """The name of a format as clients see it: of a class of a script, that of the class."""
+    return Path(name).name.partition("-")[0] if name.startswith("/") else name
+
+
+def script_format(path: str) -> FormatEntry:
+    """The format whose class a script has handed over.
+
+    The class is made from its options, an instance of its dataclass `Options`; without one, of
+    nothing. What was found with other code of it is not used again.
+
+    Args:
+        path: of the file; its name changes with the code.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is no format.
+    """
+    try:
+        format_class, _ = load_script_object(path)
+    except Exception as error:
+        raise ConfigError(
+            f"format {shown_format(path)}: it cannot be loaded: {type(error).__name__}: "
+            f"{error!s:.300}"
+        ) from error
+    missing = [name for name in _MEMBERS if not hasattr(format_class, name)]
+    if missing:
+        raise ConfigError(
+            f"format {shown_format(path)}: the class has no `{missing[0]}`. Write the members of "
+            "gyre_daemon.datasets.formats.base.Format"
+        )
+
+    def make(keys: Mapping[str, Any], where: str) -> Any:
+        def inspection(self: Any) -> Scan | Probe | None:
+            found: Scan | Probe | None = super(loaded, self).inspection
+            if found is None:
+                return None
+            version = f"{found.version} {Path(path).stem}"
+            if isinstance(found, Probe):
+                return replace(found, version=version)
+            return replace(found, version=version, run=_RunOfScript(path, keys))
+
+        loaded = type(format_class.__name__, (format_class,), {"inspection": property(inspection)})
+        return FormatEntry.of(loaded, options).make(keys, where)
+
+    options = getattr(format_class, "Options", _NoOptions)
+    return replace(FormatEntry.of(format_class, options), make=make)
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """Of a format that takes none."""
+
+
+@dataclass(frozen=True)
+class _RunOfScript:
+    """`Scan.run` of a script's format, whose class a process that scans has to load first."""
+
+    path: str
+    options: Mapping[str, Any]
+
+    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
+        format_class, _ = load_script_object(self.path)
+        entry = FormatEntry.of(format_class, getattr(format_class, "Options", _NoOptions))
+        inspection = getattr(entry.make(self.options, self.path), "inspection", None)
+        if not isinstance(inspection, Scan):
+            raise TypeError(f"format {shown_format(self.path)} scans no more")
+        return inspection.run(shard, file)
 
 
 def _package(entry: EntryPoint) -> str:

@@ -33,6 +33,7 @@ from gyre_daemon.datasets.formats import (
     ListedFormat,
     SampleIndex,
     make_format,
+    shown_format,
 )
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
 from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
@@ -217,7 +218,7 @@ class Indexer:
             self._checksums.serve(opening.location, served.checksums)
         dataset = Dataset(
             opening.name,
-            opening.config.format,
+            shown_format(opening.config.format),
             opening.location,
             storage,
             shards,

@@ -34,6 +34,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import data_owner
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.storage.sources.script_driver import CLASS
 
 # Shards that are unpacked or scanned at once. Each dataset has one turn of its own, so that a small
 # one does not wait behind a large one; the further turns are shared. A dataset that is opened has
@@ -95,9 +96,11 @@ class OpeningDataset:
 
     @property
     def identity(self) -> str:
-        """Distinguishes the data from other data at the same location of another endpoint."""
+        """Distinguishes the data from other data at the same location of another storage."""
         endpoints = sorted(
-            str(value) for key, value in self.config.storage.items() if "endpoint" in key.lower()
+            str(value)
+            for key, value in self.config.storage.items()
+            if "endpoint" in key.lower() or key == CLASS
         )
         owner = data_owner(self.config.uri, self.config.storage)
         return " ".join([self.location, *endpoints, *filter(None, [owner])])
