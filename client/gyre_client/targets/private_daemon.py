@@ -46,6 +46,7 @@ class PrivateDaemon:
     """The daemon of a run on this machine, and its folder. Safe to use from any thread.
 
     Attributes:
+        name: The name of the run on this machine; processes that join with it share the daemon.
         address: Where the daemon listens, also after a restart.
         log_path: The daemon's log, at most `MAX_LOG_BYTES` when a session opens.
         pid: The process id of the daemon.
@@ -55,7 +56,7 @@ class PrivateDaemon:
         """Joins the daemon, or starts it and waits until it answers.
 
         Args:
-            name: The name of the run on this machine.
+            name: See `PrivateDaemon`.
 
         Raises:
             NotInstalled: The extra `daemon` is missing.
@@ -65,6 +66,7 @@ class PrivateDaemon:
         if missing:
             raise NotInstalled.needs("a private daemon", missing, "daemon")
         self._lock = threading.RLock()
+        self.name = name
         self._folder = PrivateFolder(name)
         self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}", os.geteuid())
         self.log_path = self._folder.path / LOG
@@ -256,10 +258,10 @@ class _SharedDaemon:
             self._daemon.forget()
         self._reset()
 
-    def acquire(self) -> PrivateDaemon:
+    def acquire(self, name: str) -> PrivateDaemon:
         with self._lock:
             if self._daemon is None:
-                self._daemon = PrivateDaemon(this_run().on_node)
+                self._daemon = PrivateDaemon(name or this_run().on_node)
             self._num_users += 1
             return self._daemon
 
@@ -275,16 +277,19 @@ class _SharedDaemon:
 _shared = _SharedDaemon()
 
 
-def acquire() -> PrivateDaemon:
+def acquire(name: str = "") -> PrivateDaemon:
     """Returns the private daemon of this run on this machine, and starts it if there is none.
 
     Each call needs one `release` in the same process.
+
+    Args:
+        name: The name of another run's daemon, for a process that has none yet.
 
     Raises:
         NotInstalled: The extra `daemon` is missing.
         DaemonUnavailable: The daemon does not start.
     """
-    return _shared.acquire()
+    return _shared.acquire(name)
 
 
 def release() -> None:
