@@ -216,8 +216,9 @@ def _written(value: Any, daemon: PrivateDaemon, where: str) -> tuple[str, str]:
         folder.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         search = [str(Path(each).resolve()) for each in sys.path]  # "" is the working directory
-        payload = {"value": pickled, "path": search, "lines": digest.lines}
-        unfinished.write_bytes(pickle.dumps(payload))
+        with unfinished.open("wb") as file:
+            pickle.dump({"path": search, "lines": digest.lines}, file)
+            file.write(pickled)
         unfinished.rename(path)
     return digest.text(), str(path)
 

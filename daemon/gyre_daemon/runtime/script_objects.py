@@ -4,32 +4,36 @@ Only that client can write into the private daemon's folder, and a shared daemon
 from a client.
 """
 
+import functools
 import pickle
 import sys
 from pathlib import Path
 from typing import Any, TypedDict
 
 
-class Payload(TypedDict):
-    """The contents of a file.
+class Origin(TypedDict):
+    """The first of two pickles in a file; the second is the function or class.
 
     Attributes:
-        value: the pickled function or class.
         path: `sys.path` of the script, for modules next to it.
         lines: the sources of functions, for errors; by file and number of the first line.
     """
 
-    value: bytes
     path: list[str]
     lines: dict[str, tuple[int, list[str]]]
 
 
+@functools.lru_cache(maxsize=16)
 def load_script_object(path: str) -> tuple[Any, dict[str, tuple[int, list[str]]]]:
-    """The function or class of a file, and the lines of `Payload`.
+    """The function or class of a file, and the lines of `Origin`.
+
+    A file never changes, and is loaded once in a process. It may have more than 1 GB, of which no
+    second copy is made: a worker's memory is limited.
 
     Raises:
         Exception: whatever reading the file or importing the script's modules raises.
     """
-    payload: Payload = pickle.loads(Path(path).read_bytes())
-    sys.path += [each for each in payload["path"] if each not in sys.path]
-    return pickle.loads(payload["value"]), payload["lines"]
+    with Path(path).open("rb") as file:
+        origin: Origin = pickle.load(file)
+        sys.path += [each for each in origin["path"] if each not in sys.path]
+        return pickle.load(file), origin["lines"]

@@ -67,6 +67,11 @@ class PythonFunction(Transform):
         """
         try:
             call, lines = load_script_object(self.payload)
+        except MemoryError as error:
+            raise ValueError(
+                f"{self.title} cannot be loaded in a worker: it captures more than a worker may "
+                "have, 2 GiB. Read files inside the function, or map them with numpy.memmap"
+            ) from error
         except Exception as error:
             raise ValueError(
                 f"{self.title} cannot be loaded in a worker: {type(error).__name__}: {error!s:.300}"
@@ -128,7 +133,10 @@ class PythonFunction(Transform):
         try:
             found = self._call(sample, rng=rng) if self.is_drawing else self._call(sample)
         except Exception as error:
-            raise ValueError(f"{self.title}: {self._told(error)}") from error
+            told = self._told(error)
+            if isinstance(error, KeyError) and not sample.keys() & error.args:
+                told += f"; the sample has {', '.join(sorted(sample))}"
+            raise ValueError(f"{self.title}: {told}") from error
         if not isinstance(found, Mapping) or not found:
             raise ValueError(
                 f"{self.title} returned {type(found).__name__}, not a dict of arrays. Return one"
