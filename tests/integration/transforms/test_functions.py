@@ -164,6 +164,8 @@ def test_what_cannot_be_pickled_is_named(data: Path) -> None:
 def test_what_is_no_result_is_told(data: Path) -> None:
     with pytest.raises(GyreError, match="returned list, not a dict of arrays"):
         load(data, lambda sample: [1])
+    with pytest.raises(GyreError, match=r"KeyError: 'words' .*; the sample has text"):
+        load(data, lambda sample: {"length": len(sample["words"])})
     with pytest.raises(GyreError, match="the field 'text' is str, not an array of numbers"):
         load(data, lambda sample: {"text": "words"})
 
