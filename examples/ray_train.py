@@ -62,8 +62,8 @@ def fit(workdir: Path, name: str, num_steps: int, checkpoint: str) -> str:
         scaling_config=ray.train.ScalingConfig(num_workers=NUM_WORKERS),
         run_config=ray.train.RunConfig(name=name, storage_path=str(workdir / "storage")),
     ).fit()
-    path: str = result.checkpoint.path
-    return path
+    assert result.checkpoint
+    return str(result.checkpoint.path)
 
 
 def main() -> None:

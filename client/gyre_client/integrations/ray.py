@@ -129,7 +129,7 @@ def _daemon_of_this_node(num_workers: int) -> str:
     """Returns the name of the daemon; the first worker on a node starts its actor."""
     context = ray.get_runtime_context()
     node = context.get_node_id()
-    actor = (
+    actor: Any = (
         ray.remote(_NodeDaemon)
         .options(
             name=f"gyre-{node}",

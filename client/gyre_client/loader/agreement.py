@@ -70,7 +70,7 @@ class Agreement:
         if not self._key:
             return
         who = f"rank {self._rank} on node {socket.gethostname()}"
-        mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS} | self._arguments
+        mine = {name: getattr(opened, name) for name in _WHAT_DIFFERS} | dict(self._arguments)
         theirs = json.loads(agreed(f"dataset/{self._key}", json.dumps(mine | {"who": who})))
         other = theirs.pop("who")
         for name in mine | theirs:

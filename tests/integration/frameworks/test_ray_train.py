@@ -72,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for limit, value in PATIENT.items():
             patch.setenv(limit, value)
         patch.delenv("GYRE_ADDRESS", raising=False)
-        node = {
+        node: dict[str, Any] = {
             "num_cpus": 1,
             "object_store_memory": 80 << 20,
             "include_dashboard": False,
@@ -87,7 +87,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield cluster
         finally:
             ray.shutdown()
-            cluster.shutdown()
+            cluster.shutdown()  # type: ignore[no-untyped-call]
         until(lambda: not processes_of(f"{folder}/"))
 
 
@@ -150,7 +150,8 @@ def fit(
         rank: [*map(json.loads, (out / f"{rank}.jsonl").read_text().splitlines())]
         for rank in range(num_workers)
     }
-    return result.checkpoint.path, lines
+    assert result.checkpoint
+    return str(result.checkpoint.path), lines
 
 
 def global_batches(lines: dict[int, list[list[Any]]], first: int, stop: int) -> list[list[int]]:

@@ -94,7 +94,7 @@ def script_format(path: str) -> FormatEntry:
 
     def make(keys: Mapping[str, Any], where: str) -> Any:
         def inspection(self: Any) -> Scan | Probe | None:
-            found: Scan | Probe | None = super(loaded, self).inspection
+            found: Scan | Probe | None = super(loaded, self).inspection  # type: ignore[arg-type]
             if found is None:
                 return None
             version = f"{found.version} {Path(path).stem}"
