@@ -197,7 +197,7 @@ def test_two_launches_are_two_jobs_and_none_ends_a_session_of_another(
     for job in jobs:
         ranks = sorted((each.rank, each.world_size) for each in readers if each.job == job)
         assert ranks == [(0, 1)] * 2 + [(0, 2)] * 2 + [(1, 2)] * 2
-    assert len({(each.fence, each.rank) for each in readers}) == 12
+    assert len({(each.fence, each.rank, each.peer) for each in readers}) == 12
     ready = next(event for event in daemon.events() if event["event"] == "ready")
     url = f"http://{ready['metrics'].removeprefix('tcp:')}/metrics"
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
