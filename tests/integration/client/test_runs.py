@@ -87,7 +87,7 @@ dist.destroy_process_group()
 PRIVATE = """
 with (
     Loader(**path, batch_size=8, rank=rank, world_size=world_size) as loader,
-    Loader(**path, batch_size=4, order="sequential", restart=True, rank=0, world_size=1) as check,
+    Loader(**path, batch_size=4, seed=1, epochs=None, restart=True, rank=0, world_size=1) as check,
 ):
     next(loader), next(iter(check))
     tell(f"reading-{rank}-of-{world_size}", os.getpid())
