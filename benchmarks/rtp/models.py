@@ -32,7 +32,8 @@ from gyre_trainer.accounting.baselines import data_parallel, sub_blocks
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.layers.head.causal_loss import takes_causal_loss
+from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -205,7 +206,10 @@ class _Training:
         dist.barrier()
         self._synchronize()
         before, begin = time.process_time(), time.perf_counter()
-        self.model(input_ids=self.rows, labels=self.rows).loss.backward()
+        batch = {"input_ids": self.rows, "labels": self.rows}
+        by_slices = takes_causal_loss(self.model)  # where it rotates, as its users would
+        loss = causal_loss(self.model, batch) if by_slices else self.model(**batch).loss
+        torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._synchronize()

@@ -28,8 +28,12 @@ from gyre_trainer.inspection.rotation_plan import RotationPlan, note_layer_by_la
 from gyre_trainer.inspection.separate_rings import note_ring
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.experts.lists import call_every_expert
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.head.deferred_logits import defer_logits
+from gyre_trainer.layers.head.causal_loss import causal_loss, note_all_logits
+from gyre_trainer.layers.head.cross_entropy import (
+    TokenLogProbs,
+    linear_cross_entropy,
+    token_log_probs,
+)
 from gyre_trainer.layers.known_blocks import KnownBlocks, suggested_rule
 from gyre_trainer.layers.known_modules import has_code_of, is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
@@ -67,6 +71,8 @@ __all__ = [
     "ReadRule",
     "RotationPlan",
     "RotationPolicy",
+    "TokenLogProbs",
+    "causal_loss",
     "linear_cross_entropy",
     "make_mesh",
     "materialize",
@@ -77,6 +83,7 @@ __all__ = [
     "rotate",
     "rotate_all",
     "stochastically_rounded",
+    "token_log_probs",
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
@@ -445,7 +452,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     require_equal_models(module, target.mesh)
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
-    defer_logits(module)
+    note_all_logits(module)
     fix_vocabulary(module)
     if target.policy.recomputes:
         recompute_norms(module)

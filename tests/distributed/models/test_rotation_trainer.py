@@ -16,7 +16,9 @@ from gyre_trainer.rotate import rotate_all
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
+from tests.distributed.models.families import made
 from tests.distributed.models.test_rotation_adapters import llama, tokens
+from tests.distributed.models.test_rotation_causal_loss import Large
 from tests.distributed.training import whole_parameters
 
 NUM_STEPS = 4
@@ -141,3 +143,20 @@ def test_adapters_are_saved_in_the_layout_of_peft(
     for (logits, losses), (again, since) in zip(found, resumed, strict=True):
         torch.testing.assert_close(again, logits, rtol=1e-9, atol=1e-9)
         assert since[-2:] == pytest.approx(losses[-2:], rel=1e-9)
+
+
+def steps_and_evaluation(folder: Path) -> tuple[list[float], int]:
+    """The losses of an evaluation in each step, and how many tensors had all logits."""
+    with torchrun():
+        model = made("Llama", vocab_size=512)
+        rotate_all(model, mesh=make_mesh("cpu"))
+        with Large(3 * tokens(0).shape[1] * 512) as large:
+            losses = trained(model, folder, eval_strategy="steps", eval_steps=1)
+        return losses, large.count
+
+
+def test_neither_steps_nor_evaluations_make_all_logits(ranks: StartRanks, tmp_path: Path) -> None:
+    (losses, num_large), (others, _) = ranks(2).run(steps_and_evaluation, tmp_path)
+    assert num_large == 0
+    assert len(losses) == NUM_STEPS
+    assert losses == others

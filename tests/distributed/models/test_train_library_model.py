@@ -124,7 +124,7 @@ def test_attention_gets_no_mask_of_all_pairs_of_tokens() -> None:
     )
     tokens = rows(0)[:, :-1]
     loss = loss_of(model)(tokens, tokens)
-    assert masks == [None]
+    assert masks == [None, None]  # of the comparison with the library, and of the loss
     logits = model(input_ids=tokens).logits
     assert float(loss.detach()) == pytest.approx(
         float(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).detach())

@@ -12,20 +12,18 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.head import slice_statistics
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.head.logit_functions import Divided, Multiplied, Tanh
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 
 DIM, NUM_CLASSES, NUM_TOKENS = 5, 11, 8  # 4 ranks have 3, 3, 3 and 2 classes; 7 ranks some none
-CAPS = Divided(0.3), Tanh(), Multiplied(0.3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum"},
-    "capped": {"reduction": "none", "functions": CAPS},
+    "capped": {"reduction": "none", "soft_cap": 0.3},
     "z-loss": {"reduction": "none", "z_loss": 0.03},
-    "all": {"reduction": "none", "z_loss": 0.03, "functions": CAPS},
+    "all": {"reduction": "none", "z_loss": 0.03, "soft_cap": 0.3},
 }
 
 
@@ -39,7 +37,7 @@ def parts(bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
 
 def plain(head: nn.Linear, x: Tensor, targets: Tensor, options: dict[str, Any]) -> Tensor:
     logits: Tensor = head(x)
-    if "functions" in options:
+    if "soft_cap" in options:
         logits = (logits / 0.3).tanh() * 0.3
     losses: Tensor = F.cross_entropy(logits, targets, reduction="none")
     losses = losses + options.get("z_loss", 0.0) * logits.logsumexp(-1).square() * (targets >= 0)

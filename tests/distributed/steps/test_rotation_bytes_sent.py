@@ -23,8 +23,6 @@ from tests.distributed.training import (
     train_rotated,
 )
 
-_BYTES_OF_COUNT = 16  # before the head's loss: how many tokens a rank has, and a digest
-
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(
@@ -33,18 +31,14 @@ _BYTES_OF_COUNT = 16  # before the head's loss: how many tokens a rank has, and 
 def test_bytes_sent_are_the_minimum(
     ranks: StartRanks, num_ranks: int, policy: RotationPolicy
 ) -> None:
-    """A rank sends 3 (N-1)/N of the rotated parameters, and of the embedding the tokens' rows.
-
-    Beside that, ranks say how many tokens they have; the slices of the head are fewer bytes.
-    """
+    """A rank sends 3 (N-1)/N of the rotated parameters, and of the embedding the tokens' rows."""
     rotated = sum(p.numel() for name, p in build(EVEN).named_parameters() if "norm" not in name)
     rotated -= EVEN.vocab_size * EVEN.dim
     expected = 8 * 3 * rotated * (num_ranks - 1) // num_ranks
     outcomes = ranks(num_ranks).run(train_rotated, Variant(EVEN, policy), 3)
     for rank, outcome in enumerate(outcomes):
         of_rows = [_bytes_of_embedding(EVEN, step, rank, num_ranks) for step in range(3)]
-        of_counts = _BYTES_OF_COUNT * (num_ranks - 1)
-        assert outcome.bytes_sent == [expected + of_counts + each for each in of_rows]
+        assert outcome.bytes_sent == [expected + each for each in of_rows]
         ring = 8 * 2 * EVEN.vocab_size * EVEN.dim * (num_ranks - 1) // num_ranks
         assert all(each < ring for each in of_rows)
 
@@ -61,8 +55,7 @@ def test_bytes_sent_of_uneven_slices(ranks: StartRanks, num_ranks: int) -> None:
         others = sizes[(rank + 1) % num_ranks], sizes[rank - 1], sizes[rank]
         rotating = 3 * sum(sizes) - sum(others)
         of_rows = [_bytes_of_embedding(UNEVEN, step, rank, num_ranks) for step in range(2)]
-        rotating = 8 * rotating + _BYTES_OF_COUNT * (num_ranks - 1)
-        assert outcome.bytes_sent == [rotating + each for each in of_rows]
+        assert outcome.bytes_sent == [8 * rotating + each for each in of_rows]
 
 
 def _bytes_of_embedding(
@@ -97,10 +90,7 @@ def test_bfloat16_travels_and_stays_close(ranks: StartRanks, num_ranks: int) -> 
     assert len(half.losses) == NUM_STEPS
     config = GATED_GROUPED
     of_rows, of_half = (
-        _bytes_of_embedding(config, 0, 0, num_ranks, weight=weight, grad=grad)
-        + 4
-        - grad
-        + _BYTES_OF_COUNT * (num_ranks - 1)
+        _bytes_of_embedding(config, 0, 0, num_ranks, weight=weight, grad=grad) + 4 - grad
         for weight, grad in ((4, 4), (2, 2))  # gradients travel in the dtype that they have
     )
     gradients = _gradient_bytes(plain, num_ranks)
@@ -113,7 +103,7 @@ def test_gradients_travel_in_the_dtype_of_the_policy(ranks: StartRanks) -> None:
     rounded = replace(exact, policy=RotationPolicy(torch.bfloat16, torch.bfloat16))
     plain, half = (ranks(2).run(train_rotated, variant)[0] for variant in (exact, rounded))
     # flags of the vocabulary's rows, and the number by which ranks meet in backward
-    fixed = 36 + 4 + _BYTES_OF_COUNT
+    fixed = 36 + 4
     assert (half.bytes_sent[0] - fixed) * 2 == plain.bytes_sent[0] - fixed
     assert half.losses == pytest.approx(plain.losses, rel=2e-2)
 

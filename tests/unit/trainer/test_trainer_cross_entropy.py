@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.head import slice_statistics
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.head.logit_functions import Divided, LogitFunction, Multiplied, Tanh
+from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy, token_log_probs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,31 +77,54 @@ def test_loss_and_gradients_are_those_of_torch(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-CHAINS: dict[str, tuple[tuple[LogitFunction, ...], Callable[[Tensor], Tensor]]] = {
-    "cap": ((Divided(0.3), Tanh(), Multiplied(0.3)), lambda logits: torch.tanh(logits / 0.3) * 0.3),
-    "scale": ((Multiplied(0.0625),), lambda logits: logits * 0.0625),
-    "divide": ((Divided(-3),), lambda logits: logits / -3),
-    "twice": (
-        (Tanh(), Multiplied(2.0), Tanh(), Divided(0.5)),
-        lambda logits: torch.tanh(torch.tanh(logits) * 2.0) / 0.5,
-    ),
+TRANSFORMS: dict[str, tuple[dict[str, float], Callable[[Tensor], Tensor]]] = {
+    "cap": ({"soft_cap": 0.3}, lambda logits: torch.tanh(logits / 0.3) * 0.3),
+    "scale": ({"scale": -0.25}, lambda logits: logits * -0.25),
+    "both": ({"scale": 2.0, "soft_cap": 0.5}, lambda logits: torch.tanh(logits * 2 / 0.5) * 0.5),
 }
 
 
 @pytest.mark.parametrize("max_logits", [2**23, 4 * NUM_CLASSES])
-@pytest.mark.parametrize("chain", CHAINS)
-def test_functions_of_logits_are_applied_before(
-    monkeypatch: pytest.MonkeyPatch, max_logits: int, chain: str
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_logits_are_scaled_and_capped_before(
+    monkeypatch: pytest.MonkeyPatch, max_logits: int, transform: str
 ) -> None:
     monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
-    functions, applied = CHAINS[chain]
+    arguments, applied = TRANSFORMS[transform]
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.03}
-    found = outcome(
-        linear_cross_entropy, head(), {**options, "functions": functions, "ignore_index": -1}
-    )
+    found = outcome(linear_cross_entropy, head(), {**options, **arguments, "ignore_index": -1})
     expected = outcome(plain, head(), {**options, "applied": applied})
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def by_token(linear: nn.Linear, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    found = token_log_probs(linear, x, targets, entropy=True, **options)
+    assert found.entropy is not None
+    return torch.stack([found.log_probs, found.log_sum_exp, found.entropy])
+
+
+def by_token_plain(
+    linear: nn.Linear, x: Tensor, targets: Tensor, *, applied: Callable[[Tensor], Tensor]
+) -> Tensor:
+    logits = applied(linear(x))
+    distribution: Any = torch.distributions.Categorical(logits=logits)
+    log_probs = distribution.log_prob(targets.clamp(min=0)) * (targets != -1)
+    return torch.stack([log_probs, logits.logsumexp(-1), distribution.entropy()])
+
+
+@pytest.mark.parametrize("max_logits", [2**23, 4 * NUM_CLASSES, 1])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_log_probs_and_entropies_of_tokens_are_those_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch, max_logits: int, transform: str
+) -> None:
+    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
+    arguments, applied = TRANSFORMS[transform]
+    found = outcome(by_token, head(), {**arguments, "ignore_index": -1})
+    expected = outcome(by_token_plain, head(), {"applied": applied})
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    assert token_log_probs(head(), *data(), ignore_index=-1).entropy is None
 
 
 def outcome(function: Any, linear: nn.Linear, options: dict[str, Any]) -> list[Tensor]:
@@ -150,6 +173,13 @@ def test_a_target_outside_the_classes_is_refused(target: int) -> None:
         linear_cross_entropy(head(), x, targets, ignore_index=-1)
 
 
+def test_a_head_that_another_library_sharded_is_refused() -> None:
+    linear = head()
+    linear.weight = nn.Parameter(linear.weight[:4].detach())
+    with pytest.raises(RotationError, match="4 of its 11 rows on this rank"):
+        linear_cross_entropy(linear, *data(), ignore_index=-1)
+
+
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the size of the largest tensor that is made inside this context."""
 
@@ -166,12 +196,12 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", 4 * NUM_CLASSES)
-    linear, functions = head(), CHAINS["cap"][0]
+    linear = head()
     x = torch.randn(200, DIM, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, NUM_CLASSES, (200,))
     with LargestTensor() as seen:
         loss = linear_cross_entropy(
-            linear, x, targets, label_smoothing=0.1, z_loss=0.1, functions=functions
+            linear, x, targets, label_smoothing=0.1, z_loss=0.1, soft_cap=0.3
         )
         loss.backward()  # type: ignore[no-untyped-call]
     assert seen.numel == x.numel() < 200 * NUM_CLASSES

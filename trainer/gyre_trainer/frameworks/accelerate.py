@@ -29,6 +29,7 @@ def prepare(
     Example:
         rotate_all(model, mesh=make_mesh(accelerator.device.type))
         model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(causal_loss(model, batch))  # of gyre_trainer.rotate
     """
     if accelerator.mixed_precision != "no":
         raise RotationError(

@@ -10,6 +10,8 @@ from transformers import Trainer
 from gyre_trainer import pretrained
 from gyre_trainer.errors import RotationError
 from gyre_trainer.frameworks.sharded_states import load_optimizer, save_optimizer
+from gyre_trainer.layers.head.causal_loss import takes_causal_loss
+from gyre_trainer.rotate import causal_loss
 
 _OPTIMIZER, _SCHEDULE = "optimizer_shards", "scheduler.pt"
 
@@ -19,7 +21,9 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     Checkpoints and the saved model have the library's layout; each rank writes its part of the
     files, and any number of ranks can resume. Of a model with adapters of peft these are saved, in
-    peft's layout.
+    peft's layout. The loss of a rotated language model goes by slices of the vocabulary, as
+    `causal_loss` has it. All logits exist where something reads them, as `compute_metrics` does,
+    with label smoothing, and for models whose loss `causal_loss` does not know.
 
     Raises:
         RotationError: the arguments have `bf16` or `fp16`, which are for whole weights.
@@ -30,11 +34,13 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         ShardedTrainer(model, args, train_dataset=dataset).train()
     """
 
+    accelerator: Any
     args: Any
     model: Any
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    _wants_loss_only = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that puts no DistributedDataParallel around models."""
@@ -46,6 +52,43 @@ class ShardedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call]
         prepare = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.accelerator.prepare_model = prepare
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss, by slices of the vocabulary where nothing reads the logits."""
+        reads_logits = return_outputs and not self._wants_loss_only
+        if reads_logits or not self._takes_causal_loss(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        batch = dict(inputs)
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            batch["num_items_in_batch"] = num_items_in_batch
+        loss = causal_loss(model, batch)
+        if "num_items_in_batch" in batch and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the number is that of all ranks
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """The loss of an evaluation, and the logits unless only the loss is wanted."""
+        self._wants_loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._wants_loss_only = False
+
+    def _takes_causal_loss(self, inputs: dict[str, Any]) -> bool:
+        other = self.compute_loss_func is not None or self.label_smoother is not None
+        return not other and inputs.get("labels") is not None and takes_causal_loss(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; collective."""

@@ -40,7 +40,7 @@ from gyre_trainer.shards.averages.replica_gradients import (
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 
-_PLAIN = (Tensor, nn.Parameter)  # a hook on deferred logits would compute them
+_PLAIN = (Tensor, nn.Parameter)  # tensors of other classes may take no hook
 
 
 class ReplicatedGradients:

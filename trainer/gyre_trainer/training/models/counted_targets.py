@@ -8,6 +8,8 @@ additions.
 Dims: B batch, T time, D features, K targets.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ _NUM_PARTS = 16
 
 
 def weighted_cross_entropy(
-    head: nn.Linear, x_BTD: Tensor, targets_BT: Tensor, weights_BT: Tensor
+    head: nn.Linear, x_BTD: Tensor, targets_BT: Tensor, weights_BT: Tensor, **transform: Any
 ) -> Tensor:
     """The weighted mean cross-entropy, in nats: a scalar. The logits never exist as a whole.
 
@@ -28,6 +30,7 @@ def weighted_cross_entropy(
         x_BTD: its input.
         targets_BT: integers in [0, V).
         weights_BT: of each target, such as a mask of 0 and 1; not all are 0.
+        transform: `scale` and `soft_cap` of the logits, as `linear_cross_entropy` takes them.
     """
     x_KD, targets_K, weights_K = x_BTD.flatten(0, -2), targets_BT.flatten(), weights_BT.flatten()
     places_K = places_of_counted(weights_K)
@@ -35,7 +38,7 @@ def weighted_cross_entropy(
         x_KD, targets_K, weights_K = (
             each.index_select(0, places_K) for each in (x_KD, targets_K, weights_K)
         )
-    losses_K = linear_cross_entropy(head, x_KD, targets_K, reduction="none")
+    losses_K = linear_cross_entropy(head, x_KD, targets_K, reduction="none", **transform)
     weights_K = weights_K.to(losses_K.dtype)
     return (losses_K * weights_K).sum() / weights_K.sum()
 

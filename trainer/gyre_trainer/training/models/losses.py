@@ -1,22 +1,17 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""The loss of a language model, without all of its logits where the model allows that.
+"""The loss of a language model, without the logits of all tokens.
 
 Dims: B batch, T time, D features, V vocabulary.
 """
 
-import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.head.deferred_logits import asked_to_defer
+from gyre_trainer.layers.head.causal_loss import LibraryModel
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
@@ -44,68 +39,17 @@ def loss_of(model: nn.Module) -> Loss:
     return model.loss if isinstance(model, GPT) else LibraryLoss(model)
 
 
-class LossHead(nn.Module):
-    """A model's head and its loss in one: it stands where the head stood.
-
-    Attributes:
-        head: the head, rotated or not.
-    """
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.head = head
-        self.targets_BT: Tensor | None = None
-        self.weights_BT: Tensor | None = None
-        self.loss: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """The head's weight: some models ask for its dtype."""
-        return self.head.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The head's bias: the library gives some models that of a head that is put in."""
-        return self.head.bias
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """The mean cross-entropy of the targets that were set before; the logits without any."""
-        if self.targets_BT is None:
-            logits: Tensor = self.head(x_BTD)
-            return logits
-        if self.weights_BT is None:
-            self.loss = linear_cross_entropy(self.head, x_BTD, self.targets_BT)
-        else:
-            self.loss = weighted_cross_entropy(self.head, x_BTD, self.targets_BT, self.weights_BT)
-        return self.loss
-
-
 class LibraryLoss:
-    """The loss of a language model of `transformers`.
+    """The loss of a language model of `transformers`, by slices of the vocabulary.
 
-    Where the model returns what its head computes, the head computes the loss at once, by slices of
-    the vocabulary. Other models scale or cap their logits: in training a rotated head defers these,
-    and their loss goes through slices too; otherwise they exist as a whole.
-
-    Attributes:
-        head: computes the loss.
+    The router's loss is in it, where the configuration sets `output_router_logits`. See [Note: The
+    head computes the loss] in `gyre_trainer.layers.head.causal_loss`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(head, LossHead):
-            self.head, self._place = head, None
-        elif isinstance(head, nn.Linear):
-            path = next(path for path, module in model.named_modules() if module is head)
-            parent, _, name = path.rpartition(".")
-            self.head, self._place = LossHead(head), (model.get_submodule(parent), name)
-        else:
-            raise ConfigError(
-                f"the head of {type(model).__name__} is {type(head).__name__}, no linear layer"
-            )
+        self._library = LibraryModel(model)
         self._model = model
-        self._is_fused = True
-        taken = inspect.signature(model.forward).parameters
+        taken = self._library.arguments
         self._takes_mask, self._takes_cache = "attention_mask" in taken, "use_cache" in taken
 
     def __call__(
@@ -129,36 +73,29 @@ class LibraryLoss:
         """
         if positions_BT is not None and not self.keeps_apart:
             positions_BT = None
-        call = partial(self._call, tokens_BT, positions_BT, is_token_BT, decoder_BT)
-        if self._is_fused:
-            self.head.targets_BT, self.head.weights_BT = targets_BT, weights_BT
-            with self._in_place():
-                output = call()
-            loss, self.head.loss = self.head.loss, None
-            if loss is not None and output.logits is loss:
-                return loss
-            self._is_fused, self.head.targets_BT = False, None
-        with asked_to_defer(self.head.head):
-            logits_BTV: Tensor = call().logits
-        logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
-        losses = F.cross_entropy(logits, targets_BT.flatten(), reduction="none")
-        losses_BT = losses.view_as(targets_BT)
-        return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
+        inputs = self._inputs(tokens_BT, positions_BT, is_token_BT, decoder_BT)
 
-    def _call(
+        def compute(head: nn.Linear, x_BTD: Tensor, **transform: Any) -> Tensor:
+            if weights_BT is None:
+                return linear_cross_entropy(head, x_BTD, targets_BT, **transform)
+            return weighted_cross_entropy(head, x_BTD, targets_BT, weights_BT, **transform)
+
+        return self._library.loss(inputs, compute)
+
+    def _inputs(
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor | None,
         is_token_BT: Tensor | None = None,
         decoder_BT: Tensor | None = None,
-    ) -> Any:
-        """The model's output.
+    ) -> dict[str, Any]:
+        """What the model is given.
 
         A mask says which tokens are there, even if all are. Without one, transformers looks for
         packed sequences, and gives attention a mask of [T, T] instead of `is_causal`; then every
         slice of attention keeps a float copy.
         """
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"input_ids": tokens_BT}
         if positions_BT is not None:
             more["position_ids"] = positions_BT
         elif self._takes_mask:
@@ -169,7 +106,7 @@ class LibraryLoss:
             more["use_cache"] = False
         if decoder_BT is not None:
             more["decoder_input_ids"] = decoder_BT
-        return self._model(input_ids=tokens_BT, **more)
+        return more
 
     @cached_property
     @torch.no_grad()
@@ -178,7 +115,7 @@ class LibraryLoss:
 
         The log says where they do not.
         """
-        apart = "position_ids" in inspect.signature(self._model.forward).parameters
+        apart = "position_ids" in self._library.arguments
         if apart:
             was_training, device = self._model.training, next(self._model.parameters()).device
             positions_BT = torch.arange(4, device=device).repeat(2)[None]
@@ -187,7 +124,10 @@ class LibraryLoss:
                 for before in ((0, 0, 0, 0), (1, 1, 1, 1))
             )
             self._model.eval()
-            one, two = (self._call(each, positions_BT).logits[:, 4:] for each in (first, other))
+            one, two = (
+                self._model(**self._inputs(each, positions_BT)).logits[:, 4:]
+                for each in (first, other)
+            )
             self._model.train(was_training)
             apart = torch.allclose(one, two, rtol=1e-3, atol=1e-4 * float(one.abs().max()))
         if not apart:
@@ -196,21 +136,3 @@ class LibraryLoss:
                 own_class(self._model).__name__,
             )
         return apart
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """A context in which the head computes the loss."""
-        if self._place is None:
-            yield
-            return
-        parent, name = self._place
-        setattr(parent, name, self.head)
-        try:
-            yield
-        finally:
-            setattr(parent, name, self.head.head)
-
-
-def _mean(losses_BT: Tensor, weights_BT: Tensor) -> Tensor:
-    weights_BT = weights_BT.to(losses_BT.dtype)
-    return (losses_BT * weights_BT).sum() / weights_BT.sum()
