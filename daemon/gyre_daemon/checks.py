@@ -139,7 +139,11 @@ async def open_datasets(
     with DaemonThreads(config.num_io_threads, "gyre-io") as executor:
         workers, metrics = FairExecutor(executor, config.num_io_threads), Metrics()
         terms = EndpointOptions(
-            config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
+            config.max_requests,
+            config.read_deadline_s,
+            config.hedge,
+            config.hub_requests_per_s,
+            config.mount_threads,
         )
         opener = StorageOpener(workers, terms, metrics)
         # A daemon that runs may have the cache's folder.

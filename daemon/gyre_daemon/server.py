@@ -196,7 +196,11 @@ class _Daemon:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
         terms = EndpointOptions(
-            config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
+            config.max_requests,
+            config.read_deadline_s,
+            config.hedge,
+            config.hub_requests_per_s,
+            config.mount_threads,
         )
         unpack_dir = config.unpack_dir or own_folder / "unpacked"
         self._config = config

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gyre_common.counts import counted
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import (
@@ -126,9 +127,9 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         names = [column.name for column in columns]
         parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
     if status.storage:
-        header = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
+        storage_header = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
         rows = [_storage_row(each) for each in status.storage]
-        parts.append(stacked(header, rows, 3, num_columns))
+        parts.append(stacked(storage_header, rows, 3, num_columns))
     if status.endpoints:
         endpoint_header = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
         states = [
@@ -136,6 +137,11 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
             for each in status.endpoints
         ]
         parts.append(stacked(endpoint_header, states, 1, num_columns))
+    if status.mounts:
+        mount_header = ("MOUNT", "FILE SYSTEM", "GUESS", "MEDIAN READ", "NOW")
+        parts.append(
+            stacked(mount_header, [_mount_row(each) for each in status.mounts], 1, num_columns)
+        )
     return "\n\n".join(parts)
 
 
@@ -190,6 +196,12 @@ def _storage_row(count: pb.StorageCount) -> tuple[str, ...]:
         first_byte = f"{count.first_byte_s / max(1, count.num_requests) * 1000:,.1f} ms"
     num_requests, num_bytes = f"{count.num_requests:,}", size(count.num_bytes)
     return count.scheme, count.kind, count.outcome, num_requests, num_bytes, first_byte
+
+
+def _mount_row(mount: pb.Mount) -> tuple[str, ...]:
+    guess, now = ("slow" if slow else "fast" for slow in (mount.guessed_slow, mount.slow))
+    read = f"{mount.read_s * 1000:,.1f} ms" if mount.HasField("read_s") else _UNKNOWN
+    return printable(mount.path), printable(mount.file_system), guess, read, now
 
 
 def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | None) -> list[str]:

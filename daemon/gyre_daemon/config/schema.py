@@ -100,7 +100,7 @@ class DatasetConfig:
         format: one of those that docs/formats.md lists; empty to decide by the names of the files.
         options: the remaining keys of the table, which the format reads.
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
-        cache: whether blocks read from object storage are kept in the node's cache.
+        cache: whether blocks read from object storage or a slow mount are kept in the node's cache.
         allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
         follow_links: whether links among local files may lead out of the dataset's folder.
         rename: new names of fields, by the names that they have.
@@ -201,6 +201,8 @@ class DaemonConfig:
         lease_s: a session ends when its client has been silent for longer than this.
         drain_timeout_s: after SIGTERM, how long batches in flight may take to finish.
         num_io_threads: threads that read local files and decode.
+        mount_threads: threads that read the files of a slow mount, such as NFS, Lustre or FUSE, for
+            each such mount.
         num_copy_workers: processes that copy local samples into arenas, at most one per core; with
             0 the kernel copies.
         num_transform_workers: processes that transform samples; 0 for one per core.
@@ -209,7 +211,8 @@ class DaemonConfig:
             entry point of the group `gyre.transforms`.
         max_requests: the most requests in flight to one object storage; the daemon finds out how
             many of these the storage handles well.
-        read_deadline_s: a read from object storage fails after this time, retries included.
+        read_deadline_s: a read from object storage or a slow mount fails after this time, retries
+            included.
         hedge: whether a late request to object storage is sent a second time.
         hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
             jobs together; a minute's worth may be sent at once.
@@ -217,8 +220,8 @@ class DaemonConfig:
             directories the daemon reads by itself; a private daemon always allows it.
         index_dir: where the indexes of shards are kept; empty for next to local shards where that
             folder is writable.
-        cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0
-            for no cache.
+        cache_memory: bytes of blocks from object storage and slow mounts kept in memory, on top of
+            memory_budget; 0 for no cache.
         cache_dir: a folder for blocks that outlive the daemon; empty for none. Only one daemon at a
             time can use it.
         cache_disk: bytes of blocks in that folder.
@@ -256,6 +259,7 @@ class DaemonConfig:
     lease_s: Positive = 30.0
     drain_timeout_s: Annotated[float, Meta(ge=0, le=_MAX_NUMBER)] = 10.0
     num_io_threads: Annotated[int, Meta(ge=1, le=_MAX_THREADS)] = 4
+    mount_threads: Annotated[int, Meta(ge=1, le=_MAX_THREADS)] = 64
     num_copy_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 4
     num_transform_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 0
     transform_deadline_s: Positive = 60.0

@@ -130,6 +130,7 @@ class Prefetcher:
         self._is_drawn = is_transformed or bool(spec.dataset.drawing)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
+        self._in_groups = True
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
         self._plans = spec.planner.batches(
             first_step, 0, spec.rank, spec.world_size
@@ -140,6 +141,17 @@ class Prefetcher:
         )
         cache = spec.dataset.storage.block_cache
         self._announcer = _Announcer(spec, cache) if blockwise and cache else None
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether several batches are laid out together, if the share says so."""
+        return self._in_groups
+
+    @in_groups.setter
+    def in_groups(self, value: bool) -> None:
+        if self._in_groups and not value and self._fetches:
+            self.rewind(self._next_to_begin)
+        self._in_groups = value
 
     def next_fetch(self, max_steps: int, end_step: int | None) -> Fetch:
         """The next batch group, laid out; the same again until it is `begun`.
@@ -226,7 +238,7 @@ class Prefetcher:
 
         A step costs a third where many are planned at once.
         """
-        num_together = self.share.num_together
+        num_together = self.share.num_together if self._in_groups else 1
         most = max(_MAX_PREPARED, num_together)
         # blocks are announced behind what is laid out, which must not lag behind the window
         num_prepared = min(self.share.num_ahead, most) if self._announcer else self._num_prepared

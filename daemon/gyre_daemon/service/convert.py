@@ -375,9 +375,14 @@ def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
 
 
 def from_mount(mount: Mount) -> pb.Mount:
-    """A mount, and whether it hangs."""
+    """A mount: whether it hangs, and whether its reads are slow."""
     return pb.Mount(
-        path=mount.path, file_system=mount.file_system, hangs_since_s=mount.hangs_since_s
+        path=mount.path,
+        file_system=mount.file_system,
+        hangs_since_s=mount.hangs_since_s,
+        guessed_slow=mount.latency.guess == "slow",
+        slow=mount.latency.is_slow,
+        read_s=mount.latency.median_s,
     )
 
 

@@ -213,6 +213,7 @@ class SharedStream:
         self._results: dict[Group, GroupResult] = {}
         self._timings: dict[Group, BatchTiming] = {}
         self._changed = asyncio.Event()
+        self._has_sealed = False
         self.arenas = Arenas(
             stream.share,
             resources.budget,
@@ -299,6 +300,9 @@ class SharedStream:
         None if there is nothing to fetch now, or no slot is free.
         """
         states = self._streams.state
+        # The first batches come alone: only reading them says whether their mount is fast now.
+        in_groups = self._has_sealed and self._spec.dataset.is_read_in_groups
+        self.stream.in_groups = self._prefetcher.in_groups = in_groups
         if self.stream.room:
             await self._prefetcher.prepare(self.stream.end_step)
         num_steps = states.next_fetch(self.stream)
@@ -349,6 +353,7 @@ class SharedStream:
         self._resources.timings.add(timing)
         self._timings[group] = timing
         self._results[group] = result
+        self._has_sealed = True
         self._streams.state.seal(group)
         self._vacate()
         self._streams.execute()

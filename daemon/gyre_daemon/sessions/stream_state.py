@@ -114,7 +114,7 @@ class StreamState:
         may_merge = stream.room and not stream.leads_on and not stream.is_apart
         if may_merge and self._merge(stream):
             return 0
-        room, num_together = stream.room, stream.share.num_together
+        room, num_together = stream.room, stream.num_together
         is_last = room > 0 and stream.next_to_begin + room == stream.end_step
         if self._is_draining or not (room >= num_together or is_last):
             return 0

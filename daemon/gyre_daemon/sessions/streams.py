@@ -180,6 +180,7 @@ class Stream:
         segments: one for each consumer that reads here now or later, in the order of joining.
         leads_on: it ends at a step where its consumers continue in another stream.
         apart_until: until a consumer reaches this step, no other joins it and it joins no other.
+        in_groups: whether several batches are fetched together, if its share says so.
         is_full: no memory was free when it last wanted to fetch.
         is_closed: it has no consumers any more.
         stall: the consumer charged, those that wait, and since when; None while none waits. See
@@ -193,9 +194,15 @@ class Stream:
     segments: list[Segment] = field(default_factory=list, repr=False)
     leads_on: bool = False
     apart_until: int = 0
+    in_groups: bool = True
     is_full: bool = False
     is_closed: bool = False
     stall: tuple[Consumer, list[Consumer], float] | None = None
+
+    @property
+    def num_together(self) -> int:
+        """How many batches the next batch group has."""
+        return self.share.num_together if self.in_groups else 1
 
     @property
     def room(self) -> int:

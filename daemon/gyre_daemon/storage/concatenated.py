@@ -66,7 +66,6 @@ class ConcatenatedFiles:
             location: of the dataset, without credentials.
         """
         self.table = table
-        self.is_node_local = files.is_node_local
         self._files = files
         self._heads = heads
         self._head_memory = np.frombuffer(heads.data or b"\0", np.uint8)
@@ -78,6 +77,11 @@ class ConcatenatedFiles:
             _JoinedFiles(_NAME, size, version, table=table, heads=heads, starts=starts)
         ]
         self._bounds = ShardBounds(self.shards)
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return self._files.is_node_local
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`."""

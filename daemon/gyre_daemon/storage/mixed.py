@@ -38,10 +38,14 @@ class MixedStorage:
                 source's bytes do not depend on chance.
         """
         self.shards: Sequence[Shard] = [shard for each in storages for shard in each.shards]
-        self.is_node_local = all(each.is_node_local for each in storages)
         self._storages, self._seeds = storages, seeds
         counts = [len(each.shards) for each in storages]
         self._first = [0, *np.cumsum(counts).tolist()]
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`: if all sources are."""
+        return all(each.is_node_local for each in self._storages)
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`: all sources at once."""

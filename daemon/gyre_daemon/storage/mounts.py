@@ -24,6 +24,7 @@ from typing import ParamSpec, TypeVar
 
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import DaemonThreads
+from gyre_daemon.storage.latency import Latency
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -50,18 +51,21 @@ class Mount:
         file_system: its type, such as `ext4`, `nfs4` or `fuse.s3fs`.
         threads: for all that touches its paths, except reading samples.
         readers: for reading samples.
+        latency: of its reads.
     """
 
     path: str
     file_system: str
     threads: DaemonThreads = field(init=False)
     readers: DaemonThreads = field(init=False)
+    latency: Latency = field(init=False)
     _hangs: bool = False
     _still_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.threads = DaemonThreads(_NUM_THREADS, f"gyre-fs {self.path}")
         self.readers = DaemonThreads(_NUM_THREADS, f"gyre-read {self.path}")
+        self.latency = Latency(self.file_system)
 
     @property
     def is_used(self) -> bool:

@@ -41,6 +41,7 @@ from gyre_daemon.storage.local.listing import (
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
 from gyre_daemon.storage.local.single_files import SingleFiles
+from gyre_daemon.storage.local.slow_reads import SlowReads
 from gyre_daemon.storage.location import (
     ARCHIVES,
     Location,
@@ -245,8 +246,9 @@ class StorageOpener:
                 raise ShardMissing(
                     f"no file below {path} has an extension that counts; see `extensions`"
                 )
-            readers = self._readers(await MOUNTS.of(root.folder))
-            return SingleFiles(root, table, readers, self._metrics), table
+            mount = await MOUNTS.of(root.folder)
+            readers, slow = self._readers(mount), self._slow_reads([mount])
+            return SingleFiles(root, table, readers, self._metrics, slow), table
         folder = as_folder(path)
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
@@ -305,9 +307,17 @@ class StorageOpener:
             shards: as listed.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
-        readers = self._readers(MOUNTS.at(files[0].root.folder)) if files else self.workers
+        folders = {(file.root.folder, file.name.rpartition("/")[0]) for file in files}
+        mounts = [*dict.fromkeys(MOUNTS.at(root / name) for root, name in sorted(folders))]
         return LocalStorage(
-            files, shards, readers, self._metrics, self._copy_workers, self._open_files, owner
+            files,
+            shards,
+            self._readers(mounts[0]) if mounts else self.workers,
+            self._metrics,
+            self._copy_workers,
+            self._open_files,
+            owner,
+            self._slow_reads(mounts),
         )
 
     async def open_beside(
@@ -355,6 +365,18 @@ class StorageOpener:
         if mount not in self._fair:
             self._fair[mount] = FairExecutor(mount.readers, self.workers.num_threads)
         return self._fair[mount]
+
+    def _slow_reads(self, mounts: Sequence[Mount]) -> SlowReads:
+        return SlowReads(mounts, self._mount_endpoint)
+
+    def _mount_endpoint(self, mount: Mount) -> Endpoint:
+        """The endpoint that all datasets on one mount share."""
+        if mount.path not in self.endpoints:
+            num_slow, num_fast = self.options.mount_threads, self.workers.num_threads
+            mount.readers.max_threads = max(num_slow, num_fast)
+            options = EndpointOptions(num_slow, self.options.deadline_s, hedges=False)
+            self.endpoints[mount.path] = Endpoint(mount.path, "file", options, self._metrics)
+        return self.endpoints[mount.path]
 
     def _endpoint(self, name: str, scheme: str, max_requests: int) -> Endpoint:
         """The endpoint that all datasets of one bucket, or of one server, share."""

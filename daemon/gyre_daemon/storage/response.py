@@ -94,7 +94,8 @@ class Response:
             trusted, or a driver cannot do what was asked; empty otherwise.
         version: of the object as it is now, as `etag`.
         modified: when it was last changed, as `etag`.
-        error: of the storage of the archive that the object is a member of.
+        error: why no other answer will come, in full, as of the storage of an archive; None where
+            the rest of this says it.
     """
 
     status: int

@@ -3284,25 +3284,42 @@ class Mount(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     FILE_SYSTEM_FIELD_NUMBER: _builtins.int
     HANGS_SINCE_S_FIELD_NUMBER: _builtins.int
+    GUESSED_SLOW_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     file_system: _builtins.str
     """"ext4", "nfs4", "fuse.s3fs", ..."""
     hangs_since_s: _builtins.float
     """For how long the oldest call has not been answered; absent where none waits for five seconds or more."""
+    guessed_slow: _builtins.bool
+    """by its file system"""
+    slow: _builtins.bool
+    """counts as slow now: each read has a thread, and nothing is mapped"""
+    read_s: _builtins.float
+    """how long one of the last reads took, in the median; absent until some are measured"""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         file_system: _builtins.str = ...,
         hangs_since_s: _builtins.float | None = ...,
+        guessed_slow: _builtins.bool = ...,
+        slow: _builtins.bool = ...,
+        read_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "hangs_since_s", b"hangs_since_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "_read_s", b"_read_s", "hangs_since_s", b"hangs_since_s", "read_s", b"read_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "file_system", b"file_system", "hangs_since_s", b"hangs_since_s", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s", "_read_s", b"_read_s", "file_system", b"file_system", "guessed_slow", b"guessed_slow", "hangs_since_s", b"hangs_since_s", "path", b"path", "read_s", b"read_s", "slow", b"slow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hangs_since_s: _TypeAlias = _typing.Literal["hangs_since_s"]  # noqa: Y015
     _WhichOneofArgType__hangs_since_s: _TypeAlias = _typing.Literal["_hangs_since_s", b"_hangs_since_s"]  # noqa: Y015
+    _WhichOneofReturnType__read_s: _TypeAlias = _typing.Literal["read_s"]  # noqa: Y015
+    _WhichOneofArgType__read_s: _TypeAlias = _typing.Literal["_read_s", b"_read_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hangs_since_s) -> _WhichOneofReturnType__hangs_since_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__read_s) -> _WhichOneofReturnType__read_s | None: ...
 
 Global___Mount: _TypeAlias = Mount  # noqa: Y015
 

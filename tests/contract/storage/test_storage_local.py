@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -264,7 +265,7 @@ def test_reads_are_cut_for_several_threads_only_where_all_have_nothing_else_to_d
     async def cuts() -> list[list[int]]:
         with ThreadPoolExecutor(3) as executor:
             workers, done = FairExecutor(executor, 3), threading.Event()
-            reads = ThreadReads([], workers, Metrics())
+            reads = ThreadReads([], workers, Metrics(), Mock(), Mock(), None)
             found = [
                 reads.cuts(12, 64 << 20),
                 reads.cuts(12, 1 << 20),

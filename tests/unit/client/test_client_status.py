@@ -134,6 +134,9 @@ def crowded() -> pb.DaemonStatus:
     status.endpoints.add(
         name="https://storage.example.com/" + "bucket" * 20, limit=1024, num_waiting=10**6
     )
+    status.mounts.add(
+        path="/mnt/" + "folder" * 20, file_system="fuse.s3fs", guessed_slow=True, read_s=0.0123
+    )
     return status
 
 
@@ -150,6 +153,8 @@ def test_a_status_fits_a_page_and_leaves_nothing_out(num_columns: int) -> None:
         "PROCESSOR WAIT",
         "OUTCOME",
         "RETRIES LEFT",
+        "MEDIAN READ",
+        "12.3 ms",
     ):
         assert name in text
     assert text.count("MEANING") == 1

@@ -69,12 +69,14 @@ class EndpointOptions:
         deadline_s: of a range, from its first attempt.
         hedges: whether late requests are sent again.
         hub_requests_per_s: to the Hugging Face Hub, in the long run, of all endpoints together.
+        mount_threads: the most reads in flight of a slow mount.
     """
 
     max_requests: int
     deadline_s: float
     hedges: bool = True
     hub_requests_per_s: float = 10.0
+    mount_threads: int = 64
 
 
 class Endpoint:

@@ -44,6 +44,8 @@ class RemoteStorage:
         paths: Sequence[str],
         shards: Sequence[Shard],
         look: Look | None = None,
+        *,
+        is_compared: bool = False,
     ) -> None:
         """Read listed objects.
 
@@ -53,9 +55,10 @@ class RemoteStorage:
             paths: of the objects, as the source knows them.
             shards: as listed.
             look: see `ChangeCheck`.
+            is_compared: whether the source itself refuses what is no longer as listed.
         """
         self.shards = shards
-        self._changes = ChangeCheck(endpoint.name, paths, shards, look)
+        self._changes = None if is_compared else ChangeCheck(endpoint.name, paths, shards, look)
         self._credentials = CredentialRefresh(source)
         self._endpoint = endpoint
         self._paths = paths
@@ -164,7 +167,7 @@ class RemoteStorage:
         error: GyreError | None,
     ) -> None:
         """Deliver a range, if it is of the version that was listed."""
-        if error:
+        if error or self._changes is None:
             deliver(data, error)
         else:
             decide = functools.partial(deliver, data)

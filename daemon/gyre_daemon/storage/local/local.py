@@ -1,13 +1,17 @@
 """Local files: no task and no object per sample, but a few thread jobs per batch.
 
-Each job works out its reads and copies them out of mapped files.
+Each job works out its reads and copies them out of mapped files. While their mount is slow, each
+read has a thread, and nothing is mapped.
 """
 
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 from gyre_daemon.errors import StorageUnavailable
@@ -16,10 +20,12 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.latency import MountIsSlow
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.local.open_files import OpenFiles, OpenShard, OpenShards
 from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead
+from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
 from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
@@ -44,7 +50,6 @@ class LocalStorage:
         checksums: of the shards, as far as they have been taken.
     """
 
-    is_node_local = True
     block_cache = None
 
     def __init__(
@@ -56,6 +61,7 @@ class LocalStorage:
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
         open_files: OpenFiles | None = None,
         owner: object = None,
+        slow: SlowReads | None = None,
     ) -> None:
         """Open no file yet.
 
@@ -67,21 +73,30 @@ class LocalStorage:
             copy_workers: processes that may copy for the threads.
             open_files: divides open files among the daemon's datasets; None for a single dataset.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
+            slow: reads while a mount is slow; None where none ever is.
         """
         self.shards = shards
         self._owner = owner
         self._files = files
-        self._reads = ThreadReads(shards, workers, metrics)
+        self._reads = ThreadReads(shards, workers, metrics, self._read_all, self._read_range, slow)
         self._workers = workers
         self._open = OpenShards(files, shards, copy_workers, open_files)
         self.checksums = ShardChecksums(shards, files)
+        self._make_unmapped = partial(OpenShards, files, shards, open_files=open_files, maps=False)
+        self._unmapped: OpenShards | None = None  # those of a slow mount, once there are some
+        self._making_unmapped = threading.Lock()
         self._copy_workers = copy_workers
-        self._ahead = ReadAhead(shards)
+        self._ahead = ReadAhead(shards, measures=slow is not None)
         self._may_gather = is_allowed()
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return not self._reads.is_slow
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
-        waited_s = await self._reads.run(plan, plan.num_bytes, self._read_all)
+        waited_s = await self._reads.run(plan, plan.num_bytes)
         if plan.delays:
             plan.delays.storage_s += waited_s
 
@@ -107,19 +122,52 @@ class LocalStorage:
         """See `Storage.local_file`."""
         return self._files[shard]
 
-    def _read_all(self, reads: Reads) -> float:
-        """Read from as many shards at a time as this thread may have open."""
+    def _read_all(self, reads: Reads) -> tuple[int, float]:
+        """Read from as many shards at a time as this thread may have open; see `ReadAll`."""
         is_touched = np.zeros(len(self.shards), np.bool_)
         is_touched[reads.shard] = True
         touched = np.flatnonzero(is_touched)
         num_at_once = max(1, self._open.max_open // self._workers.num_threads)
-        if len(touched) <= num_at_once:
-            return self._read_shards(reads, touched.tolist())
         waited_s = 0.0
-        for begin in range(0, len(touched), num_at_once):
-            shards = touched[begin : begin + num_at_once]
-            waited_s += self._read_shards(reads.of_shards(shards), shards.tolist())
-        return waited_s
+        try:
+            if len(touched) <= num_at_once:
+                return len(reads), self._read_shards(reads, touched.tolist())
+            for begin in range(0, len(touched), num_at_once):
+                shards = touched[begin : begin + num_at_once]
+                waited_s += self._read_shards(reads.of_shards(shards), shards.tolist())
+        except MountIsSlow:
+            if not self._reads.is_slow:
+                raise _unreadable(self.shards[int(reads.shard[0])].name) from None
+            return 0, waited_s
+        return len(reads), waited_s
+
+    def _read_range(self, shard: int, start: int, stop: int) -> bytes:
+        """Read a range, with one call where nothing is wrong; see `ReadRange`."""
+        with self._making_unmapped:
+            unmapped = self._unmapped = self._unmapped or self._make_unmapped()
+        opened = unmapped.get(shard)
+        trusted = opened.trusted  # another thread may change it at any time
+        try:
+            data = _pread(opened, start, stop)
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                unmapped.drop(opened, shard)
+                raise
+            raise file_error(opened.listed.name, error) from error
+        if trusted is not None and opened.stamp == trusted:
+            if len(data) == stop - start:
+                return data
+            raise _unreadable(opened.listed.name)
+
+        def read_moved(moved: OpenShard) -> bool:
+            nonlocal data
+            data = _pread(moved, start, stop)
+            return len(data) == stop - start
+
+        opened.trusted = None
+        bounds = np.array([start]), np.array([stop])
+        self._read_compared(shard, *bounds, unmapped, read_moved)
+        return data
 
     def _read_shards(self, reads: Reads, shards: Sequence[int]) -> float:
         """Copy, then check that the files are still what they were.
@@ -143,7 +191,9 @@ class LocalStorage:
             for shard in doubtful:
                 opened[shard].trusted = None
         for shard in doubtful:
-            self._read_compared(reads.of_shards(np.array([shard])), shard)
+            its = reads.of_shards(np.array([shard]))
+            copy = partial(self._copy_one, its, shard)
+            self._read_compared(shard, its.start, its.start + its.size, self._open, copy)
         others = [shard for shard in shards if shard not in doubtful]
         if others:
             waited_s += self._read_shards(reads.of_shards(np.array(others)), others)
@@ -160,28 +210,43 @@ class LocalStorage:
             failed = None if is_copied else self._copy(reads, opened)
         return failed, time.monotonic() - began if wait.was_seen else 0.0
 
-    def _read_compared(self, reads: Reads, shard: int) -> None:
-        """Copy from a shard whose times moved, and compare it with its checksums.
+    def _read_compared(
+        self,
+        shard: int,
+        start: npt.NDArray[np.int64],
+        stop: npt.NDArray[np.int64],
+        open_shards: OpenShards,
+        read: Callable[[OpenShard], bool],
+    ) -> None:
+        """Read from a shard whose times moved, and compare it with its checksums.
 
         The shard's stamp is compared before and after, so that no write goes unnoticed.
+
+        Args:
+            shard: its number.
+            start: int64 [n], where ranges begin.
+            stop: int64 [n], where they end.
+            open_shards: opens it.
+            read: reads the ranges, and returns whether they are whole.
         """
         for _ in range(_MAX_LOOKS):
-            opened = self._open.get_moved(shard)
+            opened = open_shards.get_moved(shard)
             stamp = opened.stamp
             stamp.settle()
-            is_copied = self._copy(reads, {shard: opened}) is None
-            stop = reads.start + reads.size
             try:
-                is_whole = self.checksums.compare(
-                    shard, opened.descriptor, stamp, reads.start, stop
-                )
+                is_read = read(opened)
+                is_whole = self.checksums.compare(shard, opened.descriptor, stamp, start, stop)
             except OSError as error:
                 raise file_error(opened.listed.name, error) from error
-            if is_copied and opened.is_at_its_path and opened.stamp == stamp:
+            if is_read and opened.is_at_its_path and opened.stamp == stamp:
                 if is_whole:
                     opened.trusted, opened.is_sound = stamp, True
                 return
         raise _restless(self.shards[shard].name)
+
+    def _copy_one(self, reads: Reads, shard: int, opened: OpenShard) -> bool:
+        """Copy reads of one shard; returns whether they are whole."""
+        return self._copy(reads, {shard: opened}) is None
 
     def _copy_by_worker(
         self, reads: Reads, opened: Mapping[int, OpenShard], wait: DiskWait
@@ -212,6 +277,19 @@ class LocalStorage:
         base = np.zeros(max(opened) + 1, np.uint64)
         base[list(opened)] = [shard.address for shard in opened.values()]
         return gather(base[reads.shard] + reads.start.astype(np.uint64), reads.size, reads.target)
+
+
+def _pread(shard: OpenShard, start: int, stop: int) -> bytes:
+    """The bytes of a range, or those before the end of the file."""
+    began_s = time.perf_counter()
+    data = os.pread(shard.descriptor, stop - start, start)
+    shard.mount.latency.add_since(began_s)
+    while len(data) < stop - start:
+        more = os.pread(shard.descriptor, stop - start - len(data), start + len(data))
+        if not more:
+            break
+        data += more
+    return data
 
 
 def _ranges(reads: Reads, arena: WritableArena, opened: Mapping[int, OpenShard]) -> Ranges:

@@ -1,9 +1,10 @@
-"""The local shards that are open and mapped.
+"""The local shards that are open, and mapped unless their mount is slow.
 
 The operating system limits both, so only the most recently used ones stay open, and none of a
 dataset that no job reads any more.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -21,6 +22,7 @@ from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.latency import Latency, MountIsSlow
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.shard import Shard, changed
@@ -36,18 +38,18 @@ _IDLE_S = 30.0
 
 @dataclass(slots=True)
 class OpenShard:
-    """A shard that is open and mapped, for as long as anything refers to it.
+    """A shard that is open, for as long as anything refers to it.
 
     Attributes:
         key: its name among the files of copy workers.
         listed: what it was when the dataset was opened.
         file: where it lay then.
         descriptor: of the file; owned by this object.
-        mapping: of the whole file.
-        address: of its first byte.
+        mapping: of the whole file; None where it is not mapped.
+        address: of its first byte; 0 where it is not mapped.
         trusted: while the file has this stamp it is what was listed; None if its bytes must be
             compared first.
-        mount: closes the file.
+        mount: that the file lies on; it closes the file.
         copy_workers: told when the file is closed.
         is_sound: no read of it has failed yet.
     """
@@ -56,7 +58,7 @@ class OpenShard:
     listed: Shard
     file: LocalFile
     descriptor: int
-    mapping: mmap.mmap
+    mapping: mmap.mmap | None
     address: int
     trusted: Stamp | None
     mount: Mount
@@ -144,6 +146,8 @@ class OpenShards:
         shards: Sequence[Shard],
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
         open_files: OpenFiles | None = None,
+        *,
+        maps: bool = True,
     ) -> None:
         """Open nothing yet.
 
@@ -152,8 +156,10 @@ class OpenShards:
             shards: as listed.
             copy_workers: told when a file is closed.
             open_files: shared with other datasets; None for a dataset by itself.
+            maps: whether shards are mapped.
         """
         self._files = files
+        self._maps = maps
         self._copy_workers = copy_workers
         self._shards = shards
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
@@ -200,11 +206,18 @@ class OpenShards:
             if found:
                 self._open.move_to_end(shard)
                 return found
-        opened = _open(self._files[shard], self._shards[shard], self._copy_workers)
+        file, listed = self._files[shard], self._shards[shard]
+        opened = _open(file, listed, self._copy_workers, maps=self._maps)
         with self._lock:
             opened = self._open.setdefault(shard, opened)  # another thread may have been faster
         self.trim()
         return opened
+
+    def drop(self, opened: OpenShard, shard: int) -> None:
+        """Open a shard again when it is next asked for."""
+        with self._lock:
+            if self._open.get(shard) is opened:
+                del self._open[shard]
 
     def get_moved(self, shard: int) -> OpenShard:
         """The file that lies at the shard's path now, which may differ from what `get` returned.
@@ -216,15 +229,14 @@ class OpenShards:
         """
         opened = self.get(shard)
         if not opened.is_at_its_path:
-            with self._lock:
-                if self._open.get(shard) is opened:
-                    del self._open[shard]
+            self.drop(opened, shard)
             opened = self.get(shard)
         _check(opened.listed, opened.stamp)
         return opened
 
 
-def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers) -> OpenShard:
+def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bool) -> OpenShard:
+    mapping, address, mount = None, 0, MOUNTS.at(file.path)
     try:
         descriptor = file.open()
     except OSError as error:
@@ -232,21 +244,39 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers) -> OpenShar
     try:
         stamp = Stamp.of(descriptor)
         _check(listed, stamp)
-        mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        # Otherwise a missing page may bring MiB around it: `readahead` says what is wanted.
-        mapping.madvise(mmap.MADV_RANDOM)
+        if maps:
+            mapping = _mapped(descriptor, mount.latency)
+            # Otherwise a missing page may bring MiB around it: `readahead` says what is wanted.
+            mapping.madvise(mmap.MADV_RANDOM)
+            address = np.frombuffer(mapping, np.uint8).ctypes.data
+        else:  # nothing around a sample is wanted: each byte may take long
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     except OSError as error:
         os.close(descriptor)
         raise file_error(listed.name, error) from error
-    except GyreError:
+    except (GyreError, MountIsSlow):
         os.close(descriptor)
         raise
-    address = np.frombuffer(mapping, np.uint8).ctypes.data
     trusted = stamp if stamp.version == listed.version else None
-    mount = MOUNTS.at(file.root.folder)
     return OpenShard(
         new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers
     )
+
+
+def _mapped(descriptor: int, latency: Latency) -> mmap.mmap:
+    """The mapping of a whole file.
+
+    Raises:
+        MountIsSlow: its file system maps no files; it counts as slow from now on.
+        OSError: it cannot be mapped.
+    """
+    try:
+        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        if error.errno == errno.ENODEV:
+            latency.maps = False
+            raise MountIsSlow from error
+        raise
 
 
 def _check(listed: Shard, stamp: Stamp) -> None:

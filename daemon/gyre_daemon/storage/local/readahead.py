@@ -6,6 +6,10 @@ announced only if one of them is missing. While nothing is missing, fewer and fe
 up, because every lookup releases the interpreter's lock, which costs more than the lookup itself. A
 copy that waits for the disk all the same, as the kernel's fault counter shows, makes every job be
 looked up again.
+
+Before a cold job is announced, one of its reads is measured, and more if that takes long: see
+`storage.latency`. This is done only while no other cold job is under way, because what waits behind
+the announcements of others says nothing about the disk.
 """
 
 import contextlib
@@ -13,6 +17,7 @@ import ctypes
 import mmap
 import os
 import resource
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.latency import MountIsSlow
 from gyre_daemon.storage.local.open_files import OpenShard
 from gyre_daemon.storage.shard import Shard
 
@@ -53,12 +59,17 @@ class DiskWait:
 class ReadAhead:
     """Announces the reads of one dataset. Used from threads that may wait."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], *, measures: bool = False) -> None:
         """Choose how much is read around a sample.
 
         In a dataset that does not fit into memory, the bytes around a sample would be evicted
         before they are used.
+
+        Args:
+            shards: of the dataset.
+            measures: whether a slow mount may be read in another way.
         """
+        self._measures = measures
         self.grain_bytes = _WHOLE_GRAIN_BYTES if fits_into_memory(shards) else mmap.PAGESIZE
         self._stride = 1
         self._num_skipped = 0
@@ -69,11 +80,16 @@ class ReadAhead:
 
         If the copy waits for the disk, every job is looked up again from now on. The caller notes
         in `was_seen` the waits of other processes.
+
+        Raises:
+            MountIsSlow: one of the mounts of the shards.
         """
         is_cold = self.announce(reads, opened) > 0
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
         wait = DiskWait(is_cold, is_cold)
-        yield wait
+        latency = next(iter(opened.values())).mount.latency
+        with latency.cold_job() if is_cold else contextlib.nullcontext():
+            yield wait
         wait.was_seen |= resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before
         if wait.was_seen:
             self._stride = 1
@@ -88,15 +104,24 @@ class ReadAhead:
         Returns:
             The number of announced ranges; 0 if everything that was looked up is in memory, or
             nothing was looked up.
+
+        Raises:
+            MountIsSlow: see `around`.
         """
         if self._num_skipped + 1 < self._stride:
             self._num_skipped += 1
             return 0
         self._num_skipped = 0
-        if all(_is_resident(opened[shard], start) for shard, start in _probes(reads)):
+        probes = iter(_probes(reads))
+        cold = next(
+            (probe for probe in probes if not _is_resident(opened[probe[0]], probe[1])), None
+        )
+        if cold is None:
             self._stride = min(2 * self._stride, _MAX_STRIDE)
             return 0
         self._stride = 1
+        if self._measures and _are_slow([cold, *probes], opened):
+            raise MountIsSlow
         ranges = blocks(reads.shard, reads.start, reads.start + reads.size, self.grain_bytes)
         with contextlib.suppress(OSError):  # without the advice, the copy waits
             for shard, start, stop in zip(*(column.tolist() for column in ranges), strict=True):
@@ -141,6 +166,21 @@ def _probes(reads: Reads) -> list[tuple[int, int]]:
     """Shard and start of a few reads, spread over the job."""
     which = slice(None, None, -(-len(reads) // _NUM_PROBES))
     return list(zip(reads.shard[which].tolist(), reads.start[which].tolist(), strict=True))
+
+
+def _are_slow(probes: Sequence[tuple[int, int]], opened: Mapping[int, OpenShard]) -> bool:
+    """Whether the mount of some reads is slow; measures the first, and the others if it is late."""
+    for shard, start in probes:
+        file = opened[shard]
+        if file.mount.latency.num_cold_jobs:
+            return False
+        began_s = time.perf_counter()
+        with contextlib.suppress(OSError):  # the copy finds out what is wrong
+            os.pread(file.descriptor, 1, start)
+        is_late = file.mount.latency.add_since(began_s)
+        if file.mount.latency.is_slow or not is_late:
+            return file.mount.latency.is_slow
+    return False
 
 
 def _is_resident(shard: OpenShard, offset: int) -> bool:

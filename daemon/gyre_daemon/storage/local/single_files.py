@@ -1,16 +1,19 @@
-"""Local datasets of which each sample is a file: opened, read and closed one after the other.
+"""Local datasets of which each sample is a file: opened, read and closed.
 
 Nothing stays open between samples, so that millions of files take no descriptors. Nothing is
-mapped, because a mapping costs more than reading a file that is wanted whole.
+mapped, because a mapping costs more than reading a file that is wanted whole. One thread goes
+through the files of a batch while their mount is fast, and each file has one while it is slow.
 """
 
 import ctypes
+import errno
 import os
 import resource
 import stat
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -22,7 +25,9 @@ from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
 from gyre_daemon.storage.checksums import unknown
 from gyre_daemon.storage.file_table import FileShards, FileTable
 from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
 from gyre_daemon.storage.local.thread_reads import ThreadReads
+from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
 
 _CHUNK_BYTES = 8 << 20
@@ -33,6 +38,11 @@ _OPENING_BYTES = 64 << 10
 # How long a thread lets others go first that seem to read from the page cache. Each of them takes
 # some milliseconds for a batch; where a file system does not say that it waits, this is lost.
 _TURN_S = 0.1
+# Files of each job that are measured: more cost time in every job, fewer notice later that the
+# mount is slow. While files take long, all are measured.
+_NUM_MEASURED = 4
+
+OpenBeneath = Callable[[str | bytes, int], int]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pread.restype = ctypes.c_ssize_t
@@ -46,12 +56,16 @@ class SingleFiles:
         shards: as listed.
     """
 
-    is_node_local = True
     checksums = None
     block_cache = None
 
     def __init__(
-        self, root: Root, table: FileTable, workers: FairExecutor, metrics: Metrics
+        self,
+        root: Root,
+        table: FileTable,
+        workers: FairExecutor,
+        metrics: Metrics,
+        slow: SlowReads | None = None,
     ) -> None:
         """Open no file yet.
 
@@ -60,19 +74,29 @@ class SingleFiles:
             table: of local files.
             workers: threads that read.
             metrics: counts the reads.
+            slow: reads while the mount is slow; None where it is never slow.
         """
         assert table.stamps is not None
         self.shards: Sequence[Shard] = FileShards(table)
         self._root = root
         self._table = table
         self._stamps = table.stamps
-        self._reads = ThreadReads(self.shards, workers, metrics)
+        self._reads = ThreadReads(
+            self.shards, workers, metrics, self._read_files, self._read_file, slow
+        )
+        self._latency = MOUNTS.at(root.folder).latency
+        self._shared_root = _SharedRoot(root)
         self._turn = threading.Lock()
         self._from_page_cache = True  # what the last reads came from
 
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return not self._reads.is_slow
+
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
-        await self._reads.run(plan, plan.num_bytes + _OPENING_BYTES * len(plan), self._read_files)
+        await self._reads.run(plan, plan.num_bytes + _OPENING_BYTES * len(plan))
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -90,11 +114,12 @@ class SingleFiles:
         """See `Storage.local_file`."""
         return LocalFile(self._root, self._table.name(shard))
 
-    def _read_files(self, reads: Reads) -> float:
-        """Read, then check that each file is still what was listed.
+    def _read_files(self, reads: Reads) -> tuple[int, float]:
+        """Read, then check that each file is still what was listed; see `ReadAll`.
 
         The check comes last, so that a write while a file is read does not go unnoticed.
         """
+        latency, num_to_measure, num_read = self._latency, _NUM_MEASURED, 0
         names, pread = self._table.names, _libc.pread
         listed = zip(
             reads.shard.tolist(),
@@ -111,7 +136,10 @@ class SingleFiles:
                 ):
                     descriptor = open_beneath(names[number], READ_FLAGS)
                     try:
+                        began_s = time.perf_counter()
                         count = pread(descriptor, target, size, start)
+                        if num_to_measure > 0:
+                            num_to_measure -= not latency.add_since(began_s)
                         now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
                     finally:
                         os.close(descriptor)
@@ -121,10 +149,42 @@ class SingleFiles:
                     ]
                     if not is_listed or count != size:
                         self._read_again(number, now, start, size, target)
+                    num_read += 1
+                    if latency.is_slow and self._reads.is_slow:
+                        break
         except OSError as error:
             name = self._table.name(number) if number >= 0 else str(self._root.folder)
             raise file_error(name, error) from error
-        return 0.0  # how long it waited for the disk is not known
+        return num_read, 0.0  # how long it waited for the disk is not known
+
+    def _read_file(self, number: int, start: int, stop: int) -> bytes:
+        """Read a range of one file, with one call where nothing is wrong; see `ReadRange`."""
+        table, size = self._table, stop - start
+        listed = [int(table.sizes[number]), *self._stamps[number].tolist()]
+        try:
+            with self._shared_root.held() as open_beneath:
+                descriptor = open_beneath(table.names[number], READ_FLAGS)
+                try:
+                    began_s = time.perf_counter()
+                    try:
+                        data = os.pread(descriptor, size, start)
+                    except OSError as error:
+                        if error.errno not in (errno.ESPIPE, errno.EISDIR):
+                            raise
+                        data = b""
+                    self._latency.add_since(began_s)
+                    now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
+                finally:
+                    os.close(descriptor)
+            if len(data) != size or listed != [now.st_size, now.st_mtime_ns, now.st_ctime_ns]:
+                memory = np.empty(size, np.uint8)
+                self._read_again(number, now, start, size, memory.ctypes.data)
+                return memory.tobytes()
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                raise
+            raise file_error(table.name(number), error) from error
+        return data
 
     @contextmanager
     def _taking_turns(self) -> Iterator[None]:
@@ -181,6 +241,43 @@ class SingleFiles:
         if now.st_ctime_ns == changed_ns:
             return None
         return unknown(self._table.name(number), "gyre index")
+
+
+class _SharedRoot:
+    """A root whose folder stays open while any thread reads beneath it.
+
+    It is closed in between, so that it keeps nobody from unmounting.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._held = ExitStack()
+        self._open: OpenBeneath
+
+    @contextmanager
+    def held(self) -> Iterator[OpenBeneath]:
+        """What opens files, inside the context; see `Root.held`."""
+        with self._lock:
+            if not self._num_users:
+                self._open = self._held.enter_context(self._root.held())
+            self._num_users += 1
+            open_beneath = self._open
+
+        def open_file(name: str | bytes, flags: int) -> int:
+            try:
+                return open_beneath(name, flags)
+            except FileNotFoundError:  # or another folder lies at the root's path by now
+                return self._root.open(os.fsdecode(name), flags)
+
+        try:
+            yield open_file
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._held.close()
 
 
 def _blocks_from_disk() -> int:

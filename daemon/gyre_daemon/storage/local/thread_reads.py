@@ -1,4 +1,8 @@
-"""Runs the parts of a read plan in threads, and counts what they read."""
+"""Runs the parts of a read plan in threads, and counts what they read.
+
+While the mount is fast, a thread reads a whole part; while it is slow, a thread for each read of
+it, as `slow_reads` says. A part that finds out that the mount is slow leaves the rest to these.
+"""
 
 import asyncio
 import itertools
@@ -8,27 +12,52 @@ from functools import partial
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds
+from gyre_daemon.storage.local.slow_reads import ReadRange, SlowReads
 from gyre_daemon.storage.shard import Shard
 
 # Work for less than this is not split among threads: copying it takes 4 ms, and a second job costs
 # about one. Larger jobs leave threads idle while a batch is awaited.
 _MIN_JOB_BYTES = 16 << 20
 
+# Reads in this thread; returns how many reads it did, the first ones, and for how many seconds it
+# waited for the disk. It does not do all only if the mount is slow.
+ReadAll = Callable[[Reads], tuple[int, float]]
+
 
 class ThreadReads:
     """The reads of one local storage."""
 
-    def __init__(self, shards: Sequence[Shard], workers: FairExecutor, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        workers: FairExecutor,
+        metrics: Metrics,
+        read_all: ReadAll,
+        read_range: ReadRange,
+        slow: SlowReads | None,
+    ) -> None:
         """Nothing is read yet.
 
         Args:
             shards: as listed; no read may leave them.
             workers: threads that read.
             metrics: counts the reads.
+            read_all: reads a part of a plan in one thread.
+            read_range: reads one range, while the mount is slow.
+            slow: reads while the mount is slow; None where it is never slow.
         """
+        self._shards = shards
         self._bounds = ShardBounds(shards)
         self._workers = workers
         self._metrics = metrics
+        self._read_all = read_all
+        self._read_range = read_range
+        self._slow = slow
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether each read has a thread."""
+        return self._slow is not None and self._slow.is_slow
 
     def cuts(self, num_items: int, cost: int) -> list[int]:
         """Where to cut a plan into jobs for several threads: positions from 0 to `num_items`.
@@ -44,31 +73,31 @@ class ThreadReads:
         num_jobs = max(1, min(max_jobs, 1 + cost // _MIN_JOB_BYTES, num_items))
         return [num_items * job // num_jobs for job in range(num_jobs + 1)]
 
-    async def run(self, plan: ReadPlan, cost: int, read_all: Callable[[Reads], float]) -> float:
-        """Work out each part of a plan in the thread that reads it, by `read_all`.
+    async def run(self, plan: ReadPlan, cost: int) -> float:
+        """Work out each part of a plan in the thread that reads it.
 
         Returns:
-            The longest time that a thread waited for the disk, in seconds, as `read_all` says.
+            The longest time that a thread waited for the disk, in seconds.
         """
+        if self.is_slow:
+            await self._read_slowly(plan)
+            return 0.0
         cuts = self.cuts(len(plan), cost)
         share = cost / (len(cuts) - 1)
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(self._run_part(plan, slice(*cut), share, read_all))
+                group.create_task(self._run_part(plan, slice(*cut), share))
                 for cut in itertools.pairwise(cuts)
             ]
         return max(each.result() for each in running)
 
-    async def _run_part(
-        self, plan: ReadPlan, part: slice, cost: float, read_all: Callable[[Reads], float]
-    ) -> float:
+    async def _run_part(self, plan: ReadPlan, part: slice, cost: float) -> float:
         outcome: Outcome = "error"
         worked_out: list[Reads] = []
-        work = partial(self._read_part, plan, part, worked_out, read_all)
+        work = partial(self._read_part, plan, part, worked_out)
         try:
-            waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
+            unread, waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
             outcome = "ok"
-            return waited_s
         except (asyncio.CancelledError, ArenaClosed):  # the session ended
             outcome = "abandoned"
             raise
@@ -76,19 +105,29 @@ class ThreadReads:
             labels = RequestLabels("file", "read", outcome)
             for reads in worked_out:
                 self._metrics.count_requests(labels, len(reads), reads.num_bytes)
+        if unread is not None:
+            await self._read_slowly(unread)
+        return waited_s
 
     def _read_part(
-        self,
-        plan: ReadPlan,
-        part: slice,
-        worked_out: list[Reads],
-        read_all: Callable[[Reads], float],
-    ) -> float:
+        self, plan: ReadPlan, part: slice, worked_out: list[Reads]
+    ) -> tuple[Reads | None, float]:
+        """Read a part; returns what is left of it, and the time that the disk was waited for."""
         with plan.lease():
             reads = plan.part(part)
             self._bounds.check(reads)
             reads = reads.nonempty()
             if not len(reads):
-                return 0.0
+                return None, 0.0
+            if self.is_slow:
+                return reads, 0.0
             worked_out.append(reads)
-            return read_all(reads)
+            num_read, waited_s = self._read_all(reads)
+            if num_read == len(reads):
+                return None, waited_s
+            worked_out[:] = [reads.part(slice(num_read))]
+            return reads.part(slice(num_read, None)), waited_s
+
+    async def _read_slowly(self, plan: ReadPlan) -> None:
+        assert self._slow
+        await self._slow.read(plan, self._shards, self._read_range)
