@@ -11,6 +11,11 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.cache.volume import BY_SAMPLE
+from gyre_daemon.storage.concatenated import ConcatenatedFiles
+
+# Of more single files, blocks of the cache have several: each block takes 80 bytes for good.
+_MAX_BY_SAMPLE = 1 << 22
 
 
 def behind_cache(
@@ -20,7 +25,7 @@ def behind_cache(
     node_cache: NodeCache | None,
     decoding: DecodingRoom,
 ) -> Storage:
-    """The storage, behind the node's cache unless its shards are on this machine.
+    """The storage, behind the node's cache, which local files pass by while their mount is fast.
 
     Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
     """
@@ -32,7 +37,7 @@ def behind_cache(
         size = int(index.chunk_bytes.max())
         identity = f"{opening.identity} decoded"
         return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
-    if cache is None or storage.is_node_local:
+    if cache is None:
         return storage
 
     def block_map(block_bytes: int) -> BlockMap:
@@ -40,4 +45,12 @@ def behind_cache(
         ranges = block_ranges(index, table, np.arange(table.num_blocks))
         return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
 
-    return CachedStorage(storage, opening.identity, cache, block_map)
+    by_sample = isinstance(storage, ConcatenatedFiles) and index.num_samples <= _MAX_BY_SAMPLE
+    return CachedStorage(
+        storage,
+        opening.identity,
+        cache,
+        block_map,
+        shared_bytes=BY_SAMPLE if by_sample else 0,
+        passes_local=True,
+    )

@@ -39,6 +39,9 @@ class CachedStorage:
         cache: NodeCache,
         block_map: Callable[[int], BlockMap],
         block_bytes: int = 0,
+        *,
+        shared_bytes: int = 0,
+        passes_local: bool = False,
     ) -> None:
         """Read a storage through a cache.
 
@@ -49,6 +52,9 @@ class CachedStorage:
             cache: the node's.
             block_map: returns the dataset's blocks of about a given size; called in a thread.
             block_bytes: the one size that there is; 0 lets jobs choose.
+            shared_bytes: about the size of the blocks that jobs share; 0 for the usual one.
+            passes_local: whether reads pass the cache by while this node has the bytes: the page
+                cache keeps them. What was decoded is kept all the same.
         """
         self.shards = storage.shards
         self._storage = storage
@@ -56,9 +62,9 @@ class CachedStorage:
         self._cache = cache
         self._block_map = block_map
         self._location = location
-        self._identity = _identity(location, storage.shards)
         self._block_bytes = block_bytes
-        self._shared_block_bytes = shared_block_bytes(storage.shards)
+        self._shared_bytes = shared_bytes or shared_block_bytes(storage.shards)
+        self._passes_local = passes_local
         self._volumes: dict[int, asyncio.Task[Volume]] = {}  # by block size
 
     @property
@@ -73,6 +79,11 @@ class CachedStorage:
         )
 
     @property
+    def is_bypassed(self) -> bool:
+        """Whether reads pass the cache by now: local files do while their mount is fast."""
+        return self._passes_local and self._storage.is_node_local
+
+    @property
     def checksums(self) -> ShardChecksums | None:
         """See `Storage.checksums`."""
         return self._storage.checksums
@@ -80,19 +91,24 @@ class CachedStorage:
     @property
     def block_cache(self) -> BlockCache | None:
         """See `Storage.block_cache`."""
-        return self
+        return None if self.is_bypassed else self
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`."""
+        if self.is_bypassed:
+            await self._storage.read(plan)
+            return
         reads = plan.part(slice(None))
         self._bounds.check(reads)
         reads = reads.nonempty()
         if len(reads):
-            volume = await self._volume(reads.block_bytes or self._shared_block_bytes)
+            volume = await self._volume(reads.block_bytes or self._shared_bytes)
             await self._cache.read(volume, reads)
 
     async def expect(self, block_bytes: int, blocks: Integers, flow: Flow) -> None:
         """See `BlockCache.expect`."""
+        if self.is_bypassed:
+            return
         self._cache.expect(await self._volume(block_bytes), blocks, flow)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -104,8 +120,8 @@ class CachedStorage:
         return self._storage.path(shard)
 
     def local_file(self, shard: int) -> LocalFile | None:
-        """See `Storage.local_file`: blocks are no shards."""
-        return None
+        """See `Storage.local_file`."""
+        return self._storage.local_file(shard)
 
     async def _volume(self, block_bytes: int) -> Volume:
         """The blocks of a size; the first read opens them for all."""
@@ -116,8 +132,9 @@ class CachedStorage:
         return await asyncio.shield(opening)
 
     async def _open(self, block_bytes: int) -> Volume:
+        identity = await compute(_identity, self._location, self.shards)
         blocks = await compute(self._block_map, block_bytes)
-        volume = await self._cache.open_volume(self._identity, self._storage, blocks, block_bytes)
+        volume = await self._cache.open_volume(identity, self._storage, blocks, block_bytes)
         too_large = volume.memory_sizes > self._cache.memory_bytes
         if too_large.any():
             facts = {

@@ -1,4 +1,4 @@
-"""The node cache: raw blocks of remote shards for all jobs of a daemon, in memory and on disk.
+"""The node cache: raw blocks of shards for all jobs of a daemon, in memory and on disk.
 
 [Note: The life of a cached block]
 
@@ -13,13 +13,14 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import Claims, FairExecutor, FairQueue, Flow
@@ -113,14 +114,12 @@ class NodeCache:
             past = [np.flatnonzero(blocks < 0)]
             missed = np.flatnonzero((blocks >= 0) & ~present)
             # Misses come before blocks on disk, because they may evict the memory of those.
-            for block in np.unique(blocks[missed]).tolist():
-                which = missed[blocks[missed] == block]
-                arriving = self._arriving(volume, block, reads, len(which))
+            for arriving, which in self._arriving(volume, blocks, reads, missed):
                 if arriving:
                     copying = group.create_task(
                         self._copy_after(arriving, volume, blocks[which], reads.part(which))
                     )
-                    self._pin(volume, blocks[which[:1]], copying)
+                    self._pin(volume, np.unique(blocks[which]), copying)
                 else:
                     past.append(which)
             self._copy_present(group, volume, blocks, reads, np.flatnonzero(on_disk))
@@ -178,7 +177,27 @@ class NodeCache:
                 )
                 self._pin(volume, np.unique(blocks[which]), copying)
 
-    def _arriving(self, volume: Volume, block: int, reads: Reads, num_reads: int) -> _Fetch | None:
+    def _arriving(
+        self, volume: Volume, blocks: Integers, reads: Reads, missed: Integers
+    ) -> Iterator[tuple[_Fetch | None, Integers]]:
+        """The fetches of absent blocks, and which reads wait for each; None: past the cache.
+
+        Blocks that are a sample each arrive together: a task for each would cost more than reading.
+        """
+        if volume.is_by_sample:
+            self._begin_together(volume, np.unique(blocks[missed]), reads)
+        waiting: dict[_Fetch | None, list[Integers]] = {}
+        order = missed[np.argsort(blocks[missed], kind="stable")]
+        for which in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
+            if len(which):
+                fetch = self._arriving_block(volume, int(blocks[which[0]]), reads, len(which))
+                waiting.setdefault(fetch, []).append(which)
+        for fetch, its in waiting.items():
+            yield fetch, np.concatenate(its)
+
+    def _arriving_block(
+        self, volume: Volume, block: int, reads: Reads, num_reads: int
+    ) -> _Fetch | None:
         """The fetch of an absent block; None if its bytes are read past the cache."""
         fetch = self._fetching.get((volume, block))
         if fetch:
@@ -186,7 +205,7 @@ class NodeCache:
             fetch.claims.join(reads.flow, reads.urgency)
             return fetch
         self._counts.num_misses += num_reads
-        is_admitted = (
+        is_admitted = not volume.is_by_sample and (
             reads.block_bytes
             or self._reserve(volume, block, Need.BY_NEXT_USE)
             # With room for all blocks, nothing need be read both by the sample and by the block.
@@ -205,6 +224,47 @@ class NodeCache:
         arriving.add_done_callback(_retrieve_error)
         fetch = self._fetching[volume, block] = _Fetch(arriving, claims)
         return fetch
+
+    def _begin_together(self, volume: Volume, blocks: Integers, reads: Reads) -> None:
+        """Fetch absent blocks by one read for all of them, as far as they are admitted."""
+        fresh = [
+            block
+            for block in blocks.tolist()
+            if (volume, block) not in self._fetching
+            and self._placement.take_memory(volume, block, Need.BY_NEXT_USE)
+        ]
+        if not fresh:
+            return
+        self._counts.num_misses += len(fresh)
+        self._counts.num_joined -= len(fresh)  # they will be found as if others had begun them
+        claims = Claims(reads.flow, reads.urgency)
+        fetching = self._fetch_together(volume, fresh, claims, reads.delays)
+        arriving = asyncio.create_task(fetching, name="fetch samples")
+        arriving.add_done_callback(_retrieve_error)
+        self._fetching |= dict.fromkeys(
+            [(volume, each) for each in fresh], _Fetch(arriving, claims)
+        )
+
+    async def _fetch_together(
+        self, volume: Volume, blocks: list[int], claims: Claims, delays: Delays | None
+    ) -> None:
+        """Fetch blocks that have memory reserved; none is kept if one of them fails."""
+        is_whole = False
+        try:
+            shards, starts = volume.map.shard[blocks].tolist(), volume.map.start[blocks].tolist()
+            whole = Reads.into([volume.allocate(block) for block in blocks], shards, starts)
+            flow, urgency = claims.first
+            whole = replace(whole, flow=flow, urgency=urgency, claims=claims, delays=delays)
+            await volume.storage.read(whole)
+            is_whole = True
+        finally:
+            for block in blocks:
+                self._placement.fetched(volume, block, is_whole=is_whole)
+                del self._fetching[volume, block]
+            self._freed.set()
+        if self._writer:
+            for block in blocks:
+                self._writer.store(volume, block)
 
     def _reserve(self, volume: Volume, block: int, need: Need) -> bool:
         """Reserve memory for a block, if it is admitted and not too much is being fetched."""
@@ -264,7 +324,11 @@ class NodeCache:
     ) -> None:
         """Copy out of one block once it is present; if there was no room, read past it."""
         with reads.claimed().told(arriving.claims.join):
-            await asyncio.shield(arriving.task)
+            try:
+                await asyncio.shield(arriving.task)
+            except GyreError:
+                if not volume.is_by_sample:
+                    raise  # otherwise it may be the error of another sample
         tier = Tier(volume.tier[blocks[0]])
         if tier >= Tier.MEMORY:
             await self._copy(tier, volume, blocks, reads)

@@ -12,6 +12,10 @@ from gyre_daemon.storage.cache.cells import BlockMemory, Cell, whole_pages
 from gyre_daemon.storage.cache.eviction import NEVER
 from gyre_daemon.storage.cache.mirror import Mirror
 
+# About the size of blocks that are one sample each, as where each is a file: a larger block would
+# bring no more with one read, but take a read for each of its files.
+BY_SAMPLE = 1
+
 
 class Tier(IntEnum):
     """Where a block is read from."""
@@ -72,6 +76,11 @@ class Volume:
     def num_jobs(self) -> int:
         """The number of jobs whose future is known."""
         return len(self._jobs)
+
+    @property
+    def is_by_sample(self) -> bool:
+        """Whether each block is one sample."""
+        return self.block_bytes == BY_SAMPLE
 
     @property
     def is_complete(self) -> bool:
