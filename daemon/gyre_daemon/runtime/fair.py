@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from typing import TypeVar
 # Users and flows that do not wait are remembered only for their virtual time. Beyond this many,
 # those that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
 _MAX_IDLE_QUEUES = 64
+# A thread that copies is faster than this. One that waits for a disk is not, and its job pays for
+# the time: it would otherwise keep more of the threads than jobs that copy the same bytes.
+_BYTES_PER_S = 1 << 30
 
 Result = TypeVar("Result")
 
@@ -211,6 +215,14 @@ class FairQueue:
             self._serve()  # all that waited before may have cancelled
         return turn
 
+    def charge(self, flow: Flow, cost: float) -> None:
+        """Charge a job for more than its turn was said to cost."""
+        user = self._users.get(flow.user)
+        queue = user and user.flows.get(flow)
+        if user and queue:
+            user.virtual_time += cost / flow.user_weight
+            queue.virtual_time += cost / flow.weight
+
     def release(self) -> None:
         """Give a turn back."""
         self.num_taken -= 1
@@ -319,7 +331,7 @@ def _new_flow(user: _UserQueue, flow: Flow) -> _FlowQueue:
 
 
 class FairExecutor:
-    """Threads that jobs share fairly."""
+    """Threads that jobs share fairly: by bytes, and by the time that these take if it is long."""
 
     def __init__(self, executor: Executor, num_threads: int) -> None:
         """Share the threads of an executor, whose owner shuts it down."""
@@ -341,7 +353,8 @@ class FairExecutor:
 
         Args:
             flow: the job that asks.
-            cost: as for `FairQueue.acquire`.
+            cost: as for `FairQueue.acquire`, in bytes; what takes longer than it takes to copy
+                these is charged by its time.
             urgency: as for `FairQueue.acquire`.
             work: called in the thread.
 
@@ -349,14 +362,16 @@ class FairExecutor:
             What the work returns; what it raises is raised.
         """
         await self._queue.acquire(flow, cost, urgency)
-        return await self._start(work)
+        return await self._start(flow, cost, work)
 
     async def run_of(self, claims: Claims, cost: float, work: Callable[[], Result]) -> Result:
         """The same, at the first turn of one of several jobs."""
         await self._queue.acquire_of(claims, cost)
-        return await self._start(work)
+        return await self._start(claims.first[0], cost, work)
 
-    def _start(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+    def _start(
+        self, flow: Flow, cost: float, work: Callable[[], Result]
+    ) -> asyncio.Future[Result]:
         """Start work whose turn ends with it, even if the returned future is cancelled.
 
         `asyncio.shield` around `loop.run_in_executor` would need two more futures for each call.
@@ -367,15 +382,26 @@ class FairExecutor:
         except BaseException:
             self._queue.release()
             raise
-        running.add_done_callback(partial(self._in_thread_ended, result))
+        bill = flow, cost, time.monotonic()
+        running.add_done_callback(partial(self._in_thread_ended, result, bill))
         return result
 
-    def _in_thread_ended(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
-        loop = result.get_loop()
+    def _in_thread_ended(
+        self,
+        result: asyncio.Future[Result],
+        bill: tuple[Flow, float, float],
+        running: Future[Result],
+    ) -> None:
+        loop, (flow, cost, began_s) = result.get_loop(), bill
+        excess = (time.monotonic() - began_s) * _BYTES_PER_S - cost
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._set_result, result, running)
+            loop.call_soon_threadsafe(self._set_result, result, running, flow, excess)
 
-    def _set_result(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
+    def _set_result(
+        self, result: asyncio.Future[Result], running: Future[Result], flow: Flow, excess: float
+    ) -> None:
+        if excess > 0:
+            self._queue.charge(flow, excess)
         self._queue.release()
         if result.cancelled():
             return
