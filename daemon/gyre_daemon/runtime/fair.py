@@ -369,9 +369,7 @@ class FairExecutor:
         await self._queue.acquire_of(claims, cost)
         return await self._start(claims.first[0], cost, work)
 
-    def _start(
-        self, flow: Flow, cost: float, work: Callable[[], Result]
-    ) -> asyncio.Future[Result]:
+    def _start(self, flow: Flow, cost: float, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Start work whose turn ends with it, even if the returned future is cancelled.
 
         `asyncio.shield` around `loop.run_in_executor` would need two more futures for each call.

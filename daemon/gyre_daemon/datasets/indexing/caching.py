@@ -11,10 +11,9 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.cache.volume import BY_SAMPLE
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 
-# Of more single files, blocks of the cache have several: each block takes 80 bytes for good.
+# Of more local files, blocks of the cache have several: each block takes 80 bytes for good.
 _MAX_BY_SAMPLE = 1 << 22
 
 
@@ -45,12 +44,12 @@ def behind_cache(
         ranges = block_ranges(index, table, np.arange(table.num_blocks))
         return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
 
-    by_sample = isinstance(storage, ConcatenatedFiles) and index.num_samples <= _MAX_BY_SAMPLE
+    is_folder = isinstance(storage, ConcatenatedFiles) and storage.table.stamps is not None
     return CachedStorage(
         storage,
         opening.identity,
         cache,
         block_map,
-        shared_bytes=BY_SAMPLE if by_sample else 0,
+        by_sample=is_folder and index.num_samples <= _MAX_BY_SAMPLE,
         passes_local=True,
     )

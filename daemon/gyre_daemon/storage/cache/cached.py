@@ -40,7 +40,7 @@ class CachedStorage:
         block_map: Callable[[int], BlockMap],
         block_bytes: int = 0,
         *,
-        shared_bytes: int = 0,
+        by_sample: bool = False,
         passes_local: bool = False,
     ) -> None:
         """Read a storage through a cache.
@@ -52,7 +52,8 @@ class CachedStorage:
             cache: the node's.
             block_map: returns the dataset's blocks of about a given size; called in a thread.
             block_bytes: the one size that there is; 0 lets jobs choose.
-            shared_bytes: about the size of the blocks that jobs share; 0 for the usual one.
+            by_sample: whether the blocks that jobs share are a sample each, as where each is a file:
+                a larger one would bring no more with one read, but take a read for each file.
             passes_local: whether reads pass the cache by while this node has the bytes: the page
                 cache keeps them. What was decoded is kept all the same.
         """
@@ -63,7 +64,8 @@ class CachedStorage:
         self._block_map = block_map
         self._location = location
         self._block_bytes = block_bytes
-        self._shared_bytes = shared_bytes or shared_block_bytes(storage.shards)
+        self._by_sample = by_sample
+        self._shared_bytes = 1 if by_sample else shared_block_bytes(storage.shards)
         self._passes_local = passes_local
         self._volumes: dict[int, asyncio.Task[Volume]] = {}  # by block size
 
@@ -134,7 +136,13 @@ class CachedStorage:
     async def _open(self, block_bytes: int) -> Volume:
         identity = await compute(_identity, self._location, self.shards)
         blocks = await compute(self._block_map, block_bytes)
-        volume = await self._cache.open_volume(identity, self._storage, blocks, block_bytes)
+        volume = await self._cache.open_volume(
+            identity,
+            self._storage,
+            blocks,
+            block_bytes,
+            comes_together=self._by_sample and block_bytes == self._shared_bytes,
+        )
         too_large = volume.memory_sizes > self._cache.memory_bytes
         if too_large.any():
             facts = {

@@ -90,13 +90,21 @@ class NodeCache:
         self._may_gather = is_allowed()
 
     async def open_volume(
-        self, identity: str, storage: Storage, blocks: BlockMap, block_bytes: int
+        self,
+        identity: str,
+        storage: Storage,
+        blocks: BlockMap,
+        block_bytes: int,
+        *,
+        comes_together: bool = False,
     ) -> Volume:
         """The blocks of a dataset, with those that an earlier daemon left on disk."""
         mirror = None
         if self._writer and blocks.offsets()[-1]:
             mirror = await self._writer.open_mirror(identity, blocks)
-        volume = Volume(storage, blocks, block_bytes, mirror, self._memory)
+        volume = Volume(
+            storage, blocks, block_bytes, mirror, self._memory, comes_together=comes_together
+        )
         if self._writer and mirror:
             self._writer.adopt(volume, mirror)
         return volume
@@ -182,9 +190,9 @@ class NodeCache:
     ) -> Iterator[tuple[_Fetch | None, Integers]]:
         """The fetches of absent blocks, and which reads wait for each; None: past the cache.
 
-        Blocks that are a sample each arrive together: a task for each would cost more than reading.
+        Where blocks come together, a task for each would cost more than reading it.
         """
-        if volume.is_by_sample:
+        if volume.comes_together:
             self._begin_together(volume, np.unique(blocks[missed]), reads)
         waiting: dict[_Fetch | None, list[Integers]] = {}
         order = missed[np.argsort(blocks[missed], kind="stable")]
@@ -205,7 +213,7 @@ class NodeCache:
             fetch.claims.join(reads.flow, reads.urgency)
             return fetch
         self._counts.num_misses += num_reads
-        is_admitted = not volume.is_by_sample and (
+        is_admitted = not volume.comes_together and (
             reads.block_bytes
             or self._reserve(volume, block, Need.BY_NEXT_USE)
             # With room for all blocks, nothing need be read both by the sample and by the block.
@@ -327,7 +335,7 @@ class NodeCache:
             try:
                 await asyncio.shield(arriving.task)
             except GyreError:
-                if not volume.is_by_sample:
+                if not volume.comes_together:
                     raise  # otherwise it may be the error of another sample
         tier = Tier(volume.tier[blocks[0]])
         if tier >= Tier.MEMORY:

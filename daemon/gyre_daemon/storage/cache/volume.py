@@ -12,10 +12,6 @@ from gyre_daemon.storage.cache.cells import BlockMemory, Cell, whole_pages
 from gyre_daemon.storage.cache.eviction import NEVER
 from gyre_daemon.storage.cache.mirror import Mirror
 
-# About the size of blocks that are one sample each, as where each is a file: a larger block would
-# bring no more with one read, but take a read for each of its files.
-BY_SAMPLE = 1
-
 
 class Tier(IntEnum):
     """Where a block is read from."""
@@ -36,6 +32,7 @@ class Volume:
         sizes: int64 [M], in bytes.
         memory_sizes: int64 [M], the bytes that each takes in memory.
         disk_sizes: int64 [M], the bytes that each takes on disk.
+        comes_together: whether blocks that are missed together are fetched by one read.
         mirror: the blocks on disk; None without a disk cache.
         tier: uint8 [M], the best tier that has each block; changed by `move`.
         num_present: how many are in memory or on disk.
@@ -53,8 +50,11 @@ class Volume:
         block_bytes: int,
         mirror: Mirror | None,
         memory: BlockMemory,
+        *,
+        comes_together: bool = False,
     ) -> None:
         self.storage = storage
+        self.comes_together = comes_together
         self.map = blocks
         self.block_bytes = block_bytes
         self.sizes = blocks.sizes()
@@ -76,11 +76,6 @@ class Volume:
     def num_jobs(self) -> int:
         """The number of jobs whose future is known."""
         return len(self._jobs)
-
-    @property
-    def is_by_sample(self) -> bool:
-        """Whether each block is one sample."""
-        return self.block_bytes == BY_SAMPLE
 
     @property
     def is_complete(self) -> bool:
