@@ -33,7 +33,7 @@ from tests.fuse_folder import FuseFolder, why_not
 from tests.slow_shim import SlowShim
 
 BATCH, NUM_WORKERS = 64, 16
-NUM_FILES, FILE_BYTES = 20_000, 2_000
+NUM_FILES, FILE_BYTES = 12_000, 2_000
 NUM_SEQUENCES, SEQUENCE = 20_000, 1_024  # uint16
 TAIL_S, TAIL_SHARE = 1.0, 0.01
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": SEQUENCE}

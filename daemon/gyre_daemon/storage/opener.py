@@ -372,9 +372,9 @@ class StorageOpener:
     def _mount_endpoint(self, mount: Mount) -> Endpoint:
         """The endpoint that all datasets on one mount share."""
         if mount.path not in self.endpoints:
-            num_slow, num_fast = self.options.mount_threads, self.workers.num_threads
-            mount.readers.max_threads = max(num_slow, num_fast)
-            options = EndpointOptions(num_slow, self.options.deadline_s, hedges=False)
+            num, options = self.options.mount_threads, self.options
+            mount.readers.max_threads = max(2 * num, self.workers.num_threads)
+            options = replace(options, max_requests=num, spares_late=True)
             self.endpoints[mount.path] = Endpoint(mount.path, "file", options, self._metrics)
         return self.endpoints[mount.path]
 

@@ -89,7 +89,7 @@ def test_each_file_is_opened_and_read_once_and_sixty_four_at_once(
     async def read() -> None:
         storage = await opened[1](mount.path)
         assert not storage.is_node_local, "a file system of FUSE is slow until it is measured"
-        mount.behave(delay_s=0.2)
+        mount.behave(delay_s=1.0)
         await storage.read(targets.reads())
 
     run(read())
@@ -108,7 +108,7 @@ def test_a_sample_of_an_open_shard_takes_one_read(
     async def read() -> tuple[dict[str, int], dict[str, int]]:
         storage = await opened[0](mount.path)
         await storage.read(Targets().add(0, 0, 100).reads())
-        mount.behave(delay_s=0.2)
+        mount.behave(delay_s=1.0)
         before = mount.behave()
         await storage.read(targets.reads())
         return before, mount.behave()
@@ -140,7 +140,7 @@ def test_a_mount_that_was_fast_is_noticed_within_sixteen_reads(
     run(read())
     counts = mount.behave()
     targets.check(IN_ORDER)
-    assert counts["most_reads"] >= 64
+    assert counts["most_reads"] > 16
     assert counts["read"] <= NUM + 16 * (kind == 0)
 
 

@@ -71,7 +71,7 @@ def test_a_first_batch_waits_for_few_reads_besides_its_own(
         next(iter(loader))
         counts = mount.behave(delay_s=0)
     assert counts["read"] - before["read"] <= 4 * BATCH
-    assert counts["most_reads"] == 64
+    assert 64 <= counts["most_reads"] <= 128
 
 
 @pytest.mark.parametrize(("name", "num"), [("files", NUM_FILES), ("tokens", NUM_SEQUENCES)])
@@ -95,6 +95,6 @@ def test_the_status_tells_guess_and_measure(daemon: Daemon, mount: FuseFolder) -
         next(iter(loader))
         (state,) = (each for each in status(daemon).mounts if each.path == str(mount.path))
         assert (state.file_system, state.guessed_slow, state.slow) == ("fuse.test", True, True)
-        assert 0.01 < state.read_s
+        assert state.read_s > 0.01
         (endpoint,) = (each for each in status(daemon).endpoints if each.name == str(mount.path))
         assert endpoint.limit == 64

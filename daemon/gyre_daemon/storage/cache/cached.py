@@ -52,8 +52,8 @@ class CachedStorage:
             cache: the node's.
             block_map: returns the dataset's blocks of about a given size; called in a thread.
             block_bytes: the one size that there is; 0 lets jobs choose.
-            by_sample: whether the blocks that jobs share are a sample each, as where each is a file:
-                a larger one would bring no more with one read, but take a read for each file.
+            by_sample: whether the blocks that jobs share are a sample each. Where each is a file, a
+                larger one would bring no more with one read, but take a read for each file.
             passes_local: whether reads pass the cache by while this node has the bytes: the page
                 cache keeps them. What was decoded is kept all the same.
         """

@@ -1,8 +1,10 @@
 """Reads of local files whose mount is slow: one thread for each, behind the request engine.
 
 So they have what requests to object storage have: a limit of how many are in flight, the fair queue
-of all jobs, deadlines, and shared reads of what several jobs want. They have no hedges: a second
-read of the same pages waits in the kernel for the first.
+of all jobs, deadlines, hedges, and shared reads of what several jobs want. A thread that waits for
+the kernel cannot be stopped, so a read that is very late leaves its turn to another, up to twice
+the limit. A hedge helps where the file system asks its server again; where the kernel keeps the
+pages locked, it waits for the first read, and costs a thread.
 
 Each thread reads into memory of its own, not into the slot: one that never returns would keep the
 slot for ever.
