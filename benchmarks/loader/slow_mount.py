@@ -2,8 +2,8 @@
 
 `python -m benchmarks.loader.slow_mount [--by fuse|shim] [--delay-ms 10] [--seconds 4]`.
 
-A folder of files and a file of tokens lie on a file system of FUSE whose server delays each read;
-where none can be mounted, a preloaded library delays the calls. The server takes processor time
+A folder of files and a file of tokens are on a file system of FUSE whose server delays each read.
+Where none can be mounted, a preloaded library delays the calls. The server takes processor time
 that a real one would not, on this machine. Each contender is a process. With a tail, one read in a
 hundred takes a second. Then a job on a page-cached file reads alone and next to one on the slow
 mount, and the epochs of a job are read whose data fits into the node cache.
@@ -189,12 +189,12 @@ def beside(slow: FuseFolder | SlowShim, server: Daemon, delay_s: float, seconds:
     print(*table(header, rows), "", sep="\n", flush=True)
 
 
-def epochs(slow: FuseFolder | SlowShim, server: Daemon) -> None:
+def epochs(slow: FuseFolder | SlowShim, server: Daemon, delay_s: float) -> None:
     """Print the reads of two epochs through the node cache."""
     rows = []
     for kind in ("kept files", "kept tokens"):
         for number in range(2):
-            before, began = slow.behave()["read"], time.monotonic()
+            before, began = slow.behave(delay_s=delay_s)["read"], time.monotonic()
             with Loader(kind, batch_size=BATCH, seed=number, address=server.address) as loader:
                 num = sum(len(batch["sample_id"]) for batch in loader)
             reads = slow.behave()["read"] - before
@@ -217,18 +217,20 @@ def main() -> None:
         print(json.dumps(read(*json.loads(arguments.task))))
         return
     delay_s, seconds = arguments.delay_ms / 1e3, arguments.seconds
-    with tempfile.TemporaryDirectory(prefix="gyre-slow-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="gyre-slow-") as name,
+        tempfile.TemporaryDirectory(prefix="gyre-fast-", dir="/dev/shm") as memory,
+    ):
         scratch = Path(name)
-        source, cached = scratch / "source", scratch / "cached"
+        source, cached = scratch / "source", Path(memory)
         write(source)
-        cached.mkdir()
         np.zeros(NUM_SEQUENCES * SEQUENCE, np.uint16).tofile(cached / "a.bin")
         command = f"python -m benchmarks.loader.slow_mount --by {arguments.by}"
         print(*circumstances(command), f"{arguments.delay_ms:g} ms a read.\n", sep="\n")
         with slow_folder(source, scratch, arguments.by) as slow:
             files = {"uri": str(slow.path / "files"), "format": "files", "extensions": ["bin"]}
             tokens = {"uri": str(slow.path / "tokens"), **TOKENS}
-            datasets = {
+            datasets: dict[str, dict[str, object]] = {
                 "files": {**files, "cache": False},
                 "tokens": {**tokens, "cache": False},
                 '"kept files"': files,
@@ -238,7 +240,7 @@ def main() -> None:
             with daemon(scratch, datasets) as server:
                 rates(slow, server, delay_s, seconds)
                 beside(slow, server, delay_s, seconds)
-                epochs(slow, server)
+                epochs(slow, server, delay_s)
 
 
 if __name__ == "__main__":

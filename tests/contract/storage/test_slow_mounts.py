@@ -81,7 +81,7 @@ def of_all(start: int = 0, size: int = BYTES) -> Targets:
     return targets
 
 
-def test_each_file_is_opened_and_read_once_and_sixty_four_at_once(
+def test_each_file_is_opened_and_read_once_and_many_at_once(
     mount: FuseFolder, opened: tuple[Open, Open]
 ) -> None:
     targets = of_all()
@@ -95,7 +95,8 @@ def test_each_file_is_opened_and_read_once_and_sixty_four_at_once(
     run(read())
     counts = mount.behave()
     targets.check(IN_ORDER)
-    assert (counts["open"], counts["read"], counts["most_reads"]) == (NUM, NUM, 64)
+    assert (counts["open"], counts["read"]) == (NUM, NUM)
+    assert 16 < counts["most_reads"] <= 64
 
 
 def test_a_sample_of_an_open_shard_takes_one_read(
@@ -120,7 +121,7 @@ def test_a_sample_of_an_open_shard_takes_one_read(
     targets.check([data])
     assert after["read"] - before["read"] == NUM
     assert after["open"] == before["open"]
-    assert after["most_reads"] == 64
+    assert 16 < after["most_reads"] <= 64
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["shards", "files"])
@@ -144,11 +145,16 @@ def test_a_mount_that_was_fast_is_noticed_within_sixteen_reads(
     assert counts["read"] <= NUM + 16 * (kind == 0)
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 CHANGES: list[tuple[Callable[[Path], object], type[GyreError], str]] = [
     (lambda path: path.unlink(), ShardMissing, "does not exist"),
     (lambda path: path.write_bytes(b"other"), CorruptSample, "has changed"),
     (lambda path: path.write_bytes(noise(7, BYTES)), CorruptSample, "has changed"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), NotAllowed, "no regular file"),
+    (replace_by_pipe, NotAllowed, "no regular file"),
     (lambda path: path.chmod(0o600), CorruptSample, "has changed since .* or was only touched"),
 ]
 

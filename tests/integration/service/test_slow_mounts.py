@@ -23,8 +23,8 @@ NUM_SEQUENCES = 2048
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FuseFolder]:
     source = tmp_path / "source"
-    for folder in ("files", "tokens"):
-        (source / folder).mkdir(parents=True)
+    for name in ("files", "tokens"):
+        (source / name).mkdir(parents=True)
     for number in range(NUM_FILES):
         (source / "files" / f"{number:04}.bin").write_bytes(b"%04d" % number * 100)
     tokens = np.arange(NUM_SEQUENCES, dtype=np.uint16).repeat(2048)
@@ -71,13 +71,14 @@ def test_a_first_batch_waits_for_few_reads_besides_its_own(
         next(iter(loader))
         counts = mount.behave(delay_s=0)
     assert counts["read"] - before["read"] <= 4 * BATCH
-    assert 64 <= counts["most_reads"] <= 128
+    assert 16 < counts["most_reads"] <= 2 * 64, "late reads leave their turns to others"
 
 
 @pytest.mark.parametrize(("name", "num"), [("files", NUM_FILES), ("tokens", NUM_SEQUENCES)])
 def test_a_second_epoch_reads_nothing_from_the_mount(
     daemon: Daemon, mount: FuseFolder, name: str, num: int
 ) -> None:
+    mount.behave(delay_s=0.01)
     first = epoch(daemon, name)
     before = mount.behave()
     second = epoch(daemon, name, order="sequential")

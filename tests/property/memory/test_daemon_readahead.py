@@ -80,6 +80,7 @@ def evict(shard: OpenShard) -> None:
     ):
         if time.monotonic() > deadline:
             pytest.skip("this file system keeps all files in memory")
+        assert shard.mapping
         shard.mapping.madvise(mmap.MADV_DONTNEED)
         # this leaves pages that are being read
         os.posix_fadvise(shard.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -131,6 +132,7 @@ def test_a_copy_that_waits_for_the_disk_resets_the_stride(shard: OpenShard) -> N
     evict(shard)
     with ahead.around(some_reads(), {0: shard}) as wait:
         assert not wait.is_certain, "nobody looked"
+        assert shard.mapping
         assert shard.mapping[NUM_BYTES // 2] == 0
     assert wait.was_seen
     evict(shard)

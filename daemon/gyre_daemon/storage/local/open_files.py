@@ -49,7 +49,7 @@ class OpenShard:
         address: of its first byte; 0 where it is not mapped.
         trusted: while the file has this stamp it is what was listed; None if its bytes must be
             compared first.
-        mount: that the file lies on; it closes the file.
+        mount: of the file, which it closes.
         copy_workers: told when the file is closed.
         is_sound: no read of it has failed yet.
     """

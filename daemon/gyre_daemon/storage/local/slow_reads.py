@@ -47,7 +47,7 @@ class SlowReads:
         """Read nothing yet.
 
         Args:
-            mounts: that the files lie on.
+            mounts: of the files.
             endpoint_of: returns the request engine of a mount.
         """
         self._mounts = mounts
