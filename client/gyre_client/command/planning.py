@@ -155,11 +155,24 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     )
     decodes = any(each.num_chunks_decoded for each in response.estimates)
     decoded = ("CHUNKS DECODED", "BYTES DECODED") if decodes else ()
-    header = ("ORDER", "REQUESTS", "BYTES", *decoded, "AMPLIFICATION", "MEMORY", *_QUALITY, "MONEY")
+    opens = any(each.num_opens for each in response.estimates)
+    opened = ("FILES OPENED",) if opens else ()
+    header = (
+        "ORDER",
+        "REQUESTS",
+        *opened,
+        "BYTES",
+        *decoded,
+        "AMPLIFICATION",
+        "MEMORY",
+        *_QUALITY,
+        "MONEY",
+    )
     rows = [
         (
             _name(each),
             f"{each.num_requests:,}",
+            *((f"{each.num_opens:,}",) if opens else ()),
             size(each.num_bytes),
             *((f"{each.num_chunks_decoded:,}", size(each.num_bytes_decoded)) if decodes else ()),
             f"{each.amplification:.2f}",

@@ -61,8 +61,10 @@ class CostQuery:
         cache_bytes: of the node; 0 for a cache as large as the data.
         cache_block_bytes: about the size of the cache's blocks.
         prices: of the storage.
-        is_local: whether the data lies on this machine and has no prices, so that a request costs
-            next to nothing.
+        is_local: whether a fast mount of this machine has the data and there are no prices, so that
+            a request costs next to nothing.
+        is_by_file: whether each sample is a file, so that a block takes a request for each sample.
+        opens_files: whether each of these requests opens a file of a mount.
     """
 
     order: Order
@@ -71,6 +73,8 @@ class CostQuery:
     cache_block_bytes: int
     prices: StoragePrices
     is_local: bool
+    is_by_file: bool = False
+    opens_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class Estimate:
         money: None if no price is known.
         num_chunks_decoded: in all epochs; 0 where samples are byte ranges of shards.
         num_bytes_decoded: of these chunks.
+        num_opens: files that are opened in all epochs, each an operation on metadata; 0 where all
+            samples are in a few open shards, or in object storage.
     """
 
     order: str
@@ -99,6 +105,7 @@ class Estimate:
     money: float | None
     num_chunks_decoded: int = 0
     num_bytes_decoded: int = 0
+    num_opens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +172,28 @@ def estimate_costs(index: SampleIndex, query: CostQuery) -> CostReport:
             round(memory_bytes),
             quality,
             query.prices.of(round(requests), round(num_bytes)),
+            num_opens=round(requests) if query.opens_files else 0,
         )
 
     sample_requests = epochs * averages.num_samples * averages.sample_requests
     sample_bytes = epochs * averages.num_samples * averages.sample_bytes
     held = min(1.0, query.cache_bytes / max(cache.data_bytes, 1)) if query.cache_bytes else 1.0
+    block_requests, cached_requests = float(epochs * averages.num_blocks), float(cache.num_blocks)
+    if query.is_by_file:
+        block_requests, cached_requests = sample_requests, sample_requests / epochs
     window_blocks = min(order.window_blocks + 2, averages.num_blocks)
     estimates = [
         estimate("full", sample_requests, sample_bytes, 0, full_quality),
         estimate(
             "block",
-            epochs * averages.num_blocks,
+            block_requests,
             epochs * averages.data_bytes,
             window_blocks * averages.block_bytes,
             block_quality,
         ),
         estimate(
             "full with the cache",
-            held * cache.num_blocks + (1 - held) * sample_requests,
+            held * cached_requests + (1 - held) * sample_requests,
             held * cache.data_bytes + (1 - held) * sample_bytes,
             held * cache.data_bytes,
             full_quality,
@@ -205,6 +216,11 @@ def _recommend(
         return (
             "Take `full` with the cache: it holds all of the data, so each byte is asked for once, "
             "and the shuffle is global."
+        )
+    if query.is_by_file:
+        return (
+            "Take `full`: each sample is a file, and takes a request in every order. The cache, or "
+            "shards of many samples, would save some."
         )
     if samples_per_block < _MIN_SAMPLES_PER_BLOCK:
         return (

@@ -158,6 +158,7 @@ def from_cost_report(
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
                 money=each.money,
                 num_chunks_decoded=each.num_chunks_decoded,
+                num_opens=each.num_opens,
                 num_bytes_decoded=each.num_bytes_decoded,
             )
             for each in report.estimates

@@ -25,6 +25,7 @@ from gyre_daemon.order.skipping import MAX_SKIPPED, SkippedSteps, are_skipped
 from gyre_daemon.order.stages import Stage, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
+from gyre_daemon.storage.concatenated import JoinedFiles
 
 _TAILS: dict[int, Tail] = {
     pb.TAIL_UNSPECIFIED: "wrap",
@@ -335,13 +336,19 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
     prices = StoragePrices(
         _to_price(message, "price_per_1000_requests"), _to_price(message, "price_per_gb")
     )
+    storage = dataset.storage
+    first = storage.shards[0]
+    files = first.table if isinstance(first, JoinedFiles) else None
+    is_mounted = files.stamps is not None if files else storage.local_file(0) is not None
     return CostQuery(
         fitted(to_order(spec), spec, dataset),
         message.num_epochs or 1,
         message.cache_bytes,
         shared_block_bytes(dataset.storage.shards),
         prices,
-        is_local=dataset.storage.local_file(0) is not None and prices == StoragePrices(),
+        is_local=is_mounted and storage.is_node_local and prices == StoragePrices(),
+        is_by_file=files is not None,
+        opens_files=files is not None and is_mounted,
     )
 
 

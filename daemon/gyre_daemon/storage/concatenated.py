@@ -25,7 +25,7 @@ _NAME = "files"  # of the one shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JoinedFiles(Shard):
+class JoinedFiles(Shard):
     """All files as one shard.
 
     Attributes:
@@ -74,7 +74,7 @@ class ConcatenatedFiles:
         size, starts = int(self._starts[-1]), self._starts
         version = _version(table, heads)
         self.shards: Sequence[Shard] = [
-            _JoinedFiles(_NAME, size, version, table=table, heads=heads, starts=starts)
+            JoinedFiles(_NAME, size, version, table=table, heads=heads, starts=starts)
         ]
         self._bounds = ShardBounds(self.shards)
 

@@ -1325,6 +1325,7 @@ class CostEstimate(_message.Message):
     MONEY_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_DECODED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_OPENS_FIELD_NUMBER: _builtins.int
     order: _builtins.str
     """"full", "block", "full with the cache" """
     num_requests: _builtins.int
@@ -1341,6 +1342,8 @@ class CostEstimate(_message.Message):
     num_chunks_decoded: _builtins.int
     """in all epochs; 0 where samples are byte ranges of shards"""
     num_bytes_decoded: _builtins.int
+    num_opens: _builtins.int
+    """files of a mount that are opened in all epochs; 0 where samples are in a few shards"""
     @_builtins.property
     def quality(self) -> Global___ShuffleQuality: ...
     def __init__(
@@ -1357,10 +1360,11 @@ class CostEstimate(_message.Message):
         money: _builtins.float | None = ...,
         num_chunks_decoded: _builtins.int = ...,
         num_bytes_decoded: _builtins.int = ...,
+        num_opens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "money", b"money", "quality", b"quality"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_opens", b"num_opens", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__money: _TypeAlias = _typing.Literal["money"]  # noqa: Y015
     _WhichOneofArgType__money: _TypeAlias = _typing.Literal["_money", b"_money"]  # noqa: Y015
