@@ -149,7 +149,7 @@ class Prefetcher:
 
     @in_groups.setter
     def in_groups(self, value: bool) -> None:
-        if self._in_groups and not value and self._fetches:
+        if value != self._in_groups and self._fetches and self.share.num_together > 1:
             self.rewind(self._next_to_begin)
         self._in_groups = value
 

@@ -36,6 +36,10 @@ from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import Consumer, Group, Stream
 from gyre_daemon.storage.delays import Delays
 
+# Batches of local files that are begun before the first one is complete. With one, a slow mount is
+# idle while the last samples of the first batch arrive.
+_NUM_AT_FIRST = 2
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonResources:
@@ -214,6 +218,7 @@ class SharedStream:
         self._timings: dict[Group, BatchTiming] = {}
         self._changed = asyncio.Event()
         self._has_sealed = False
+        self._is_of_files = "://" not in spec.dataset.storage.path(0)
         self.arenas = Arenas(
             stream.share,
             resources.budget,
@@ -300,9 +305,12 @@ class SharedStream:
         None if there is nothing to fetch now, or no slot is free.
         """
         states = self._streams.state
-        # The first batches come alone: only reading them says whether their mount is fast now.
+        # The first batches come alone: only reading them says whether their mount is fast now. If
+        # it is slow, the reads of later ones would delay them.
         in_groups = self._has_sealed and self._spec.dataset.is_read_in_groups
         self.stream.in_groups = self._prefetcher.in_groups = in_groups
+        if self._is_of_files and not self._has_sealed and len(self.slots) >= _NUM_AT_FIRST:
+            return None
         if self.stream.room:
             await self._prefetcher.prepare(self.stream.end_step)
         num_steps = states.next_fetch(self.stream)
