@@ -228,7 +228,11 @@ def main() -> None:
         command = f"python -m benchmarks.loader.slow_mount --by {arguments.by}"
         print(*circumstances(command), f"{arguments.delay_ms:g} ms a read.\n", sep="\n")
         with slow_folder(source, scratch, arguments.by) as slow:
-            files = {"uri": str(slow.path / "files"), "format": "files", "extensions": ["bin"]}
+            files: dict[str, object] = {
+                "uri": str(slow.path / "files"),
+                "format": "files",
+                "extensions": ["bin"],
+            }
             tokens = {"uri": str(slow.path / "tokens"), **TOKENS}
             datasets: dict[str, dict[str, object]] = {
                 "files": {**files, "cache": False},

@@ -56,7 +56,9 @@ def opened() -> Iterator[tuple[Open, Open]]:
     with ThreadPoolExecutor(3) as executor:
 
         def opener() -> StorageOpener:
-            made = StorageOpener(FairExecutor(executor, 3), EndpointOptions(16, 60.0), Metrics())
+            made = StorageOpener(
+                FairExecutor(executor, 3), EndpointOptions(16, 60.0, hedges=False), Metrics()
+            )
             openers.append(made)
             return made
 

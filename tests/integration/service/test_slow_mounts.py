@@ -39,7 +39,7 @@ def daemon(gyred: StartDaemon, mount: FuseFolder) -> Daemon:
     kinds: dict[str, dict[str, Any]] = {"files": FILES, "tokens": TOKENS}
     tables = {name: {"uri": str(mount.path / name), **keys} for name, keys in kinds.items()}
     past = {f"{name} past": {**table, "cache": False} for name, table in tables.items()}
-    return gyred({"datasets": tables | past, "mount_threads": 64})
+    return gyred({"datasets": tables | past, "mount_threads": 64, "hedge": False})
 
 
 def epoch(daemon: Daemon, name: str, **arguments: Any) -> list[int]:

@@ -108,6 +108,13 @@ class _ThreadRead:
         self._is_cancelled = True  # a future that is done cannot be cancelled
         self._reading.cancel()
 
+    def when_free(self, free: Callable[[], None]) -> None:
+        """See `SentRequest.when_free`: at once, since late threads leave their turns to others.
+
+        How many threads there are is bounded by those of the mount.
+        """
+        free()
+
     def _done(self, reading: "asyncio.Future[Response]") -> None:
         if not self._is_cancelled and not reading.cancelled():
             self._on_response(reading.result())
