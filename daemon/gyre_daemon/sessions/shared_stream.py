@@ -39,6 +39,9 @@ from gyre_daemon.storage.delays import Delays
 # Batches of local files that are begun before the first one is complete. With one, a slow mount is
 # idle while the last samples of the first batch arrive.
 _NUM_AT_FIRST = 2
+# The same afterwards. While some batches wait for late samples, this many others go on; beginning
+# the whole window at once would keep the event loop from the first of them.
+_NUM_OF_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +312,9 @@ class SharedStream:
         # it is slow, the reads of later ones would delay them.
         in_groups = self._has_sealed and self._spec.dataset.is_read_in_groups
         self.stream.in_groups = self._prefetcher.in_groups = in_groups
-        if self._is_of_files and not self._has_sealed and len(self.slots) >= _NUM_AT_FIRST:
+        num_reading = len(self.slots) - len(self._results)
+        most = _NUM_OF_FILES if self._has_sealed else _NUM_AT_FIRST
+        if self._is_of_files and num_reading >= most:
             return None
         if self.stream.room:
             await self._prefetcher.prepare(self.stream.end_step)
