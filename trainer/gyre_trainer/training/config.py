@@ -130,7 +130,7 @@ class MemoryConfig:
         recompute: what backward computes again: "none"; or "block", each norm and the attention or
             MLP after it, from the input of the norm; or "layer", whole layers, from their inputs.
         min_numel: a module whose largest parameter has fewer elements is replicated on every rank;
-            None for 262,144 (1 MiB in float32), 0 for none.
+            None for 262,144 (1 MiB in float32), 0 for none. Frozen weights in few bits take 0.
     """
 
     recompute: Literal["none", "block", "layer"] = "none"
