@@ -17,6 +17,7 @@ of the source, as its order does. So a sample is what a job on that source alone
 the source's seed.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.errors import first_error
 from gyre_daemon.runtime.fair import NO_JOB, Claims, Flow
+from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
@@ -284,3 +287,36 @@ class ShardBounds:
             start, size = int(reads.start[first]), int(reads.size[first])
             available = max(0, int(self._sizes[shard]) - start)
             raise truncated(self._shards[shard].name, start, start + size, available)
+
+
+class StorageFile(PositionedFile):
+    """The only shard of a storage as a file for another thread; each read asks for a range."""
+
+    def __init__(self, storage: Storage, loop: asyncio.AbstractEventLoop) -> None:
+        """At the beginning of the shard.
+
+        Args:
+            storage: of one shard.
+            loop: the event loop that it is used from.
+        """
+        super().__init__(storage.shards[0].size_bytes)
+        self._storage = storage
+        self._loop = loop
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read a range into the buffer.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        start, stop = self._position, min(self._position + len(buffer), self._num_bytes)
+        if start >= stop:
+            return 0
+        piece = np.frombuffer(buffer, np.uint8)[: stop - start]
+        reading = self._storage.read(Reads.into([piece], [0], [start]))
+        try:
+            asyncio.run_coroutine_threadsafe(reading, self._loop).result()
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        self._position = stop
+        return stop - start

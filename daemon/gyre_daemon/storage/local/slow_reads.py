@@ -10,7 +10,6 @@ Each thread reads into memory of its own, not into the slot: one that never retu
 slot for ever.
 """
 
-import asyncio
 import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -27,6 +26,7 @@ from gyre_daemon.storage.mounts import Mount
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import OnResponse, SentRequest
+from gyre_daemon.storage.sources.driver_source import AwaitedRequest
 
 # Reads the bytes [start, stop) of a shard by its number. Raises `GyreError`, and an `OSError` of
 # which the next attempt may be free.
@@ -82,42 +82,16 @@ class MountSource:
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
+        # If it is cancelled, its thread goes on alone, and its turn is free: the mount bounds how
+        # many threads there are.
         reading = self._read(int(path), start, stop, executor=self._threads)
-        return _ThreadRead(asyncio.ensure_future(reading), on_response)
+        return AwaitedRequest(reading, on_response)
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: files need no credentials."""
 
     def close(self) -> None:
         """See `Source.close`: nothing is open."""
-
-
-class _ThreadRead:
-    """A read in a thread, which goes on alone if it is cancelled."""
-
-    first_byte_at = None
-
-    def __init__(self, reading: "asyncio.Future[Response]", on_response: OnResponse) -> None:
-        self._reading = reading
-        self._on_response = on_response
-        self._is_cancelled = False
-        reading.add_done_callback(self._done)
-
-    def cancel(self) -> None:
-        """See `SentRequest.cancel`."""
-        self._is_cancelled = True  # a future that is done cannot be cancelled
-        self._reading.cancel()
-
-    def when_free(self, free: Callable[[], None]) -> None:
-        """See `SentRequest.when_free`: at once, since late threads leave their turns to others.
-
-        How many threads there are is bounded by those of the mount.
-        """
-        free()
-
-    def _done(self, reading: "asyncio.Future[Response]") -> None:
-        if not self._is_cancelled and not reading.cancelled():
-            self._on_response(reading.result())
 
 
 class _Numbers(Sequence[str]):

@@ -11,12 +11,10 @@ import tarfile
 import zipfile
 
 import fsspec
-import numpy as np
 from fsspec.spec import AbstractFileSystem
 
-from gyre_daemon.errors import InvalidRequest, first_error
-from gyre_daemon.runtime.positioned import PositionedFile
-from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.storage.base import Storage, StorageFile
 from gyre_daemon.storage.sources.driver_threads import EndpointThreads, ThreadedFileSystem
 
 # Each driver keeps a directory of the archive, of some 3 KB for each member.
@@ -44,7 +42,7 @@ def open_archive(scheme: str, address: str, storage: Storage) -> ThreadedFileSys
 
 def _driver(scheme: str, storage: Storage, loop: asyncio.AbstractEventLoop) -> AbstractFileSystem:
     name = storage.shards[0].name
-    file = io.BufferedReader(_ArchiveFile(storage, loop), _BUFFER_BYTES)
+    file = io.BufferedReader(StorageFile(storage, loop), _BUFFER_BYTES)
     try:
         make = fsspec.get_filesystem_class(scheme)
         driver = make(fo=file, skip_instance_cache=True)  # codespell:ignore fo
@@ -59,25 +57,3 @@ def _driver(scheme: str, storage: Storage, loop: asyncio.AbstractEventLoop) -> A
             f"{name} has too many members (got {num_members}, at most {_MAX_MEMBERS}). Unpack it"
         )
     return driver
-
-
-class _ArchiveFile(PositionedFile):
-    """The only shard of a storage, for another thread; each read asks for a range."""
-
-    def __init__(self, storage: Storage, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(storage.shards[0].size_bytes)
-        self._storage = storage
-        self._loop = loop
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        start, stop = self._position, min(self._position + len(buffer), self._num_bytes)
-        if start >= stop:
-            return 0
-        piece = np.frombuffer(buffer, np.uint8)[: stop - start]
-        reading = self._storage.read(Reads.into([piece], [0], [start]))
-        try:
-            asyncio.run_coroutine_threadsafe(reading, self._loop).result()
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        self._position = stop
-        return stop - start

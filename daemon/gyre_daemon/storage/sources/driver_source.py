@@ -1,8 +1,7 @@
 """Other asynchronous fsspec drivers as sources: one coroutine per request."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fsspec.asyn import AsyncFileSystem
 
@@ -18,8 +17,7 @@ class DriverSource:
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        reading = asyncio.ensure_future(self._filesystem._cat_file(path, start=start, end=stop))
-        return _DriverRequest(reading, on_response)
+        return AwaitedRequest(self._response(path, start, stop), on_response)
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: drivers keep their credentials to themselves."""
@@ -27,31 +25,41 @@ class DriverSource:
     def close(self) -> None:
         """See `Source.close`: a driver's connections go with it."""
 
+    async def _response(self, path: str, start: int, stop: int) -> Response:
+        try:
+            return Response(
+                206, bytes(await self._filesystem._cat_file(path, start=start, end=stop))
+            )
+        except Exception as error:
+            return response_from_error(error)
 
-class _DriverRequest:
-    """A request whose response is seen once it is complete."""
+
+class AwaitedRequest:
+    """A request whose response is seen once it is complete; see `SentRequest`."""
 
     first_byte_at = None
 
-    def __init__(self, reading: "asyncio.Future[Any]", on_response: OnResponse) -> None:
-        self._reading = reading
+    def __init__(self, response: Awaitable[Response], on_response: OnResponse) -> None:
+        """Begin to wait.
+
+        Args:
+            response: raises nothing.
+            on_response: see `Source.get`.
+        """
+        self._response = asyncio.ensure_future(response)
         self._on_response = on_response
         self._is_cancelled = False
-        reading.add_done_callback(self._done)
+        self._response.add_done_callback(self._done)
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
         self._is_cancelled = True  # a future that is done cannot be cancelled
-        self._reading.cancel()
+        self._response.cancel()
 
     def when_free(self, free: Callable[[], None]) -> None:
-        """See `SentRequest.when_free`."""
+        """See `SentRequest.when_free`: at once."""
         free()
 
-    def _done(self, reading: "asyncio.Future[Any]") -> None:
-        if self._is_cancelled or reading.cancelled():
-            return
-        if error := reading.exception():
-            self._on_response(response_from_error(error))
-        else:
-            self._on_response(Response(206, bytes(reading.result())))
+    def _done(self, response: "asyncio.Future[Response]") -> None:
+        if not self._is_cancelled and not response.cancelled():
+            self._on_response(response.result())

@@ -16,13 +16,12 @@ from typing import Any, BinaryIO, cast
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.indexing.scans.server import Run, reply_of
-from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard, read_ranges
+from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.runtime.threads import DaemonThreads, in_thread
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.base import Storage, StorageFile
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import check_listed
@@ -120,24 +119,6 @@ async def _scan_object(task: ShardTask) -> Arrays:
 def _scan_storage(task: ShardTask, storage: Storage, loop: asyncio.AbstractEventLoop) -> Arrays:
     name = task.shard.name
     if task.seeks:
-        return task.run(name, cast("BinaryIO", _StorageFile(storage, loop)))
+        return task.run(name, cast("BinaryIO", StorageFile(storage, loop)))
     with open_shard(storage, 0, loop) as file:
         return task.run(name, file)
-
-
-class _StorageFile(PositionedFile):
-    """The only shard of a storage, of which each read asks for a range; for another thread."""
-
-    def __init__(self, storage: Storage, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(storage.shards[0].size_bytes)
-        self._storage = storage
-        self._loop = loop
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        start, stop = self._position, min(self._position + len(buffer), self._num_bytes)
-        if start >= stop:
-            return 0
-        reading = read_ranges(self._storage, [0], [start], [stop])
-        (buffer[: stop - start],) = asyncio.run_coroutine_threadsafe(reading, self._loop).result()
-        self._position = stop
-        return stop - start
