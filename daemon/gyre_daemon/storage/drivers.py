@@ -74,7 +74,7 @@ class Drivers:
             if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
                 return WebFileSystem(settings, options, self._connections)
             if scheme == HUB_SCHEME:
-                client = await asyncio.to_thread(self.hub, settings, options)
+                client = await in_thread(functools.partial(self.hub, settings, options), "gyre-hub")
                 return HubFileSystem(client, options, self._connections)
             if scheme in OBJECT_SCHEMES:
                 # See `_make_source`.
@@ -147,7 +147,7 @@ class Drivers:
 
     async def _relay(self, settings: Mapping[str, Any], options: HttpOptions) -> str:
         """The URL of a `TlsRelay`, if obstore needs one; each set of roots has one."""
-        if not await asyncio.to_thread(needs_relay, settings, options):
+        if not await in_thread(functools.partial(needs_relay, settings, options), "gyre-relay"):
             return ""
         if options.roots not in self._relays:
             relay = TlsRelay(options.tls)
