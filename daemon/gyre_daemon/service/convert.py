@@ -231,8 +231,8 @@ def _name_of(dtype: np.dtype[np.generic]) -> str:
     return dtype.name
 
 
-def from_session(session: Session, spread: float | None) -> pb.SessionState:
-    """The state of a session, whose spread is from `spreads_of`."""
+def from_session(session: Session) -> pb.SessionState:
+    """The state of a session, without its spread, which `spreads_of` computes."""
     reader, quality = session.request.reader, session.shuffle.quality
     gauges, totals = session.gauges, session.totals
     packed = session.request.dataset.packed
@@ -262,7 +262,6 @@ def from_session(session: Session, spread: float | None) -> pb.SessionState:
         stages=from_stages(session),
         lately=_from_lately(session.lately),
         filled=packed.efficiency if packed else None,
-        spread=spread,
     )
 
 

@@ -284,8 +284,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         status.mounts.extend(map(convert.from_mount, MOUNTS))
         sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
         shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
-        spreads = await spreads_of(shown, self._sessions, caller.name)
-        status.sessions.extend(map(convert.from_session, shown, spreads))
+        status.sessions.extend(map(convert.from_session, shown))
+        spreads = await spreads_of(shown, self._sessions, caller.name)  # of the steps above
+        for state, spread in zip(status.sessions, spreads, strict=True):
+            if spread is not None:
+                state.spread = spread
         status.num_hidden_sessions = len(sessions) - len(shown)
         measured = [
             each
