@@ -1,0 +1,65 @@
+"""Reads what cursors of a case say, with the client that is on the path: the kept one or today's.
+
+    python -m tests.kept.read_kept ADDRESS < CASES
+
+writes `{"client": FILE, "batches": {CASE: BATCHES}}`: the batches of each step, one of each reader.
+A batch is its sample ids and a digest of all its tensors; of a case that is refused, the error.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import sys
+from typing import Any
+
+import gyre_client
+import torch
+from gyre_client import Loader
+from gyre_client.errors import GyreError
+
+Case = dict[str, Any]
+Seen = list[list[tuple[list[int], str]]]
+
+
+def seen(batch: dict[str, torch.Tensor]) -> tuple[list[int], str]:
+    """The sample ids of a batch, and a digest of all that it has."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(batch.items()):
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.contiguous().numpy().tobytes())
+    return batch["sample_id"].tolist(), hashed.hexdigest()
+
+
+def read(address: str, case: Case, num_steps: int) -> tuple[Seen, str]:
+    """The next batches of all readers of a case, and the state after them, in base64."""
+    with contextlib.ExitStack() as stack:
+        loaders = [
+            stack.enter_context(
+                Loader(case["dataset"], address=address, **case["arguments"], **reader)
+            )
+            for reader in case["readers"]
+        ]
+        for loader in loaders:
+            if case.get("state"):
+                loader.load_state_dict({"cursor": base64.b64decode(case["state"])})
+        streams = [loader.stream() for loader in loaders]
+        steps = [[seen(next(stream)) for stream in streams] for _ in range(num_steps)]
+        states = {base64.b64encode(loader.state_dict()["cursor"]).decode() for loader in loaders}
+        (state,) = states  # one on all ranks
+        return steps, state
+
+
+def main() -> None:
+    """Read all cases of standard input."""
+    batches: dict[str, Any] = {}
+    for name, case in json.load(sys.stdin).items():
+        try:
+            batches[name], _ = read(sys.argv[1], case, len(case["batches"]))
+        except GyreError as error:
+            batches[name] = str(error)
+    json.dump({"client": gyre_client.__file__, "batches": batches}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
