@@ -13,6 +13,7 @@ from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.arrow.format import RecordBatchScan, check_scan
 from gyre_daemon.datasets.formats.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,8 +238,7 @@ def test_a_flipped_bit_is_refused_or_stays_within_the_file(is_stream: bool) -> N
 
 def test_what_is_no_range_of_bytes_is_refused_by_name() -> None:
     table = pa.table({"a": pa.array(["x", "y"]).dictionary_encode(), "b": [1, 2]})
-    with pytest.raises(ConfigError, match="column 'a' has the type dictionary"):
-        index_of([stored(table, 9)])
+    assert isinstance(index_of([stored(table, 9)]), ChunkIndex)
     assert index_of([stored(table, 9)], columns=["b"]).num_samples == 2
     with pytest.raises(ConfigError, match="some shards are compressed, such as those of 001"):
         index_of([stored(table, 9), stored(table, 9, compression="zstd")], columns=["b"])

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
 from gyre_daemon.datasets.formats.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.arrow_types import ServedColumn, column_of, served_columns
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.chunks import (
     MAX_CHUNK_BYTES,
@@ -21,8 +22,6 @@ from gyre_daemon.datasets.formats.chunks import (
     chunk_arrays,
     lacking,
 )
-from gyre_daemon.datasets.formats.parquet.arrays import column_of
-from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
 from gyre_daemon.errors import ConfigError
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"

@@ -7,14 +7,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import types
 
 from gyre_daemon.datasets.formats.arrow.compressed import scan_compressed
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
 from gyre_daemon.datasets.formats.arrow.walk import BatchWalk, FoundColumn, storage_type
 from gyre_daemon.datasets.formats.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.arrow_types import ServedColumn, served_columns
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
 from gyre_daemon.errors import ConfigError, CorruptSample
 
 _Bits = npt.NDArray[np.bool_]
@@ -77,9 +76,9 @@ def _scan(messages: Messages, wanted: Wanted) -> Arrays | None:
         elif message.batch and message.batch.num_rows:
             if message.batch.compression and not batches:
                 return None
-            if not batches and _must_decode(schema, wanted):
+            columns = columns or served_columns(schema, wanted)
+            if not all(column.is_stored for column in columns):
                 return None
-            columns = columns or _served(schema, wanted)
             batches.append(message.batch)
             found.append(_columns_of(messages, message.batch, schema, columns))
     if schema is None:
@@ -92,44 +91,6 @@ def _schema_of(message: bytes) -> Any:
         return pa.ipc.read_schema(pa.py_buffer(message))
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"its schema cannot be read: {error}") from error
-
-
-def _must_decode(schema: Any, wanted: Wanted) -> bool:
-    """Whether a column becomes JSON, or arrays of lists of lists: no range of the file is that."""
-    lengths = dict(wanted.lengths)
-    return any(
-        column.spec.codec == "json" or (column.is_nested and column.name not in lengths)
-        for column in served_columns(schema, wanted)
-    )
-
-
-def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:
-    """The served columns; refuses those that are no ranges of bytes.
-
-    Raises:
-        ConfigError: with the column.
-    """
-    columns = []
-    for column in served_columns(schema, wanted):
-        kind = storage_type(schema.field(column.name).type)
-        if not _is_addressable(kind):
-            raise ConfigError(
-                f"column {column.name!r:.100} has the type {kind!s:.200}, which an Arrow file does "
-                "not store as ranges of bytes. Leave it out: name the others in `columns`, or cast "
-                "it when you write the file."
-            )
-        columns.append(column)
-    return columns
-
-
-def _is_addressable(kind: Any) -> bool:
-    """Whether each value of a type that a batch can have is a range of bytes, or one bit."""
-    if types.is_dictionary(kind) or types.is_string_view(kind) or types.is_binary_view(kind):
-        return False
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = storage_type(kind.value_type)
-        return not types.is_boolean(inner) and _is_addressable(inner)
-    return True
 
 
 def _columns_of(

@@ -1,0 +1,475 @@
+"""Which tensor a type of pyarrow becomes, and its values as bytes. Only compute workers import it.
+
+A column is read as its *plain* type: without extensions, dictionaries and views, with decimals and
+times as numbers. So few kinds of arrays are left. A missing value becomes zeros, no bytes where the
+field is ragged, or `null` of JSON.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import types
+
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.base import FieldSpec
+from gyre_daemon.datasets.formats.chunks import Column
+from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.errors import ConfigError
+
+# Structs of exactly these are how Hugging Face datasets store images, audio and other files.
+_FILE_FIELDS = {"bytes", "path"}
+# Float64 tells decimals of up to this many digits from each other; longer ones are text.
+_MAX_FLOAT_DIGITS = 15
+
+_Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedColumn:
+    """A served column.
+
+    Attributes:
+        spec: its field.
+        name: of the column.
+        is_file: whether it is a struct of an encoded file and its path; only the file counts.
+        is_nullable: whether a row may lack it, by the schema.
+        is_nested: whether an array of one shape is in lists of lists.
+        is_stored: whether an undecoded array has the tensors' bytes back to back.
+    """
+
+    spec: FieldSpec
+    name: str
+    is_file: bool
+    is_nullable: bool
+    is_nested: bool
+    is_stored: bool
+
+    @property
+    def path(self) -> str:
+        """The path of the leaf to read."""
+        return f"{self.name}.bytes" if self.is_file else self.name
+
+    def owns(self, leaf: str) -> bool:
+        """Whether a column chunk of this path belongs to it."""
+        return leaf == self.path or leaf.startswith(self.path + ".")
+
+
+def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
+    """The served columns.
+
+    Args:
+        schema: of pyarrow.
+        wanted: which columns.
+
+    Raises:
+        ConfigError: there is no such column, or a batch cannot have it.
+    """
+    names = list(schema.names)
+    pairs = list(wanted.pairs) or [(name, name) for name in names]
+    check_names([field for field, _ in pairs], "columns")
+    columns, features, lengths = [], _features(schema), dict(wanted.lengths)
+    if absent := [name for name in lengths if name not in names and not wanted.may_lack]:
+        raise ConfigError(
+            f"`lengths` has {absent[0]!r:.100}, and the files have {', '.join(names):.1000}"
+        )
+    for field, name in pairs:
+        if wanted.may_lack and _lacks(schema, name):
+            continue
+        if names.count(name) != 1:
+            raise ConfigError(
+                f"there {'is no column' if name not in names else 'are several columns'} "
+                f"{name!r:.100}; the files have {', '.join(names):.1000}"
+            )
+        column, feature = schema.field(name), features.get(name)
+        kind = plain_type(column.type)
+        array = _array_of(field, kind, feature)
+        if name in lengths:
+            array = _of_length(field, name, column.type, lengths[name])
+        spec = array or _field_of(field, column.type) or _document(field, column.type)
+        if spec is None:
+            raise ConfigError(
+                f"column {name!r:.100} has the type {column.type!s:.200}, which becomes no "
+                "tensor. Leave it out: name the others in `columns`, or write it as numbers, "
+                "text or bytes."
+            )
+        is_file = types.is_struct(kind) and _is_file(kind)
+        media_type = _media_type(feature) if is_file or _is_bytes(kind) else ""
+        spec = replace(spec, categories=_categories(feature), media_type=media_type)
+        is_whole = spec.codec != "json" and (array is None or name in lengths)
+        columns.append(
+            ServedColumn(
+                spec,
+                name,
+                is_file,
+                column.nullable,
+                array is not None,
+                is_whole and _is_stored(column.type),
+            )
+        )
+    if wanted.may_lack and not columns:
+        raise ConfigError(f"it has none of the columns to serve; it has {', '.join(names):.1000}")
+    return columns
+
+
+def _lacks(schema: Any, name: str) -> bool:
+    """Whether a file has no value in a column."""
+    return name not in schema.names or (
+        schema.names.count(name) == 1 and types.is_null(schema.field(name).type)
+    )
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """The features of the columns in the metadata of Hugging Face datasets."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _media_type(feature: Any) -> str:
+    """The type of a column's files, if the metadata of Hugging Face datasets has it."""
+    kind = feature.get("_type") if isinstance(feature, dict) else None
+    return f"{kind.lower()}/*" if kind in ("Image", "Audio", "Video") else ""
+
+
+def _categories(feature: Any) -> tuple[str, ...]:
+    """The names of the classes, if a column has classes."""
+    names = feature.get("names") if isinstance(feature, dict) else None
+    is_class = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if names and is_class else ()
+
+
+def plain_type(kind: Any) -> Any:
+    """The type as which the values of another one are read; itself where nothing changes."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
+    if types.is_decimal(kind):
+        return pa.float64() if kind.precision <= _MAX_FLOAT_DIGITS else pa.string()
+    if types.is_temporal(kind) and not types.is_interval(kind):
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    fields = [kind.field(place) for place in range(kind.num_fields)]
+    inner = [plain_type(field.type) for field in fields]
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    if not is_view and inner == [field.type for field in fields]:
+        return kind
+    inner = [field.with_type(each) for field, each in zip(fields, inner, strict=True)]
+    if types.is_struct(kind):
+        return pa.struct(inner)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(inner[0], kind.list_size)
+    if types.is_map(kind):
+        key, item = inner[0].type
+        return pa.map_(key, item)
+    return pa.large_list(inner[0]) if is_view or _is_list(kind) else kind
+
+
+def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
+    """The field of an `Array2D` to `Array5D` of Hugging Face, which is in lists of lists.
+
+    Returns:
+        None if it is no such column, or its first dim differs from row to row.
+    """
+    if not isinstance(feature, dict) or not str(feature.get("_type")).startswith("Array"):
+        return None
+    shape = feature.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        return None
+    for _ in shape:
+        if not _is_list(kind):
+            return None
+        kind = kind.value_type
+    inner = _field_of(name, kind)
+    is_number = inner is not None and not inner.ragged and not inner.shape
+    return replace(inner, shape=tuple(shape)) if inner and is_number else None
+
+
+def _of_length(field: str, name: str, kind: Any, length: int) -> FieldSpec:
+    """The field of lists that all have one length, by the operator's word.
+
+    Raises:
+        ConfigError: the column has no lists of numbers.
+    """
+    spec = _field_of(field, kind)
+    if spec is None or not _is_list(plain_type(kind)):
+        raise ConfigError(
+            f"`lengths` has {name!r:.100}, whose type {kind!s:.200} is no list of numbers"
+        )
+    return replace(spec, shape=(length, *spec.shape), ragged=False)
+
+
+def _field_of(name: str, kind: Any) -> FieldSpec | None:
+    """The field for a type of pyarrow; None if there is none."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return _tensor(name, kind)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _field_of(name, kind.storage_type)
+    is_list = _is_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind)
+    if is_list or types.is_fixed_size_list(kind):
+        inner = _field_of(name, kind.value_type)
+        if inner is None or inner.ragged:
+            return None
+        if is_list:
+            return replace(inner, ragged=True)
+        is_some = kind.list_size > 0
+        return replace(inner, shape=(kind.list_size, *inner.shape)) if is_some else None
+    kind = plain_type(kind)
+    if _is_text(kind):
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="text")
+    if _is_bytes(kind) or (types.is_struct(kind) and _is_file(kind)):
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="bytes")
+    if types.is_fixed_size_binary(kind):
+        spec = FieldSpec(name, np.dtype(np.uint8), (kind.byte_width,), ragged=False, codec="bytes")
+        return spec if kind.byte_width else None
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return None
+    return FieldSpec(name, np.dtype(kind.to_pandas_dtype()), (), ragged=False, codec="bytes")
+
+
+def _tensor(name: str, kind: Any) -> FieldSpec | None:
+    """The field of a tensor of one shape; None if its dims are permuted, or it has no values."""
+    inner = _field_of(name, kind.value_type)
+    is_permuted = kind.permutation not in (None, list(range(len(kind.shape))))
+    if inner is None or inner.ragged or is_permuted or min(kind.shape, default=0) < 1:
+        return None
+    return replace(inner, shape=(*kind.shape, *inner.shape))
+
+
+def _document(name: str, kind: Any) -> FieldSpec | None:
+    """The field of JSON for a type that no tensor has; None if JSON has none of it."""
+    is_document = types.is_nested(kind) or types.is_null(kind)
+    if not is_document or not _is_json(plain_type(kind)):
+        return None
+    return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="json")
+
+
+def _is_stored(kind: Any) -> bool:
+    """Whether Arrow has the values of a type back to back, as bytes or a bit each."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_stored(kind.storage_type)
+    if types.is_struct(kind):
+        return _is_stored(kind.field("bytes").type)
+    if _is_list(kind) or types.is_fixed_size_list(kind):
+        return plain_type(kind.value_type) != pa.bool_() and _is_stored(kind.value_type)
+    return bool(types.is_temporal(kind) or plain_type(kind) == kind)
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_json(kind: Any) -> bool:
+    """Whether JSON has all values of a type: objects, lists, texts, numbers and booleans."""
+    if types.is_struct(kind):
+        names = [kind.field(place).name for place in range(kind.num_fields)]
+        if len(set(names)) < len(names):  # an object of JSON has each key once
+            return False
+        return all(_is_json(kind.field(place).type) for place in range(kind.num_fields))
+    if types.is_map(kind):
+        return not types.is_nested(kind.key_type) and all(
+            map(_is_json, (kind.key_type, kind.item_type))
+        )
+    if _is_list(kind) or types.is_fixed_size_list(kind):
+        return _is_json(kind.value_type)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return bool(is_number or types.is_null(kind) or _is_text(kind))
+
+
+def _is_file(kind: Any) -> bool:
+    names = {kind.field(place).name for place in range(kind.num_fields)}
+    return names == _FILE_FIELDS and _is_bytes(kind.field("bytes").type)
+
+
+def column_of(chunks: Sequence[Any], spec: FieldSpec) -> Column:
+    """A column for arrays of pyarrow that follow each other.
+
+    Raises:
+        ValueError: a list has nulls among its elements.
+    """
+    parts = [_column(array, spec) for array in chunks]
+    if len(parts) == 1:
+        return parts[0]
+    data = np.concatenate([np.empty(0, np.uint8), *(part.data for part in parts)])
+    ends = None
+    if spec.ragged:
+        starts = np.cumsum([0, *(part.data.nbytes for part in parts)])
+        shifted = [part.ends + start for part, start in zip(parts, starts, strict=False)]
+        ends = np.concatenate([np.empty(0, np.int64), *shifted])
+    present = None
+    if any(part.present is not None for part in parts):
+        pairs = zip(parts, chunks, strict=True)
+        present = np.concatenate(
+            [np.ones(len(its), np.bool_) if part.present is None else part.present
+             for part, its in pairs]
+        )  # fmt: skip
+    return Column(data, ends, present)
+
+
+def _column(array: Any, spec: FieldSpec) -> Column:
+    if spec.codec == "json":
+        return _documents(array)
+    array = _plain(array)
+    if types.is_struct(array.type):
+        array = array.flatten()[array.type.get_field_index("bytes")]
+    present = _valid(array)
+    if not spec.ragged and _is_list(array.type):
+        return Column(_nested(array, spec), None, present)
+    if not spec.ragged:
+        return Column(_as_bytes(_fixed(array)), None, present)
+    if _is_list(array.type):
+        lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        values = _without_nulls(array.flatten())
+        data = _as_bytes(_fixed(values))
+        return Column(data, np.cumsum(lengths, dtype=np.int64) * spec.element_bytes, present)
+    data, ends = _bytes(array, present)
+    return Column(data, ends, present)
+
+
+def _nested(array: Any, spec: FieldSpec) -> npt.NDArray[np.uint8]:
+    """Arrays of one shape in lists of lists; zeros where one is missing.
+
+    Raises:
+        ValueError: one has another shape, or nulls.
+    """
+    is_there = np.asarray(array.is_valid())
+    values = array.drop_null()
+    for size in spec.shape:
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        if (lengths != size).any():
+            wrong = lengths[lengths != size][0]
+            raise ValueError(f"a row has a list of {wrong} elements, and {size} are declared")
+        values = _without_nulls(values.flatten())
+        if not _is_list(values.type):
+            break
+    flat = _as_bytes(_fixed(values)).reshape(len(values) and int(is_there.sum()), -1)
+    found = np.zeros((len(array), spec.element_bytes), np.uint8)
+    if len(flat):
+        found[is_there] = flat
+    return found.reshape(-1)
+
+
+def _documents(array: Any) -> Column:
+    """The values as JSON, `null` where one is missing; of a key that a map has twice, the last."""
+    with warnings.catch_warnings(action="ignore"):
+        values = _plain(array).to_pylist(maps_as_pydicts="lossy")
+    documents = [json.dumps(value, separators=(",", ":")).encode() for value in values]
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    return Column(np.frombuffer(b"".join(documents), np.uint8), ends, _valid(array))
+
+
+def _plain(array: Any) -> Any:
+    """The same values with a plain type.
+
+    pyarrow 26 loses values of views in lists when it casts them, so this goes level by level.
+    """
+    if isinstance(array, pa.ExtensionArray):
+        return _plain(array.storage)
+    if types.is_dictionary(array.type):
+        return _plain(array.dictionary_decode())
+    kind, plain = array.type, plain_type(array.type)
+    if plain == kind:
+        return array
+    if not types.is_nested(kind):
+        return array.cast(plain)
+    absent = array.is_null()
+    if types.is_struct(kind):
+        fields = [_plain(array.field(place)) for place in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(fields, fields=list(plain), mask=absent)
+    if types.is_fixed_size_list(kind):
+        begin, size = array.offset * kind.list_size, len(array) * kind.list_size
+        values = _plain(array.values[begin : begin + size])
+        return pa.FixedSizeListArray.from_arrays(values, type=plain, mask=absent)
+    if types.is_map(kind):
+        array = array.cast(pa.list_(pa.struct([kind.key_field, kind.item_field])))
+    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    ends, values = np.cumsum(lengths), _plain(array.flatten())
+    if types.is_map(kind):
+        offsets = np.concatenate(([0], ends)).astype(np.int32)
+        keys, items = values.flatten()
+        return pa.MapArray.from_arrays(offsets, keys, items, type=plain, mask=absent)
+    offsets = np.concatenate(([0], ends)).astype(np.int64)
+    return pa.LargeListArray.from_arrays(offsets, values, type=plain, mask=absent)
+
+
+def _valid(array: Any) -> _Bools | None:
+    """Which values are there; None for all."""
+    if not array.null_count:
+        return None
+    valid: _Bools = array.is_valid().to_numpy(zero_copy_only=False)
+    return valid
+
+
+def _without_nulls(values: Any) -> Any:
+    values = _plain(values)
+    if values.null_count:
+        raise ValueError("a list has nulls among its elements, which no tensor has")
+    return values
+
+
+def _bytes(
+    array: Any, present: _Bools | None
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The bytes of strings, and where each ends."""
+    if not len(array):
+        return np.empty(0, np.uint8), np.empty(0, np.int64)
+    is_large = types.is_large_string(array.type) or types.is_large_binary(array.type)
+    dtype = np.dtype(np.int64 if is_large else np.int32)
+    _, offsets, values = array.buffers()
+    begin = array.offset * dtype.itemsize
+    ends = np.frombuffer(offsets, dtype, len(array) + 1, begin).astype(np.int64)
+    if present is not None and np.diff(ends)[~present].any():
+        return _bytes(array.cast(pa.large_binary()).fill_null(b""), None)
+    data = np.empty(0, np.uint8) if values is None else np.frombuffer(values, np.uint8)
+    return data[ends[0] : ends[-1]], ends[1:] - ends[0]
+
+
+def _fixed(array: Any) -> npt.NDArray[np.generic]:
+    """The values of an array whose values have one size, `[n, ...]`."""
+    array = _plain(array)
+    valid = _valid(array)
+    if types.is_fixed_size_list(array.type):
+        flat = _fixed(_without_nulls(array.flatten()))
+        some = flat.reshape(-1, array.type.list_size, *flat.shape[1:])
+        if valid is None:
+            return some
+        values = np.zeros((len(array), *some.shape[1:]), some.dtype)
+        values[valid] = some
+        return values
+    values = _primitive(array)
+    if valid is not None:
+        values = values.copy()
+        values[~valid] = 0
+    return values
+
+
+def _primitive(array: Any) -> npt.NDArray[np.generic]:
+    if types.is_boolean(array.type):
+        bools: npt.NDArray[np.generic] = array.fill_null(False).to_numpy(zero_copy_only=False)
+        return bools
+    width = array.type.byte_width
+    if not len(array):
+        return np.empty((0, width), np.uint8)
+    data = np.frombuffer(array.buffers()[1], np.uint8, len(array) * width, array.offset * width)
+    return data.reshape(len(array), width)
+
+
+def _as_bytes(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
