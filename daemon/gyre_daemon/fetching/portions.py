@@ -5,8 +5,9 @@ what it makes behind them, or only says how long it would be. So no process that
 has an arena mapped.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -126,6 +127,7 @@ class ReadPortion:
             the last.
         request: the bytes of the encoded `Portion`.
         room: the bytes where samples lie that were made to be measured; see `Portion.room`.
+        asked_at: when the memory was asked for.
     """
 
     plan: PortionPlan
@@ -134,6 +136,7 @@ class ReadPortion:
     made: Int64Array
     request: range
     room: range
+    asked_at: float
 
 
 class PortionReader:
@@ -148,7 +151,7 @@ class PortionReader:
         """
         self._dataset = dataset
         self._reader = Fetcher(dataset.source, threads)
-        self._staged = LayoutMaker(dataset.source.fields)
+        self._layouts = LayoutMaker(dataset.source.fields)
         self._stored = [spec.name for spec in stored_fields(dataset.source.fields)]
         self._sample_s = _FIRST_GUESS_S[dataset.cost]
         self._given_up: dict[tuple[int, int], SampleFailed] = {}  # by seed and sample
@@ -187,11 +190,49 @@ class PortionReader:
             CorruptSample: a sample was given up before, or its stored bytes are damaged.
             GyreError: as `Fetcher.fill`.
         """
+        async with self._staged(plan, claims) as portion:
+            await self._fill(portion, claims, ahead, delays)
+            yield portion
+
+    @asynccontextmanager
+    async def transformed(
+        self, plan: PortionPlan, claims: Claims, ahead: Ahead, delays: Delays
+    ) -> AsyncIterator[ReadPortion]:
+        """Do as `read`, and have the samples transformed.
+
+        Samples that have to be waited for are transformed as they arrive: a free worker takes all
+        those present. Where a sample costs microseconds, handing it over would cost more than it
+        gains.
+
+        Raises:
+            CorruptSample: as `read` and `work`.
+            GyreError: as `read` and `work`.
+        """
+        async with self._staged(plan, claims) as portion:
+            if self._dataset.cost == "light" or not self._reader.is_arriving:
+                await self._fill(portion, claims, ahead, delays)
+                await self.work(Kind.TRANSFORM, portion, claims)
+                yield portion
+                return
+            numbers: list[int] = []
+            async with asyncio.TaskGroup() as tasks:
+
+                def arrived(number: int) -> None:
+                    if not numbers:
+                        tasks.create_task(self.work(Kind.TRANSFORM, portion, claims, numbers))
+                    numbers.append(number)
+
+                await self._fill(portion, claims, ahead, delays, arrived)
+            yield portion
+
+    @asynccontextmanager
+    async def _staged(self, plan: PortionPlan, claims: Claims) -> AsyncIterator[ReadPortion]:
+        """Memory for a portion, with the request and without the stored fields."""
         for number, sample_id in enumerate(plan.sample_ids.tolist() if self._given_up else ()):
             if failure := self._given_up.get((plan.draws.seed, sample_id)):
                 raise self._corrupt(plan, number, failure)
-        began = time.monotonic()
-        staged = self._staged.make(plan.alone, plan.extents.tensor_bytes)
+        asked_at = time.monotonic()
+        staged = self._layouts.make(plan.alone, plan.extents.tensor_bytes)
         outputs, made, end = self._outputs(plan, staged)
         room = range(end, end + _room_bytes(staged.num_bytes) * plan.keeps)
         end = pages(room.stop)
@@ -199,32 +240,53 @@ class PortionReader:
         where = range(end, end + len(request))
         async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
-            memory = exchange.memory[: staged.num_bytes]
-            staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
-            own = Delays()
-            fetch = Fetch(plan.alone, plan.extents, staged, draws=plan.draws)
-            await self._reader.fill_for(claims, fetch, staging, ahead, own)
-            delays.add_requests(own)
-            delays.read_s = max(delays.read_s, time.monotonic() - began)
-            yield ReadPortion(plan, exchange, staged, made, where, room)
+            yield ReadPortion(plan, exchange, staged, made, where, room, asked_at)
 
-    async def work(self, kind: Kind, portion: ReadPortion, claims: Claims) -> list[Done]:
-        """Have a portion transformed or measured; returns the answers, in the order of the samples.
+    async def _fill(
+        self,
+        portion: ReadPortion,
+        claims: Claims,
+        ahead: Ahead,
+        delays: Delays,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read the stored fields; see `Fetcher.fill_for`."""
+        plan, own = portion.plan, Delays()
+        memory = portion.exchange.memory[: portion.staged.num_bytes]
+        staging = Staging(portion.exchange.memory, memory.data, memory.ctypes.data)
+        fetch = Fetch(plan.alone, plan.extents, portion.staged, draws=plan.draws)
+        await self._reader.fill_for(claims, fetch, staging, ahead, own, arrived)
+        delays.add_requests(own)
+        delays.read_s = max(delays.read_s, time.monotonic() - portion.asked_at)
+
+    async def work(
+        self,
+        kind: Kind,
+        portion: ReadPortion,
+        claims: Claims,
+        waiting: list[int] | None = None,
+    ) -> list[Done]:
+        """Have samples of a portion transformed or measured.
+
+        Args:
+            kind: `TRANSFORM`, `MEASURE` or `VERIFY`.
+            portion: has been read, or at least these samples.
+            claims: the jobs that need them.
+            waiting: the numbers of the samples; all that it has when a worker is free are taken
+                out of it. None for the whole portion.
+
+        Returns:
+            The answers, in the order of the samples.
 
         Raises:
             CorruptSample: names shard, sample, offset, transform and reason.
             Overloaded: no process can be started.
         """
-        plan, num = portion.plan, len(portion.plan)
+        plan = portion.plan
+        numbers = [*range(len(plan))] if waiting is None else waiting
+        workers, where = self._dataset.pool.workers, (portion.exchange, portion.request)
         try:
-            answers = await self._dataset.pool.workers.work(
-                kind,
-                portion.exchange,
-                portion.request,
-                num,
-                claims,
-                self._sample_s * num,
-            )
+            answers, num = await workers.work(kind, *where, numbers, claims, self._sample_s)
         except SampleFailed as error:
             if error.is_costly and len(self._given_up) < _MAX_GIVEN_UP:
                 self._given_up[plan.draws.seed, int(plan.sample_ids[error.number])] = error

@@ -24,7 +24,6 @@ from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
 from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
-from gyre_daemon.transforms.messages import Kind
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -139,8 +138,7 @@ class TransformingFetcher:
         ahead: Ahead,
         delays: Delays,
     ) -> None:
-        async with self._portions.read(part, claims, ahead, delays) as portion:
-            await self._portions.work(Kind.TRANSFORM, portion, claims)
+        async with self._portions.transformed(part, claims, ahead, delays) as portion:
             copy = self._copy if fetch.rows is None else self._copy_documents
             work = partial(copy, portion, fetch, begin, slot)
             await self._threads.run_of(claims, portion.request.start, work)

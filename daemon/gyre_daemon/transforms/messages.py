@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from gyre_daemon.transforms.transform import Cost
 
-# kind; where the portion begins and ends in the exchange; first sample, and the one after the last
-HEAD = struct.Struct("<5q")
+# Kind; where the portion begins and ends in the exchange. Then the numbers of the samples, int32.
+HEAD = struct.Struct("<3q")
 MAX_PACKET_BYTES = 128 << 10  # the kernel lets a socket queue more
 _MAX_DIMS, _MAX_LENGTH = 8, 1 << 32
 _Length = Annotated[int, Meta(ge=1, le=_MAX_LENGTH)]

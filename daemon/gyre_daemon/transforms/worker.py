@@ -69,11 +69,12 @@ def answer(connection: socket.socket) -> None:
         packet, descriptors, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
         if not packet:
             return
-        kind, start, stop, begin, end = HEAD.unpack_from(packet)
+        kind, start, stop = HEAD.unpack_from(packet)
         if kind == Kind.DESCRIBE:
             reply: Described | Done = worker.describe(packet[HEAD.size :])
         else:
-            where, numbers = slice(start, stop), range(begin, end)
+            where = slice(start, stop)
+            numbers = np.frombuffer(packet, "<i4", offset=HEAD.size).tolist()
             reply = worker.transform(Kind(kind), descriptors[0], where, numbers)
         connection.send(ENCODER.encode(reply))
 
@@ -118,7 +119,7 @@ class _Worker:
             random=[place for place, (_, transform) in enumerate(steps) if transform.is_random],
         )
 
-    def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
+    def transform(self, kind: Kind, descriptor: int, where: slice, numbers: list[int]) -> Done:
         """Transform or measure some samples of the portion in an exchange."""
         began_s = time.process_time()
         memory = self._mapped(descriptor)
@@ -126,7 +127,7 @@ class _Worker:
         try:
             chain = _kept(self._chains, portion.recipe, _MAX_CHAINS, lambda: _chain(portion.recipe))
         except ConfigError as error:
-            return Done(numbers.start, reason=str(error)[:_MAX_REASON_CHARS])
+            return Done(numbers[0], reason=str(error)[:_MAX_REASON_CHARS])
         samples = _Samples(portion, memory)
         if kind == Kind.VERIFY:
             return self._verify(chain, portion, samples, numbers)
@@ -150,7 +151,9 @@ class _Worker:
         told = np.array(lengths, "<i4").tobytes()
         return Done(cpu_s=cpu_s, lengths=told, num_kept=room.num_kept)
 
-    def _verify(self, chain: Chain, portion: Portion, samples: "_Samples", numbers: range) -> Done:
+    def _verify(
+        self, chain: Chain, portion: Portion, samples: "_Samples", numbers: list[int]
+    ) -> Done:
         """Compare a chain's outputs with those without its engine."""
         recipe = msgspec.structs.replace(RECIPE_DECODER.decode(portion.recipe), engine="")
         plain = _chain(ENCODER.encode(recipe))

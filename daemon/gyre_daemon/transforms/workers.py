@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.errors import Overloaded
@@ -85,7 +86,7 @@ class TransformWorkers:
         Raises:
             Overloaded: no process can be started.
         """
-        packet = HEAD.pack(Kind.DESCRIBE, 0, 0, 0, 0) + recipe
+        packet = HEAD.pack(Kind.DESCRIBE, 0, 0) + recipe
         if len(packet) > MAX_PACKET_BYTES:
             return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
         reason = ""
@@ -106,11 +107,11 @@ class TransformWorkers:
         kind: Kind,
         exchange: Exchange,
         request: range,
-        num: int,
+        waiting: list[int],
         claims: Claims,
-        cost_s: float,
-    ) -> list[Done]:
-        """Have the portion in an exchange transformed or measured; return the answers.
+        sample_s: float,
+    ) -> tuple[list[Done], int]:
+        """Have samples of the portion in an exchange transformed or measured.
 
         Where the process dies or hangs, other ones do one sample after the other.
 
@@ -118,19 +119,29 @@ class TransformWorkers:
             kind: `TRANSFORM` or `MEASURE`.
             exchange: has the stored fields where the portion says.
             request: the portion's bytes in the exchange.
-            num: of its samples.
+            waiting: the numbers of the samples. More may be added until a process is free, which
+                then takes all of them.
             claims: the jobs that wait.
-            cost_s: the processor time that it will take, as far as known.
+            sample_s: the processor time that a sample will take, as far as known.
+
+        Returns:
+            The answers, and how many samples they are for.
 
         Raises:
             SampleFailed: a sample is refused, or kills or stops the process that tries it.
             Overloaded: no process can be started.
         """
-        async with self._line.turn_of(claims, cost_s):
-            done, _ = await self._transform(kind, exchange, request, range(num))
+        num_asked = len(waiting)
+        async with self._line.turn_of(claims, sample_s * num_asked):
+            numbers, num = waiting[:], len(waiting)
+            waiting.clear()
+            if num > num_asked:
+                self._line.charge(claims.first[0], sample_s * (num - num_asked))
+            done, _ = await self._transform(kind, exchange, request, numbers)
             if done is not None:
-                return [self._checked(kind, done, num)]
-            return [await self._alone(kind, exchange, request, each) for each in range(num)]
+                return [self._checked(kind, done, num)], num
+            each = [await self._alone(kind, exchange, request, number) for number in numbers]
+            return each, num
 
     def close(self) -> None:
         """End all processes; waits until their server has ended."""
@@ -144,8 +155,7 @@ class TransformWorkers:
         """Have one sample transformed; one that kills a process is tried once more."""
         reason = ""
         for _ in range(2):
-            numbers = range(number, number + 1)
-            done, reason = await self._transform(kind, exchange, request, numbers)
+            done, reason = await self._transform(kind, exchange, request, [number])
             if done is not None:
                 return self._checked(kind, done, 1)
             if reason.startswith("it took"):
@@ -160,11 +170,10 @@ class TransformWorkers:
         return done
 
     async def _transform(
-        self, kind: Kind, exchange: Exchange, request: range, numbers: range
+        self, kind: Kind, exchange: Exchange, request: range, numbers: Sequence[int]
     ) -> tuple[Done | None, str]:
         """The outcome for some samples; None and the reason if the process died or hung."""
-        ends = request.start, request.stop, numbers.start, numbers.stop
-        packet = HEAD.pack(kind, *ends)
+        packet = HEAD.pack(kind, request.start, request.stop) + np.array(numbers, "<i4").tobytes()
         answer, reason = await self._ask(packet, self._deadline_s, exchange.file.fileno())
         with contextlib.suppress(msgspec.MsgspecError):
             done = DONE_DECODER.decode(answer or b"")
