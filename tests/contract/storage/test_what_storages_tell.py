@@ -192,18 +192,24 @@ def test_the_same_bytes_put_again_stay_served(server: ObjectServerProcess, opene
     assert after == [OLD[100:600]] * 2
 
 
-@pytest.mark.parametrize("when", ["listed", "listed with its folder", "read"])
-@pytest.mark.parametrize("client", ["s3", "obstore", "gs"])
+FIXES = {
+    "AccessDenied": "grant them reading of objects and listing",
+    "SignatureDoesNotMatch": "check `secret_access_key`",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+}
+CLIENTS = ("s3", "obstore", "gs")
+
+
 @pytest.mark.parametrize(
-    ("code", "fix"),
+    ("when", "client", "code"),
     [
-        ("AccessDenied", "grant them reading of objects and listing"),
-        ("SignatureDoesNotMatch", "check `secret_access_key`"),
-        ("RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        *(("read", client, code) for client in CLIENTS for code in FIXES),
+        *(("listed", client, "AccessDenied") for client in CLIENTS),
+        *(("listed with its folder", client, "AccessDenied") for client in CLIENTS),
     ],
 )
 def test_a_refusal_has_the_code_of_the_storage_and_a_fix(
-    when: str, client: str, code: str, fix: str, server: ObjectServerProcess, opener: Open
+    when: str, client: str, code: str, server: ObjectServerProcess, opener: Open
 ) -> None:
     server.follow(Script())
     path, uri, settings = place(server, client)
@@ -215,7 +221,7 @@ def test_a_refusal_has_the_code_of_the_storage_and_a_fix(
     if when != "read":
         refuse()
     folder = uri.rpartition("/")[0] if "folder" in when else uri
-    with pytest.raises(NotAllowed, match=rf"refused access to .*\({code}\); .*{fix}"):
+    with pytest.raises(NotAllowed, match=rf"refused access to .*\({code}\); .*{FIXES[code]}"):
         replaced(opener, folder, settings, refuse, 0)
 
 
@@ -249,14 +255,19 @@ TELLS: dict[str, Callable[[int], object]] = {
 }
 
 
-@pytest.mark.parametrize("key", TELLS)
-@pytest.mark.parametrize("num_before", [0, 2])
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "with a cache of listings"])
+@pytest.mark.parametrize(
+    ("key", "num_before", "has_cache"),
+    [
+        *((key, 0, False) for key in TELLS),
+        *(("ETag", num_before, has_cache) for num_before, has_cache in ((0, True), (2, False))),
+        *((key, 2, True) for key in ("ETag", "mtime", "generation")),
+    ],
+)
 def test_what_a_driver_tells_is_compared(
-    key: str, num_before: int, caches: bool, driver: type[ToldFileSystem], opener: Open
+    key: str, num_before: int, has_cache: bool, driver: type[ToldFileSystem], opener: Open
 ) -> None:
     driver.tells = staticmethod(lambda number: {key: TELLS[key](number)})
-    driver.caches = caches
+    driver.caches = has_cache
     path = f"told-{next(unique)}/0.bin"
     driver.put(path, OLD)
     with pytest.raises(CorruptSample, match=r"0\.bin has changed"):

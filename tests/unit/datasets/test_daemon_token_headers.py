@@ -27,8 +27,13 @@ from PIL import Image
 from tests.token_files import IDS, Files, ids_of, llm_c, megatron_idx, npy
 
 
-@pytest.mark.parametrize("dtype", ["u1", "<u2", "<i2", "<i4", "<u4", "<i8", "<u8"])
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "version"),
+    [
+        *((dtype, (1, 0)) for dtype in ("u1", "<u2", "<i2", "<i4", "<u4", "<i8", "<u8")),
+        *(("<u2", version) for version in ((2, 0), (3, 0))),
+    ],
+)
 def test_an_npy_file_is_read_behind_its_header(dtype: str, version: tuple[int, int]) -> None:
     contents = {
         "a.npy": npy((IDS % 100).astype(dtype), version),
@@ -334,7 +339,7 @@ def test_text_may_be_served_as_bytes() -> None:
     ("stored", "served"),
     [("<i4", "uint16"), ("<u4", "int16"), ("<i8", "uint16"), ("<i8", "int32"), ("<i8", "uint32")],
 )
-@pytest.mark.parametrize("first", [0, 1000, 70_000, 900_000])
+@pytest.mark.parametrize("first", [0, 70_000])
 def test_wider_ids_read_as_narrow_ones_are_refused(stored: str, served: str, first: int) -> None:
     contents = {"a.bin": (first + IDS).astype(stored).tobytes()}
     with pytest.raises(

@@ -52,8 +52,9 @@ def late_and_usual(
     return list(zip((found._parts[0], of_bias, of_sum), expected, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (0, 3)])
-@pytest.mark.parametrize("num_rows", [4, 0])
+@pytest.mark.parametrize(
+    ("shape", "num_rows"), [((3,), 4), ((5, 3), 4), ((2, 5, 3), 4), ((0, 3), 4), ((5, 3), 0)]
+)
 @pytest.mark.parametrize(
     ("twice", "elsewhere"), [(False, False), (True, False), (False, True), (True, True)]
 )
