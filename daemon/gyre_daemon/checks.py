@@ -1,4 +1,4 @@
-"""What `gyred check-config` checks beyond the file: are datasets there, and can they be opened."""
+"""Checks of `gyred check-config` beyond the file: are datasets there, and can they be opened."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ async def check_folders(config: DaemonConfig) -> None:
     One on a mount that hangs is passed over.
 
     Raises:
-        ConfigError: names the folder's key, and what to do.
+        ConfigError: names the folder's key, and the fix.
     """
     named = {key: getattr(config, key) for key in ("cache_dir", "index_dir", "unpack_dir")}
     for key, text in named.items():
@@ -51,7 +51,7 @@ async def check_folders(config: DaemonConfig) -> None:
         except NotOurs as error:
             raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
         except OSError:
-            continue  # what cannot be used is told when it is needed
+            continue  # unusable folders are told when they are needed
 
 
 def check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
@@ -107,7 +107,7 @@ def _look_for(
     *,
     follow_links: bool,
 ) -> None:
-    """Raise what the listing of a local path would raise; single files lie at any depth."""
+    """Raise the errors of listing a local path; single files may be at any depth."""
     listed = form if isinstance(form, ListedFormat) else None
     place = listed.manifest_of(path) if listed else None
     root = Root(Path(place.path if place else path), follow_links)

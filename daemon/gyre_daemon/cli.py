@@ -174,7 +174,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
 
 
 def _nothing_served(path: Path | None) -> str:
-    """What to do about a configuration without datasets."""
+    """Advice for a configuration without datasets."""
     text = "no dataset is configured, so no job can read anything: add a table such as "
     table = '[datasets.mine] with uri = "/data/shards"'
     if path:
@@ -195,7 +195,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     _log_warnings(effective)
     reread = partial(_reread, parsed) if parsed.config else None
     gc.collect()
-    gc.freeze()  # what exists now lives as long as the daemon: no pass looks at it
+    gc.freeze()  # objects of now live as long as the daemon: no pass looks at them
     gc.set_threshold(*_COLLECT_AFTER)
     _log_descriptor_shortage(DescriptorShares.of(raise_descriptor_limit()), config)
     # More workers than cores or than threads that wait for them would be idle.

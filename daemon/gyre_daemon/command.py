@@ -17,7 +17,7 @@ def _run() -> int:
     if warning := foreign_command():
         print(f"gyred: {warning}", file=sys.stderr)
     try:
-        from gyre_daemon import cli  # noqa: PLC0415  # only the extra brings what it imports
+        from gyre_daemon import cli  # noqa: PLC0415  # only the extra brings its imports
     except ModuleNotFoundError as error:
         if sys.argv[1:] == ["--version"]:
             print(f"gyred {__version__}")

@@ -16,8 +16,7 @@ GyreError
 ├── Overloaded               a budget is reached; says needed and limit
 └── Draining                 the daemon is about to stop
 
-A message is one sentence that says what happened, to what, and what to do. `facts` say the same to
-programs.
+A message names the object, its problem, and the fix. `facts` say the same to programs.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ class GyreError(Exception):
     """Base of the tree.
 
     Attributes:
-        facts: what the error is about, as text by name; the client gets them with the message.
+        facts: details of the error, as text by name; the client gets them with the message.
     """
 
     def __init__(self, message: str, facts: Mapping[str, object] | None = None) -> None:
@@ -72,7 +71,7 @@ class CorruptSample(GyreError):
 
 
 class CursorRejected(GyreError):
-    """The cursor does not fit what was opened."""
+    """The cursor does not fit the opened dataset, order or job."""
 
 
 class Fenced(GyreError):

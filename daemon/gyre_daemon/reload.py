@@ -39,7 +39,7 @@ _CHECKED_AT_ONCE = 200
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A configuration that was read, what it changes, and its rules."""
+    """A configuration that was read, its changes, and its rules."""
 
     config: DaemonConfig
     policy: Policy
@@ -82,7 +82,7 @@ class Reloader:
         policy: Policy,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Keep what a reload needs.
+        """Keep the objects that a reload needs.
 
         Args:
             running: the configuration in force.

@@ -265,7 +265,7 @@ class _Daemon:
         addresses: Sequence[UnixAddress | TcpAddress],
         reread: Callable[[], DaemonConfig] | None,
     ) -> None:
-        """Serve until `stopping` is set, then drain. What fails in the background ends it too."""
+        """Serve until `stopping` is set, then drain. Failures in the background end it too."""
         metrics = {}
         if self._config.metrics_listen:
             address = parse_metrics_address(
@@ -340,7 +340,7 @@ class _Daemon:
         return self._config.drain_timeout_s + _LAST_GRACE_S
 
     def _census(self) -> Census:
-        """What the metrics say; whose jobs there are only by `metrics_names`."""
+        """The metrics' values; names of jobs only by `metrics_names`."""
         names = self._config.metrics_names
         users = {job.user for job in self._sessions.resources.metrics.jobs}
         is_open = not self._policy.has_rules and len(users - {OTHERS.user}) <= 1
@@ -434,6 +434,6 @@ def _make_cache(
     if not config.cache_memory:
         return None
     disk_workers = workers
-    if disk:  # a disk that hangs holds up nothing but what is on it
+    if disk:  # a disk that hangs holds up only its own files
         disk_workers = FairExecutor(MOUNTS.at(disk.folder).readers, config.num_io_threads)
     return NodeCache(config.cache_memory, disk, workers, metrics.cache, disk_workers=disk_workers)

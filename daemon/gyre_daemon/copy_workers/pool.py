@@ -146,7 +146,7 @@ class CopyWorkers:
             replacing.join(_MAX_JOIN_S)
 
     def _refill(self) -> None:
-        """Fork what is missing, unless that was done a moment ago."""
+        """Fork missing workers, unless that was done a moment ago."""
         now = time.monotonic()
         num_missing = self._num - len(self._all)
         if not self._fork_server or not num_missing or now - self._refilled_s < _MIN_REFILL_S:

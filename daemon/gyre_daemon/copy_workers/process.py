@@ -1,4 +1,4 @@
-"""The worker's side: a process without threads that does what it is asked until the daemon ends."""
+"""The worker's side: a process without threads that answers requests until the daemon ends."""
 
 import contextlib
 import gc
@@ -96,7 +96,7 @@ class _CopyWorker:
         self._files: dict[int, memoryview] = {}
 
     def serve(self) -> None:
-        """Do what is asked until the daemon hangs up."""
+        """Answer requests until the daemon hangs up."""
         while request := receive_request(self._connection):
             try:
                 value = self._do(request)
@@ -140,7 +140,7 @@ class _CopyWorker:
         return _num_disk_waits() - before
 
     def _fork(self, connection: int) -> int | None:
-        """Fork; both processes serve on, each its own connection, with what is mapped."""
+        """Fork; both processes serve on, each its own connection, with the same mappings."""
         with _owned(connection):
             pid = os.fork()
             if pid:

@@ -1,4 +1,4 @@
-"""What the daemon and a copy worker say to each other, over a socket pair that only they have.
+"""Messages between the daemon and a copy worker, over a socket pair that only they have.
 
 A request is a header and a body, and may bring one descriptor. Requests are answered in the order
 in which they were sent; `OPEN` and `CLOSE` are not answered.
@@ -14,7 +14,7 @@ _REPLY = struct.Struct("<2q")  # is_done, value
 
 
 class Kind(IntEnum):
-    """What a request asks for.
+    """The kind of a request.
 
     Attributes:
         MAP: map the arena whose descriptor comes along, for writing.
@@ -39,7 +39,7 @@ class CopyRequest(NamedTuple):
     """One request.
 
     Attributes:
-        kind: what is asked for.
+        kind: selects the action.
         key: names an arena or a file.
         body: the ranges of `COPY`, as `Ranges.to_bytes` writes them; empty otherwise.
         descriptor: comes along, -1 for none. The sender keeps its own, the receiver owns another.

@@ -1,4 +1,4 @@
-"""What is copied: ranges of files to places in one arena, and the copy itself."""
+"""Ranges of files to copy into one arena, and the copy itself."""
 
 import struct
 from collections.abc import Mapping

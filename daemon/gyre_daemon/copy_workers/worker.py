@@ -22,8 +22,8 @@ from gyre_daemon.copy_workers.ranges import Ranges
 from gyre_daemon.runtime.spawning import spawn_python
 
 # A worker that has not replied after _DEADLINE_S hangs. A batch group is copied in some 10 ms, and
-# what must come from a disk is seldom given to a worker; a much shorter deadline would kill workers
-# of a machine that is merely busy. A killed process is gone within _END_S, unless it waits for a
+# ranges on a disk are seldom given to a worker; a much shorter deadline would kill workers of a
+# machine that is merely busy. A killed process is gone within _END_S, unless it waits for a
 # disk. Then, too, it never writes to an arena again, since it ends before its next instruction.
 _DEADLINE_S = 30
 _END_S = 2.0
@@ -102,7 +102,7 @@ class CopyWorker:
         return self._ask(CopyRequest(Kind.COPY, arena, ranges.to_bytes()))
 
     def hang_up(self) -> None:
-        """Let the process end when it has done what it does; a thread that waits for it is told."""
+        """Let the process end after its current request; a thread that waits for it is told."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

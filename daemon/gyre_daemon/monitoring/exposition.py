@@ -82,8 +82,8 @@ _Table = tuple[tuple[str, str, str], ...]  # name, attribute to read, help text
 
 _DAEMON_GAUGES: _Table = (
     ("gyre_draining", "is_draining", "1 while the daemon stops and opens no session."),
-    ("gyre_memory_budget_bytes", "memory_budget_bytes", "What all sessions may reserve."),
-    ("gyre_memory_reserved_bytes", "memory_reserved_bytes", "What all sessions have reserved."),
+    ("gyre_memory_budget_bytes", "memory_budget_bytes", "Limit of all sessions' reservations."),
+    ("gyre_memory_reserved_bytes", "memory_reserved_bytes", "Reserved by all sessions."),
     (
         "gyre_memory_abandoned_bytes",
         "memory_abandoned_bytes",
@@ -213,7 +213,7 @@ def _storage(counts: Mapping[RequestLabels, RequestCount]) -> Iterator[Metric]:
 def _cache(counts: CacheCounts) -> Iterator[Metric]:
     reads = CounterMetricFamily(
         "gyre_cache_reads",
-        "Reads from object storage, by what the node cache had of them.",
+        "Reads from object storage, by the part that the node cache had.",
         labels=["found"],
     )
     for found, count in (

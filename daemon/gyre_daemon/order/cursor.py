@@ -245,7 +245,7 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
     )
     if not contains(wanted, theirs):
         raise CursorRejected(
-            f"the cursor does not fit: {both}; a state keeps what it leaves out, so name these "
+            f"the cursor does not fit: {both}; a state keeps its skipped steps, so name these "
             "steps too, or leave skip_steps out",
             {"differs": "the skipped steps"},
         )

@@ -115,8 +115,7 @@ def pack_documents(
     if rule.overlong == "fail" and num_overlong:
         raise InvalidRequest(
             f"{num_overlong} of {num_documents} documents are longer than {rule.length} tokens, "
-            f"the longest has {longest}. Say what happens to them with `overlong` in `pack`: "
-            "split, truncate or drop."
+            f"the longest has {longest}. Set `overlong` in `pack` to split, truncate or drop."
         )
     if not any(len(its.counts) for its in windows):
         raise InvalidRequest("there is nothing to pack: no document keeps a token")

@@ -1,6 +1,6 @@
 """The audit log: who opened which dataset, from which process, and how much was read.
 
-What was refused stands there too. Its lines are events of the daemon's log. They are also written
+It has refusals too. Its lines are events of the daemon's log. They are also written
 to a file of their own where the operator names one. The file is for the daemon's user only. It is
 opened again on SIGHUP, so it can be rotated by renaming it.
 """
@@ -21,8 +21,8 @@ def audit_event(event: str, facts: Mapping[str, object]) -> None:
     """Write one line, whatever the log level.
 
     Args:
-        event: what happened, in a few words that never vary.
-        facts: who did it, and to what. No secrets. Control characters are escaped.
+        event: in a few words that never vary.
+        facts: the caller and the object. No secrets. Control characters are escaped.
     """
     _LOGGER.info(event, extra={"facts": dict(facts)})
 

@@ -9,7 +9,7 @@ class Bucket:
 
         Args:
             capacity: the most that it holds: so many times at once.
-            per_s: what it gains in a second.
+            per_s: its gain in a second.
             now_s: of a clock that never goes back.
         """
         self._capacity = capacity

@@ -15,7 +15,7 @@ from gyre_daemon.runtime.private_files import FileStamp, read_file, stamp_of
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What a TLS server needs, in PEM.
+    """The certificates and key of a TLS server, in PEM.
 
     Attributes:
         chain: the daemon's certificate, then those that lead to its root.
@@ -32,7 +32,7 @@ class CertificateFiles:
     """The files of the configuration, which are read again when they change.
 
     Attributes:
-        current: what they held when they could last be used.
+        current: their contents when they could last be used.
     """
 
     def __init__(self, certificate: str, key: str, client_ca: str) -> None:

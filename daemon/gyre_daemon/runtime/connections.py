@@ -28,7 +28,7 @@ from gyre_daemon.runtime.events import log_event
 # worst headers that were tried took 60 MiB with 64 connections of 16 calls each.
 MAX_STRANGERS = 64
 _STRANGER_S = 30.0
-# The daemon's own memory, beyond batches and cache: of what it may use in all, and at least this.
+# The daemon's own memory, beyond batches and cache: this share of its limit, and at least this.
 # An index of 30 million samples with two fields takes the least.
 _OWN_SHARE = 0.5
 _LEAST_OWN_BYTES = 1 << 30

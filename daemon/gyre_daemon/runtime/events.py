@@ -22,8 +22,8 @@ def log_event(
     """Write one line.
 
     Args:
-        event: what happened, in a few words that never vary.
-        facts: what it happened to, and how much.
+        event: in a few words that never vary.
+        facts: the objects of the event, and amounts.
         level: one of the logging module's.
     """
     _LOGGER.log(level, event, extra={"facts": dict(facts or {})})
@@ -82,7 +82,7 @@ def _shown(value: object) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, in UTC; what is not ASCII is escaped."""
+    """One JSON object per line, in UTC; other characters than ASCII are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of an event."""

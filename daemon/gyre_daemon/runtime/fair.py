@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Flow:
-    """One job's claim on what is shared.
+    """One job's claim on shared resources.
 
     Attributes:
         name: of the job.
@@ -112,7 +112,7 @@ class Turn:
 
 @dataclass(slots=True)
 class _FlowQueue:
-    """What one flow waits for: a heap of (urgency, arrival, cost, turn)."""
+    """The waiting turns of one flow: a heap of (urgency, arrival, cost, turn)."""
 
     virtual_time: float  # among the flows of its user
     waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _FlowQueue:
 
 @dataclass(slots=True)
 class _UserQueue:
-    """What the flows of one user wait for."""
+    """The waiting turns of one user's flows."""
 
     virtual_time: float  # among the users
     now: float = 0.0  # virtual, for its flows
@@ -160,7 +160,7 @@ class FairQueue:
 
         Args:
             flow: the job that asks.
-            cost: of what will be done in the turn, in a unit that all callers of the queue share.
+            cost: of the turn's work, in a unit that all callers of the queue share.
             urgency: within the flow, the lowest goes first.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -353,13 +353,13 @@ class FairExecutor:
 
         Args:
             flow: the job that asks.
-            cost: as for `FairQueue.acquire`, in bytes; what takes longer than it takes to copy
+            cost: as for `FairQueue.acquire`, in bytes; work that takes longer than a copy of
                 these is charged by its time.
             urgency: as for `FairQueue.acquire`.
             work: called in the thread.
 
         Returns:
-            What the work returns; what it raises is raised.
+            The work's result; its exceptions are raised.
         """
         await self._queue.acquire(flow, cost, urgency)
         return await self._start(flow, cost, work)

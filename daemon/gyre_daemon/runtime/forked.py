@@ -1,6 +1,6 @@
 """A server that forks processes for a daemon; see `process_server` for the daemon's side.
 
-The server imports what its processes need once, so that a process more takes some milliseconds.
+The server imports its processes' modules once, so that a further process takes some milliseconds.
 Over its connection it receives the connections of new processes, one descriptor each. A process
 first sends a descriptor of itself, by which the daemon kills it. All processes end with the daemon,
 however that ends.
@@ -31,7 +31,7 @@ def serve(
     Args:
         connection: to the daemon.
         name: of the processes, as `ps` shows it; at most 15 characters.
-        max_data_bytes: what each process may allocate.
+        max_data_bytes: limit of each process's allocations.
         answer: serves the connection of a process until the daemon hangs up.
     """
     os.setsid()  # a group of its own, which is killed at the end

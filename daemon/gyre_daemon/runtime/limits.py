@@ -34,7 +34,7 @@ class DescriptorShares:
         connections: to object storage, over all endpoints; so this bounds requests in flight, too.
         shards: local files that may be open at once, over all datasets.
         clients: connections of clients, to gRPC and to the side channels each.
-        exchanges: memory files of what is being decoded, and as many of what is being transformed.
+        exchanges: memory files of chunks in decoding, and as many of samples in transformation.
     """
 
     limit: int
@@ -64,7 +64,7 @@ def descriptor_shares() -> DescriptorShares:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit to the hard one, and return what it is then."""
+    """Raise the soft limit to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -54,8 +54,8 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
 
     Raises:
         ConfigError: the text is none of `unix:PATH`, `tcp:HOST:PORT` and `tls:HOST:PORT`, the path
-            cannot be that of a socket, or the host of `tcp:` is no loopback address: what it
-            carries is not encrypted.
+            cannot be that of a socket, or the host of `tcp:`, which is not encrypted, is no
+            loopback address.
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
@@ -94,7 +94,7 @@ def check_tls(
         has_credentials: whether callers can prove who they are: with a token, or a certificate.
 
     Raises:
-        ConfigError: says what is missing.
+        ConfigError: names the missing file.
     """
     for address in addresses:
         if not isinstance(address, TcpAddress) or not address.is_tls:
@@ -130,8 +130,8 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
         raise ConfigError(f"metrics_listen is {text!r}; HOST must be an IP address")
     if not is_public and not _is_loopback(address.host):
         raise ConfigError(
-            f"metrics_listen is {text!r}, which is open to other hosts: they would learn what each "
-            "job reads and how fast. Listen on 127.0.0.1, or set metrics_public = true."
+            f"metrics_listen is {text!r}, which is open to other hosts: they would learn the "
+            "dataset and rate of each job. Listen on 127.0.0.1, or set metrics_public = true."
         )
     return address
 
@@ -174,7 +174,7 @@ class SocketClaim:
     still listens is found by connecting to its socket.
 
     Attributes:
-        address: what is claimed.
+        address: the claimed one.
     """
 
     def __init__(self, address: UnixAddress) -> None:

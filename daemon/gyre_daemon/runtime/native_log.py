@@ -1,4 +1,4 @@
-"""What gRPC's core writes to standard error, as events of the log.
+"""Log lines of gRPC's core on standard error, as events of the log.
 
 Nothing else says why a TLS handshake failed. As it is, a stranger could fill the log with such
 lines, which are no JSON, and put text of his own into them.
@@ -28,8 +28,8 @@ _MAX_CHARS = 300
 def native_lines_as_events() -> Iterator[None]:
     """Log the lines that native code writes to standard error, until the context ends.
 
-    The daemon's own events go where they went before. What native code writes just before it
-    crashes is lost.
+    The daemon's own events go where they went before. The last lines of native code before it
+    crashes are lost.
     """
     loop = asyncio.get_running_loop()
     stderr = os.dup(sys.stderr.fileno())

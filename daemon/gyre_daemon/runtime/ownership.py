@@ -1,9 +1,9 @@
 """The daemon's own folders and files: nobody else may have made them, or be able to write them.
 
-Whoever may write into the folder of a socket, a lock, a cache or an index could exchange what the
-daemon finds there. So a folder must belong to the daemon's user or to root, must not be writable
-for others, and must not be a link, which might be led elsewhere. The same holds for files. What the
-daemon makes is for its own user alone, whatever the umask.
+Whoever may write into the folder of a socket, a lock, a cache or an index could exchange the
+files in it. So a folder must belong to the daemon's user or to root, must not be writable
+for others, and must not be a link, which might be led elsewhere. The same holds for files. New
+files and folders are for the daemon's user alone, whatever the umask.
 """
 
 import errno
@@ -15,7 +15,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotOurs(PermissionError):
-    """A folder or file that others control; `strerror` says why and what to do."""
+    """A folder or file that others control; `strerror` has the reason and the fix."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EPERM, reason)
@@ -53,7 +53,7 @@ def check_folder(path: Path) -> None:
     if found.st_mode & _OTHERS:
         raise NotOurs(
             f"the folder {path} has mode {stat.S_IMODE(found.st_mode):04o}, so other users could "
-            f"exchange what is in it; `chmod go-w {path}` or name another folder"
+            f"exchange its files; `chmod go-w {path}` or name another folder"
         )
 
 

@@ -12,7 +12,7 @@ MAX_BYTES = 256 << 10  # a chain of certificates has some KiB
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What changes when a file is written or replaced."""
+    """Metadata that changes when a file is written or replaced."""
 
     device: int
     inode: int
@@ -38,7 +38,7 @@ def stamp_of(path: Path) -> FileStamp | None:
     )
 
 
-def read_file(path: Path, what: str, *, is_secret: bool) -> bytes:
+def read_file(path: Path, setting: str, *, is_secret: bool) -> bytes:
     """The contents of a file of the operator.
 
     A secret must belong to root or to this process's user, and nobody else may read or write it.
@@ -46,7 +46,7 @@ def read_file(path: Path, what: str, *, is_secret: bool) -> bytes:
 
     Args:
         path: the file.
-        what: what it is for, for the error: "tls_key".
+        setting: the setting that names it, for the error: "tls_key".
         is_secret: whether others must not read it.
 
     Raises:
@@ -57,25 +57,25 @@ def read_file(path: Path, what: str, *, is_secret: bool) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{what}: cannot read {path}: {reason}") from error
+        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from error
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{what}: {path} is no regular file")
+            raise ConfigError(f"{setting}: {path} is no regular file")
         if is_secret:
-            _check_private(found, path, what)
+            _check_private(found, path, setting)
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{what}: {path} has more than {MAX_BYTES} bytes")
+        raise ConfigError(f"{setting}: {path} has more than {MAX_BYTES} bytes")
     return data
 
 
-def _check_private(found: os.stat_result, path: Path, what: str) -> None:
+def _check_private(found: os.stat_result, path: Path, setting: str) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"{what}: {path} belongs to uid {found.st_uid}, who can change it; "
+            f"{setting}: {path} belongs to uid {found.st_uid}, who can change it; "
             f"it must belong to root or to uid {os.geteuid()}: chown it"
         )
     if mode & (0o037 if found.st_uid == 0 else 0o077):
-        raise ConfigError(f"{what}: others may use {path} (mode {mode:04o}): chmod 600 {path}")
+        raise ConfigError(f"{setting}: others may use {path} (mode {mode:04o}): chmod 600 {path}")

@@ -173,7 +173,7 @@ class DaemonThreads(Executor):
             self._num_pending -= 1
 
 
-# For what only computes. With one for each core, small work would wait behind large.
+# For pure computation. With one for each core, small work would wait behind large.
 _compute = DaemonThreads(len(os.sched_getaffinity(0)) + 4, "gyre-compute")
 
 

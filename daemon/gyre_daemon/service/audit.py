@@ -1,4 +1,4 @@
-"""Lines of the audit log for what is refused."""
+"""Lines of the audit log for refused calls."""
 
 import contextlib
 from collections.abc import Iterator

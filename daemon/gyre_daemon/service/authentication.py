@@ -1,4 +1,4 @@
-"""Who calls over TCP: what a call's token or its connection's certificate proves."""
+"""Authenticate callers over TCP by a call's token or its connection's certificate."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -85,7 +85,7 @@ async def responses(
 
 
 def _heartbeat(times: WindowTimes, held_up_by: str) -> pb.Heartbeat:
-    """A heartbeat that says what the next batch waited for longest since the last one."""
+    """A heartbeat with the longest wait of the next batch since the last heartbeat."""
     if held_up_by:
         return pb.Heartbeat(waiting_for=held_up_by)
     waits = {

@@ -285,7 +285,7 @@ def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
 
 
 def from_mixture(state: MixtureState | None) -> list[pb.MixtureDigest]:
-    """What tells the weights of a job on a mixture from others; empty where there is none."""
+    """Digests that tell the weights of a job on a mixture from others; empty without a mixture."""
     if state is None:
         return []
     both = zip(state.phases, state.digests, strict=True)
@@ -347,7 +347,7 @@ def from_measuring(measuring: Measuring) -> pb.MeasuringState:
 
 
 def hide_others(status: pb.DaemonStatus) -> None:
-    """Leave in a status what tells nothing of sessions that are not in it, and their datasets."""
+    """Remove from a status all that tells of sessions that are not in it, and of their datasets."""
     for field in (
         "storage",
         "endpoints",

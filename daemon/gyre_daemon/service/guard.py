@@ -1,4 +1,4 @@
-"""What every call passes before a method sees it: the caller is known, its messages decode.
+"""Checks of every call before its method runs: the caller is known, its messages decode.
 
 A call may outlast the credential of its caller, and then it is ended.
 """
@@ -164,7 +164,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A deserializer that leaves it to the call to answer what cannot be decoded."""
+    """A deserializer that leaves the answer to undecodable bytes to the call."""
 
     def decode_or_mark(data: bytes) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Builds what is missing of a dataset's index, and reads ahead of its first job what that needs."""
+"""Build missing parts of a dataset's index, and read the first job's data ahead."""
 
 import contextlib
 from collections import Counter

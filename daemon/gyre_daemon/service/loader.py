@@ -63,13 +63,13 @@ class LoaderService(pb_grpc.LoaderServicer):
         prefetch_batches: int,
         drain: Callable[[], float],
     ) -> None:
-        """Serve what the parts can do.
+        """Serve the parts below.
 
         Args:
             catalog: the datasets.
             sessions: those that are open.
             callers: tells who calls.
-            policy: tells what each caller may do.
+            policy: the permissions of each caller.
             copy_workers: counted in the status.
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
@@ -162,7 +162,7 @@ class LoaderService(pb_grpc.LoaderServicer):
 
     @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
-        """Estimate what each order costs."""
+        """Estimate the cost of each order."""
         caller = self._callers.identify(context)
         dataset = await self._catalog.open(*self._opener.resolve_stored(request.dataset, caller))
         if dataset.packed:
@@ -179,7 +179,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def PlanMixture(
         self, request: pb.PlanMixtureRequest, context: Context
     ) -> pb.PlanMixtureResponse:
-        """Count what each source of a mixture contributes."""
+        """Count the samples of each source of a mixture."""
         caller = self._callers.identify(context)
         dataset = await self._opener.open_ordered(request.dataset, caller)
         return await self._mixtures.plan(caller, dataset, request)

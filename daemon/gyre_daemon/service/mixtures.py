@@ -1,4 +1,4 @@
-"""What clients ask of mixtures: what each source contributes, other weights for a running job."""
+"""Calls about mixtures: the samples of each source, and other weights for a running job."""
 
 from collections.abc import Sequence
 

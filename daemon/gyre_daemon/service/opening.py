@@ -45,7 +45,7 @@ class SessionOpener(DatasetOpener):
         Args:
             catalog: the datasets.
             sessions: gets the sessions.
-            policy: tells what each caller may do.
+            policy: the permissions of each caller.
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
@@ -61,8 +61,8 @@ class SessionOpener(DatasetOpener):
         """Open a session, which begins to fetch at once.
 
         Args:
-            owner: who asks.
-            request: what for.
+            owner: the caller.
+            request: the session that it asks for.
 
         Raises:
             NotAllowed: the owner may not read the dataset with this job.
@@ -161,7 +161,7 @@ class SessionOpener(DatasetOpener):
             raise
 
     def resolve_stored(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
-        """See `resolve`, for what looks at shards: a mixture has none of its own."""
+        """See `resolve`, for calls that look at shards: a mixture has none of its own."""
         name, config = self.resolve(ref, caller)
         if config.mixture:
             raise InvalidRequest(
@@ -173,7 +173,7 @@ class SessionOpener(DatasetOpener):
     async def open_ordered(self, ref: pb.DatasetRef, caller: Principal) -> Dataset:
         """The dataset that a request names, as far as its order needs it.
 
-        Only where documents are packed, what transforms make may decide the order.
+        Transformed lengths may decide the order only where documents are packed.
 
         Raises:
             GyreError: as `resolve`, `Catalog.open` and `open_dataset`.

@@ -29,7 +29,7 @@ class StepPlanner:
         self._catalog, self._opener = catalog, opener
 
     async def plan(self, caller: Principal, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
-        """The sample ids of one step, and what is known of it before it is read.
+        """The sample ids of one step, and its properties that are known before a read.
 
         Raises:
             InvalidRequest: the order, the ranks or the stages make no sense, or an answer has no
@@ -59,7 +59,7 @@ class StepPlanner:
         """The dataset; with its transforms only where they may decide, because of measuring."""
         name, config = self._opener.resolve(request.dataset, caller)
         declared = requests.declared(request)
-        # what transforms make may decide the order, and what they refuse is replaced
+        # transformed lengths may decide the order, and refused samples are replaced
         may_decide = config.pack or rule or order.bucket or config.on_corrupt == "replace"
         if declared is not None or may_decide:
             return await self._opener.open_dataset(name, config, declared, caller)

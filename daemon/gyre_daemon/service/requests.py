@@ -40,14 +40,14 @@ _MODES: dict[int, OrderMode] = {
     pb.ORDER_MODE_SEQUENTIAL: "sequential",
 }
 # A block is one range request and a window of blocks is in memory at once: larger limits let one
-# client take the daemon's memory. The length of a job's name bounds what status and metrics carry.
+# client take the daemon's memory. The length of a job's name bounds the size of status and metrics.
 _MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
 _MAX_WINDOW_BLOCKS = 1 << 16
 _MAX_JOB_CHARS = 200
 # Beyond it lies no Unix time in milliseconds, and a client could not tell it from a damaged one.
 _MAX_GENERATION = 1 << 53
 # The options of an ad hoc dataset: a dozen scalars, a list of fields, and a table of storage
-# settings. These limits bound what one request costs the event loop to 1 ms.
+# settings. These limits bound the cost of one request for the event loop to 1 ms.
 _MAX_OPTION_KEY_CHARS, _MAX_OPTION_VALUES, _MAX_OPTION_DEPTH = 100, 1000, 4
 
 _Transforming = (
@@ -90,10 +90,10 @@ def to_order(message: pb.OrderSpec) -> Order:
 
 
 def to_balance(message: pb.OrderSpec, world_size: int) -> CostRule | None:
-    """What samples cost, if each global batch is to be shared out by that.
+    """The cost rule of samples, if each global batch is to be shared out by it.
 
     Args:
-        message: what the client asked for.
+        message: the client's request.
         world_size: how many ranks share.
 
     Raises:
@@ -116,7 +116,7 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
 
     Args:
         order: from `to_order`.
-        message: what the client asked for.
+        message: the client's request.
         dataset: whose samples it goes through.
         cursor: of a job that resumes; empty where it begins.
 
@@ -321,7 +321,7 @@ class _OptionReader:
 
 
 def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery:
-    """What is to be estimated.
+    """The question of an estimate.
 
     Raises:
         InvalidRequest: as `to_order`; or a price is negative or not finite.

@@ -93,7 +93,7 @@ def _cut(text: str, max_bytes: int) -> str:
 
 
 async def abort(context: Context, error: Exception) -> NoReturn:
-    """End a call with the status of an error; what is no GyreError is logged, and INTERNAL."""
+    """End a call with the status of an error; others than GyreError are logged, and INTERNAL."""
     if isinstance(error, ExceptionGroup):
         error = errors.first_error(error)
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):

@@ -4,7 +4,7 @@ import grpc
 
 from gyre_daemon.runtime.certificates import CertificateFiles, Certificates
 
-# What one connection may do, and how long it may do nothing. Clients of ours stay far below.
+# Limits of one connection, and of its idle time. Gyre's clients stay far below.
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # otherwise a second daemon would silently share the port
     # Control messages are small. A larger limit lets a client fill the daemon's memory. It counts
@@ -36,7 +36,7 @@ SERVER_OPTIONS = [
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that serve what the files hold at each handshake."""
+    """Credentials that serve the files' contents at each handshake."""
     served = files.current
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
