@@ -41,6 +41,7 @@ from gyre_trainer.layers.recomputed_layers import recompute_layers
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
 from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
+from gyre_trainer.layers.whole.forward_methods import register_forward_method
 from gyre_trainer.layers.whole.later_adapters import notice_later_adapters, reads_whole_weights
 from gyre_trainer.layers.whole.read_parameters import read_layers_of
 from gyre_trainer.layers.whole.read_rule import (
@@ -53,6 +54,7 @@ from gyre_trainer.layers.whole.read_rule import (
 from gyre_trainer.layers.whole.replicated import no_sync, replicate
 from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.optimizers.adafactor import Adafactor
+from gyre_trainer.optimizers.adamw_8bit import AdamW8bit
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.quantized_models import quantize_frozen
@@ -67,6 +69,7 @@ from gyre_trainer.shards.initial.sharded_init import materialize
 
 __all__ = [
     "Adafactor",
+    "AdamW8bit",
     "Muon",
     "ReadRule",
     "RotationPlan",
@@ -80,6 +83,7 @@ __all__ = [
     "no_sync",
     "plan_of",
     "quantize_frozen",
+    "register_forward_method",
     "rotate",
     "rotate_all",
     "stochastically_rounded",

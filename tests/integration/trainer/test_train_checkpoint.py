@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState, latest
+from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(
@@ -41,8 +42,28 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path, keep=2, model_config=CONFIG, data={})
+    return Checkpoints(run_of(tmp_path))
+
+
+def run_of(out: Path, name: str = "adamw") -> TrainConfig:
+    data = {"dataset": "none", "batch_size": 1, "sequence_length": 8}
+    return build(
+        TrainConfig,
+        {
+            "run": {"out": str(out), "steps": 9},
+            "data": data,
+            "model": asdict(CONFIG),
+            "optimizer": {"name": name},
+            "checkpoint": {"keep": 2},
+        },
+    )
 
 
 def trained(seed: int, cursor: bytes = b"\x00\xff") -> TrainState:
@@ -54,19 +75,19 @@ def trained(seed: int, cursor: bytes = b"\x00\xff") -> TrainState:
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
-    return TrainState(model, optimizer, Position(cursor))
+    return TrainState(model, [optimizer], Position(cursor))
 
 
 def tensors(state: TrainState) -> list[torch.Tensor]:
-    moments = [value for entry in state.optimizer.state.values() for value in entry.values()]
+    moments = [value for entry in state.optimizers[0].state.values() for value in entry.values()]
     return [*state.model.parameters(), *moments]
 
 
-def test_a_checkpoint_restores_every_bit(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_restores_every_bit(folder: Path, checkpoints: Checkpoints) -> None:
     saved, restored = trained(1, b"\x00 some place \xff"), trained(2)
     checkpoints.save(saved, 7)
-    assert latest(tmp_path) == tmp_path / "step-00000007"
-    assert checkpoints.load(restored, latest(tmp_path)) == 7
+    assert latest(folder) == folder / "step-00000007"
+    assert checkpoints.load(restored, latest(folder)) == 7
     assert restored.loader.state_dict() == {"cursor": b"\x00 some place \xff"}
     assert len(tensors(saved)) == 4 * len(list(saved.model.parameters()))
     assert all(
@@ -76,14 +97,14 @@ def test_a_checkpoint_restores_every_bit(tmp_path: Path, checkpoints: Checkpoint
 
 
 def test_the_newest_checkpoints_stay_and_unfinished_ones_are_deleted(
-    tmp_path: Path, checkpoints: Checkpoints
+    folder: Path, checkpoints: Checkpoints
 ) -> None:
-    torn = tmp_path / ".writing-step-00000002"
+    torn = folder / ".writing-step-00000002"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half of")
     for step in range(1, 5):
         checkpoints.save(trained(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "latest",
         "step-00000003",
         "step-00000004",
@@ -91,16 +112,16 @@ def test_the_newest_checkpoints_stay_and_unfinished_ones_are_deleted(
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_has_that_as_its_latest(
-    tmp_path: Path, checkpoints: Checkpoints
+    folder: Path, checkpoints: Checkpoints
 ) -> None:
     for step in (1, 2):
         checkpoints.save(trained(step), step)
-    checkpoints.load(trained(9), tmp_path / "step-00000001")
-    assert latest(tmp_path).name == "step-00000001"
+    checkpoints.load(trained(9), folder / "step-00000001")
+    assert latest(folder).name == "step-00000001"
     checkpoints.save(trained(3), 2)  # written again, with other weights
-    assert latest(tmp_path).name == "step-00000002"
+    assert latest(folder).name == "step-00000002"
     restored = trained(9)
-    checkpoints.load(restored, latest(tmp_path))
+    checkpoints.load(restored, latest(folder))
     assert all(
         torch.equal(one, other)
         for one, other in zip(tensors(trained(3)), tensors(restored), strict=True)
@@ -108,7 +129,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_has_that_as_its_latest(
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, checkpoints: Checkpoints
+    folder: Path, checkpoints: Checkpoints
 ) -> None:
     checkpoints.save(trained(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -124,36 +145,36 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     assert "\n" not in str(caught.value)
-    assert latest(tmp_path).name == "step-00000001"
+    assert latest(folder).name == "step-00000001"
     restored = trained(9)
-    assert checkpoints.load(restored, latest(tmp_path)) == 1
+    assert checkpoints.load(restored, latest(folder)) == 1
     assert all(
         torch.equal(one, other)
         for one, other in zip(tensors(trained(1)), tensors(restored), strict=True)
     )
     checkpoints.save(trained(2), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "latest",
         "step-00000001",
         "step-00000002",
     ]
 
 
-def test_a_torn_checkpoint_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_torn_checkpoint_is_refused(folder: Path, checkpoints: Checkpoints) -> None:
     checkpoints.save(trained(1), 1)
-    (shard,) = latest(tmp_path).glob("*.distcp")
+    (shard,) = latest(folder).glob("*.distcp")
     whole = shard.read_bytes()
     shard.write_bytes(whole[:2000])
-    refused(checkpoints, tmp_path, f"{shard.name} has 2000 bytes instead of {len(whole)}")
+    refused(checkpoints, folder, f"{shard.name} has 2000 bytes instead of {len(whole)}")
     shard.unlink()
-    refused(checkpoints, tmp_path, f"{shard.name} is missing")
+    refused(checkpoints, folder, f"{shard.name} is missing")
     for place in (10, len(whole) // 2, len(whole) - 10):
         shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        refused(checkpoints, tmp_path, f"{shard.name} is damaged")
+        refused(checkpoints, folder, f"{shard.name} is damaged")
     shard.write_bytes(whole)
-    metadata = latest(tmp_path) / ".metadata"
+    metadata = latest(folder) / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:-1] + b"x")
-    refused(checkpoints, tmp_path, ".metadata is damaged")
+    refused(checkpoints, folder, ".metadata is damaged")
 
 
 def refused(checkpoints: Checkpoints, folder: Path, words: str) -> None:
@@ -164,11 +185,9 @@ def refused(checkpoints: Checkpoints, folder: Path, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_names_its_model_and_its_files(
-    tmp_path: Path, checkpoints: Checkpoints
-) -> None:
+def test_a_checkpoint_names_its_model_and_its_files(folder: Path, checkpoints: Checkpoints) -> None:
     checkpoints.save(trained(1), 1)
-    folder = latest(tmp_path)
+    folder = latest(folder)
     manifest = json.loads((folder / "checkpoint.json").read_text())
     assert manifest["model"] == asdict(CONFIG)
     assert (manifest["format"], manifest["step"], manifest["world_size"]) == (2, 1, 1)
@@ -177,3 +196,12 @@ def test_a_checkpoint_names_its_model_and_its_files(
         for path in folder.iterdir()
         if path.name != "checkpoint.json"
     }
+
+
+def test_states_of_another_optimizer_are_refused_by_name(
+    folder: Path, checkpoints: Checkpoints
+) -> None:
+    checkpoints.save(trained(1), 3)
+    other = Checkpoints(run_of(folder.parent, "muon"))
+    with pytest.raises(CheckpointRejected, match=r"states of 'adamw'.* says muon"):
+        other.load(trained(2), latest(folder))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gyre_trainer.optimizers.shard import SumsOverRanks, own_shard_of, reduced_like
+from gyre_trainer.optimizers.shard import SumsOverRanks, own_shard_of, shaped_like
 from gyre_trainer.shards.local_shards import local_of
 
 
@@ -56,8 +56,8 @@ class Adafactor(torch.optim.Adafactor):
         if not state:
             state["step"] = torch.tensor(0.0)
             if parameter.ndim > 1:
-                state["row_var"] = reduced_like(parameter, -1)
-                state["col_var"] = reduced_like(parameter, -2)
+                state["row_var"] = shaped_like(parameter, -1, 1, parameter.dtype)
+                state["col_var"] = shaped_like(parameter, -2, 1, parameter.dtype)
             else:
                 state["variance"] = torch.zeros_like(parameter)
         state["step"] += 1

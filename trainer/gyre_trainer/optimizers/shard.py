@@ -1,12 +1,15 @@
-"""Which part of a parameter this rank has, and sums over the ranks that have the other parts."""
+"""Optimizers' states on shards: their shapes and dtypes, and sums over the ranks."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import RotationError
@@ -54,20 +57,42 @@ def own_shard_of(parameter: Tensor) -> OwnShard:
     return OwnShard(placement.dim, parameter.device_mesh.get_group(axis))
 
 
-def reduced_like(parameter: Tensor, dim: int) -> Tensor:
-    """Zeros in the shape of ``parameter`` with 1 entry along ``dim``, cut as ``parameter`` is."""
-    shape = list(parameter.shape)
-    shape[dim] = 1
-    if not isinstance(parameter, DTensor):
-        return parameter.new_zeros(shape)
+def shaped_like(parameter: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of ``parameter`` but for ``length`` entries along ``dim``.
+
+    They are cut as ``parameter`` is, and whole on every rank where ``dim`` is cut.
+    """
     dim %= parameter.ndim
+    shape = list(parameter.shape)
+    shape[dim] = length
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(shape, dtype=dtype)
     local_shape = list(parameter.to_local().shape)
-    local_shape[dim] = 1
+    local_shape[dim] = length
     placements: list[Placement] = [
         Replicate() if placement.is_shard(dim) else placement for placement in parameter.placements
     ]
-    zeros = parameter.to_local().new_zeros(local_shape)
+    zeros = parameter.to_local().new_zeros(local_shape, dtype=dtype)
     return as_dtensor(zeros, parameter.device_mesh, placements, shape)
+
+
+def load_as_saved(
+    optimizer: Optimizer, load: Callable[[dict[str, Any]], object], state_dict: dict[str, Any]
+) -> None:
+    """Load states in the dtypes that they were saved in; torch casts them to their parameter's.
+
+    Args:
+        optimizer: that takes the states.
+        load: torch's own method.
+        state_dict: as `state_dict` gave it.
+    """
+    load(state_dict)
+    numbers = [each for group in state_dict["param_groups"] for each in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dtype != optimizer.state[parameter][name].dtype:
+                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
 class SumsOverRanks:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gyre_trainer.optimizers.shard import load_as_saved
 from gyre_trainer.shards.local_shards import local_of, place_of
 
 _NUM_DROPPED_BITS = 16  # of float32, beside bfloat16
@@ -117,13 +118,7 @@ class _StochasticRounding(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they were saved; torch would cast them to their parameter's dtype."""
-        super().load_state_dict(state_dict)
-        numbers = [each for group in state_dict["param_groups"] for each in group["params"]]
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim:
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        load_as_saved(self, super().load_state_dict, state_dict)
 
 
 def _generator(local: Tensor, *key: Any) -> torch.Generator:

@@ -11,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from gyre_trainer import pretrained
 from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, rotate_all
+from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.training.checkpoints import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.models.lora import adapt, holds_adapters, load_adapters
+from gyre_trainer.training.models.lora import Lora, adapt, holds_adapters, load_adapters
 from gyre_trainer.training.rank_context import RankContext
 
 
@@ -25,6 +28,23 @@ def plain(model: ModelConfig) -> nn.Module:
         ConfigError: there is no such model of transformers.
     """
     return GPT(model) if isinstance(model, GPTConfig) else library_model(model)
+
+
+def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
+    """Convert a plain model without adapters to the dtype that its parameters rest in.
+
+    Buffers stay as they are, and so do vectors where only adapters train.
+    """
+    rounds = config.optimizer.stochastic_rounding
+    if not (rounds or (has_adapters(config.model) and _lora(config.model).frozen == "bfloat16")):
+        return
+    converted: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None and (rounds or each.ndim > 1) and each.is_floating_point():
+                if each not in converted:  # tied ones stay tied
+                    converted[each] = nn.Parameter(each.detach().bfloat16(), each.requires_grad)
+                module._parameters[name] = converted[each]
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -51,6 +71,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     """
     with torch.device("meta"):
         model = plain(config.model)
+        set_resting_dtype(model, config)
     dtypes = config.precision
     policy = RotationPolicy(
         compute_dtype=getattr(torch, dtypes.compute_dtype),
@@ -100,6 +121,21 @@ def build_model(
     return model
 
 
+def restored(config: TrainConfig, context: RankContext, path: Path) -> tuple[nn.Module, int]:
+    """The rotated model with the values of a checkpoint, and its step; collective.
+
+    Raises:
+        CheckpointRejected: the checkpoint is of another model, or damaged.
+    """
+    model = rotated(config, context.mesh)
+    allocate(model, context.device)
+    for parameter in model.parameters():
+        local_of(parameter).detach().zero_()  # what was there may be no number to encode
+    encode_frozen(model, config, context.mesh)
+    add_adapters(model, config)
+    return model, run_checkpoints.load_model(model, path, config.model)
+
+
 def _sources(model: ModelConfig, given: Path | None) -> tuple[Path | None, Path | None]:
     """The folders of the model's weights and of its adapters; None for initial ones."""
     if not isinstance(model, LibraryConfig):
@@ -125,9 +161,13 @@ def has_adapters(model: ModelConfig) -> bool:
     return isinstance(model, LibraryConfig) and model.lora.rank > 0
 
 
+def _lora(model: ModelConfig) -> Lora:
+    return model.lora if isinstance(model, LibraryConfig) else Lora()
+
+
 def encodes(model: ModelConfig) -> bool:
     """Whether frozen linear layers are encoded."""
-    return isinstance(model, LibraryConfig) and model.lora.frozen != "float32"
+    return _lora(model).encodes
 
 
 def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
@@ -141,8 +181,8 @@ def encode_frozen(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> No
     Raises:
         ConfigError: it has no linear layers that rotate by themselves.
     """
-    to = config.model.lora.frozen if isinstance(config.model, LibraryConfig) else "float32"
-    if to == "float32":
+    to = _lora(config.model).frozen
+    if to not in ("int8", "nf4"):
         return
     head = model.get_output_embeddings()  # type: ignore[operator]
     heads = [path.rpartition(".")[2] for path, each in model.named_modules() if each is head]

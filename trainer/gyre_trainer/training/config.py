@@ -139,21 +139,28 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its learning rates.
+    """The optimizer and its learning rates.
 
     Attributes:
+        name: `adamw`; `adamw-8bit`, whose moments take a byte for each entry; `adafactor`, which
+            keeps one number for each row and column; or `muon` for the matrices inside blocks, and
+            AdamW for all else. All take `lr` and `weight_decay`.
+        stochastic_rounding: whether parameters rest in bfloat16 and each update is rounded up or
+            down by chance; not of `muon`.
         lr: the peak learning rate, reached after the warm-up.
         min_lr: the learning rate of the last step, except of the constant schedule.
         warmup_steps: steps from 0 to `lr`.
         schedule: how the rate goes on after the warm-up.
         decay_steps: the last steps, in which the rate falls; of `warmup-stable-decay` alone.
-        betas: decay of AdamW's first and second moment.
-        eps: AdamW's epsilon.
+        betas: decay of the first and second moment of AdamW.
+        eps: epsilon of AdamW.
         weight_decay: for parameters with two or more dims.
         clip_norm: the global norm that gradients are clipped to; 0 for no clipping.
         accumulation_steps: parts of a rank's share of the batch, computed one after the other.
     """
 
+    name: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = "adamw"
+    stochastic_rounding: bool = False
     lr: Positive = 1e-3
     min_lr: NotNegative = 1e-4
     warmup_steps: AtLeast0 = 0
@@ -171,6 +178,16 @@ class OptimizerConfig:
                 f"`optimizer.schedule` is {self.schedule} and `optimizer.decay_steps` is "
                 f"{self.decay_steps}; warmup-stable-decay needs decay steps, and only it has them"
             )
+        if self.name == "muon" and self.stochastic_rounding:
+            raise ConfigError(
+                "`optimizer.stochastic_rounding` is true, but muon rounds to the nearest. Set it "
+                "to false, or `optimizer.name` to adamw"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Name of the states in a checkpoint."""
+        return f"{self.name}, rounded stochastically" if self.stochastic_rounding else self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ import torch
 
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected, ConfigError
-from gyre_trainer.shards.initial.sharded_init import allocate
-from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.training.build import add_adapters, encode_frozen, has_adapters, rotated
+from gyre_trainer.training.build import has_adapters, restored
 from gyre_trainer.training.checkpoints import manifest, run_checkpoints
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.models.library import LibraryConfig, objective_of
@@ -78,13 +76,7 @@ def export(config: TrainConfig, given: Export) -> None:
         CheckpointFailed: a file cannot be written.
     """
     with join_job(config.run) as context:
-        model = rotated(config, context.mesh)
-        allocate(model, context.device)
-        for parameter in model.parameters():
-            local_of(parameter).detach().zero_()  # what was there may be no number to encode
-        encode_frozen(model, config, context.mesh)
-        add_adapters(model, config)
-        run_checkpoints.load_model(model, given.checkpoint, config.model)
+        model, _ = restored(config, context, given.checkpoint)
         if not has_adapters(config.model):
             pretrained.save_pretrained(model, given.out, dtype=given.dtype)
         elif context.rank == 0:

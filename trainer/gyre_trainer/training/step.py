@@ -1,7 +1,8 @@
 """One optimizer step on a global batch: forward, backward, clipping, update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.rotate import no_sync
+from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, no_sync, stochastically_rounded
+from gyre_trainer.training.build import blocks_of
 from gyre_trainer.training.collate import Examples
-from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.losses import loss_of
+from gyre_trainer.training.config import OptimizerConfig, TrainConfig
+from gyre_trainer.training.models.losses import Loss, loss_of
 from gyre_trainer.training.schedule import learning_rate
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -26,7 +28,7 @@ class Stepper:
         """Make the optimizer. ``phase`` gives the context that is entered for each phase."""
         self.model = model
         self.loss = loss_of(model)
-        self.optimizer = build_optimizer(model, config)
+        self.optimizers = build_optimizers(model, config)
         self._config = config
         self._phase = phase
 
@@ -41,8 +43,9 @@ class Stepper:
             This rank's loss, summed over its targets, in nats: a scalar.
         """
         settings = self._config.optimizer
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self._config.run.steps, settings)
+        rate = learning_rate(step, self._config.run.steps, settings)
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            group["lr"] = rate
         weight = 1 / _mean_num_targets(examples)
         *parts, last = examples.split(settings.accumulation_steps)
         with self._postponed_averaging():
@@ -52,24 +55,14 @@ class Stepper:
             with self._phase("clip"), collective("the norm of all gradients"):
                 nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         with self._phase("update"):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.model.zero_grad()
         return torch.stack(sums).sum()
 
     def loss_sum(self, examples: Examples) -> Tensor:
-        """The loss summed over these rows' targets; 0, with zero gradients, if there are none."""
-        device = next(self.model.parameters()).device
-        here, num_targets = examples.to(device), examples.num_targets()
-        return (
-            self.loss(
-                here.inputs,
-                here.targets,
-                here.counts if num_targets else None,
-                here.positions,
-                *([here.is_token, here.decoder_inputs] if here.is_token is not None else []),
-            )
-            * num_targets
-        )
+        """As the function of this name."""
+        return loss_sum(self.model, self.loss, examples)
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:
         """A context in which replicated gradients are not averaged; the last backward does it.
@@ -91,6 +84,20 @@ class Stepper:
         return loss_sum.detach()
 
 
+def loss_sum(model: nn.Module, loss: Loss, examples: Examples) -> Tensor:
+    """The loss summed over these rows' targets; 0, with zero gradients, if there are none."""
+    device = next(model.parameters()).device
+    here, num_targets = examples.to(device), examples.num_targets()
+    mean: Tensor = loss(
+        here.inputs,
+        here.targets,
+        here.counts if num_targets else None,
+        here.positions,
+        *([here.is_token, here.decoder_inputs] if here.is_token is not None else []),
+    )
+    return mean * num_targets
+
+
 def _mean_num_targets(examples: Examples) -> float:
     """Targets per rank, averaged over the ranks.
 
@@ -105,19 +112,47 @@ def _mean_num_targets(examples: Examples) -> float:
     return max(1.0, float(total)) / dist.get_world_size()
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW with weight decay for matrices only (as Radford et al. 2019 and later models train)."""
+def build_optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
+    """The configured optimizer, with weight decay for matrices alone; two of them for Muon.
+
+    No decay of vectors is as Radford et al. (2019) and later models train.
+    """
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    if settings.name == "muon":
+        inside = {id(each) for block in blocks_of(model) for each in block.parameters()}
+        matrices = [each for each in trained if id(each) in inside and each.ndim == 2]
+        others = [each for each in trained if id(each) not in inside or each.ndim != 2]
+        # of the size of AdamW's updates (arXiv 2502.16982), so that both take one learning rate
+        muon = Muon(
+            matrices,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return [muon, AdamW(_groups(others, settings), **_options(settings))]
+    kind = _KINDS[settings.name]
+    if not settings.stochastic_rounding:
+        return [kind(_groups(trained, settings), **_options(settings))]
+    made = stochastically_rounded(kind)
+    return [made(_groups(trained, settings), rounding_seed=config.run.seed, **_options(settings))]
+
+
+_KINDS: dict[str, Any] = {"adamw": AdamW, "adamw-8bit": AdamW8bit, "adafactor": Adafactor}
+
+
+def _groups(parameters: Sequence[nn.Parameter], settings: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices and vectors, each with its own weight decay."""
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
+    return [group for group in groups if group["params"]]
+
+
+def _options(settings: OptimizerConfig) -> dict[str, Any]:
+    if settings.name == "adafactor":
+        return {"lr": settings.lr}
+    return {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}

@@ -2,28 +2,30 @@
 
 import hashlib
 import math
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
-from torch import nn
 
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.errors import CheckpointRejected, DataRejected, Diverged
+from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.encoded.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.evaluation import in_eval_mode, loss_on_first
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.pairs import collator_of
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
+from gyre_trainer.training.reading import (
+    any_rank,
+    open_loader,
+    require_one_mixture,
+    require_one_place,
+)
 from gyre_trainer.training.records.rank_log import log_to
 from gyre_trainer.training.records.step_stats import StepStats, StepTimes
 from gyre_trainer.training.step import Stepper
@@ -82,12 +84,7 @@ class Training:
         self._stepper = Stepper(build_model(config, context, weights), config)
         self._collator = collator_of(config)
         self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
-        self._checkpoints = Checkpoints(
-            Path(config.run.out) / "checkpoints",
-            config.checkpoint.keep,
-            config.model,
-            data_of(config.data),
-        )
+        self._checkpoints = Checkpoints(config)
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
         self._step_began_s = 0.0  # of the step that runs now
@@ -133,7 +130,7 @@ class Training:
         waited_s = time.monotonic() - wait_began_s
         digest = self._loader.mixture_digest
         if self._is_mixture is None:
-            self._is_mixture = _any_rank(digest != 0)
+            self._is_mixture = any_rank(digest != 0)
         if self._is_mixture:
             require_one_mixture(digest, self.step)
         examples = self._collator.collate(batch, self.step)
@@ -160,7 +157,7 @@ class Training:
             self._recorder.finish(peaks, self._loader.epochs_passed)
 
     def _state(self) -> TrainState:
-        return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
+        return TrainState(self._stepper.model, self._stepper.optimizers, self._loader)
 
     def _after_step(self) -> None:
         config = self._config
@@ -172,8 +169,8 @@ class Training:
         if is_last or evaluates or saves or self.step % config.run.log_every == 0:
             self._record()
         if evaluates:
-            with _in_eval_mode(self._stepper.model):
-                self._evaluate()
+            self._evaluate()
+            with in_eval_mode(self._stepper.model):
                 self._sample()
         if saves:
             if self._recorder:
@@ -196,26 +193,14 @@ class Training:
                     "resume from a checkpoint with a lower `optimizer.lr`"
                 )
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
         """Record the mean loss on the first batches of the evaluation's order."""
-        config = self._config.eval
-        total = torch.zeros(2, dtype=torch.float64)
-        with open_loader(
-            self._config, self._context, config.dataset, config.seed, is_evaluation=True
-        ) as loader:
-            for step in range(config.batches):
-                for part in self._collator.collate(next(loader), step).split(
-                    self._config.optimizer.accumulation_steps
-                ):
-                    total += torch.tensor(
-                        [float(self._stepper.loss_sum(part)), part.num_targets()],
-                        dtype=torch.float64,
-                    )
-        with collective("the loss of an evaluation"):
-            dist.all_reduce(total)
+        stepper = self._stepper
+        loss = loss_on_first(
+            self._config, self._context, stepper.model, stepper.loss, self._collator
+        )
         if self._recorder:
-            self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
+            self._recorder.add_evaluation(self.step, loss)
 
     def _sample(self) -> None:
         """Record how the model continues the prompts."""
@@ -232,111 +217,3 @@ def _seed(*numbers: int) -> None:
     """
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little"))
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context without dropout."""
-    model.eval()
-    yield
-    model.train()
-
-
-def require_one_place(cursor: bytes) -> None:
-    """Check that all ranks read the same order of the same data, from the same place. Collective.
-
-    Ranks of several nodes may have daemons of their own, whose shards differ.
-
-    Raises:
-        DataRejected: on every rank: the cursor of some rank is another one; the message names the
-            ranks that differ from most.
-    """
-    everyone = [b""] * dist.get_world_size()
-    with collective("the places of all ranks in the data"):
-        dist.all_gather_object(everyone, cursor)
-    usual = max(everyone, key=everyone.count)
-    others = [str(rank) for rank, each in enumerate(everyone) if each != usual]
-    if others:
-        raise DataRejected(
-            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(others)} would read other data, "
-            "or from another place, than most ranks: their daemons have other shards of the "
-            "dataset, or another configuration of it. Compare `gyre describe` at their addresses."
-        )
-
-
-def _any_rank(here: bool) -> bool:
-    """Whether something is so on any rank. Collective."""
-    anywhere = torch.tensor([here], dtype=torch.int64)
-    with collective("what the ranks read"):
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    return bool(anywhere.item())
-
-
-def require_one_mixture(digest: int, step: int) -> None:
-    """Check that all ranks have a step's batch by the same weights of a mixture. Collective.
-
-    Ranks whose daemons differ may have been given other weights at one of them alone.
-
-    Raises:
-        DataRejected: on every rank: the digest of some rank is another one; the message names the
-            ranks that differ from most.
-    """
-    extremes = torch.tensor([digest, -digest])
-    with collective("the weights of the mixture"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    if int(extremes[0]) == -int(extremes[1]):
-        return
-    everyone = [0] * dist.get_world_size()
-    with collective("the weights of the mixture on all ranks"):
-        dist.all_gather_object(everyone, digest)
-    usual = max(everyone, key=everyone.count)
-    others = ", ".join(str(rank) for rank, each in enumerate(everyone) if each != usual)
-    raise DataRejected(
-        f"the ranks read other weights of the mixture at step {step}: {others} differ from most; "
-        "a daemon has no change of weights that others have, or has one more. End the run, give "
-        "all daemons of its ranks the change with one `gyre mix`, and resume it."
-    )
-
-
-def open_loader(
-    config: TrainConfig,
-    context: RankContext,
-    dataset: str,
-    seed: int,
-    skip_steps: Sequence[tuple[int, int]] | None = None,
-    *,
-    is_evaluation: bool = False,
-) -> Loader:
-    """This rank's part of a stream of global batches.
-
-    An evaluation is a job of its own: it may read the dataset that is trained on.
-    """
-    data = config.data
-    return Loader(
-        dataset,
-        batch_size=data.batch_size,
-        seed=seed,
-        rank=context.rank,
-        world_size=context.world_size,
-        address=data.address or None,
-        tail=data.tail,
-        job=job_name(config.run.out, dataset, seed, is_evaluation=is_evaluation),
-        prefetch_batches=data.prefetch_batches,
-        device=context.device,
-        format=data.format or None,
-        options=data.options or None,
-        skip_steps=skip_steps,
-    )
-
-
-def job_name(out: str, dataset: str, seed: int, *, is_evaluation: bool = False) -> str:
-    """The job name for the daemon: the run directory's name, and a digest that sets it apart.
-
-    A resumed run has the name of the run before, so that the daemon ends what is left of its
-    sessions.
-    """
-    path = Path(out).absolute()
-    identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
-    if is_evaluation:
-        identity += ":evaluation"
-    return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

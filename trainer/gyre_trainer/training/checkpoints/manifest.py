@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.shards.regular_files import open_regular
-from gyre_trainer.training.config import DataConfig, ModelConfig
+from gyre_trainer.training.config import DataConfig, ModelConfig, OptimizerConfig
 from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
 
 FORMAT = 2
@@ -42,6 +42,7 @@ class Manifest:
         step: the step that the run resumes at.
         world_size: the number of ranks that wrote it.
         model: the keys of the configuration of the model.
+        optimizer: as `OptimizerConfig.kind` names it.
         loader: the loader's state, in base64.
         files: the other files of the directory.
         data: what `gyre rewind` opens the data with; see `data_of`.
@@ -53,6 +54,7 @@ class Manifest:
     loader: dict[str, str]
     files: dict[Annotated[str, Meta(pattern=r"\A[\w.]+\Z")], tuple[Annotated[int, Meta(ge=0)], int]]
     data: dict[str, str] = field(default_factory=dict)
+    optimizer: str = "adamw"  # all that earlier versions had
     format: int = FORMAT
 
     def loader_state(self) -> dict[str, bytes]:
@@ -90,12 +92,19 @@ def model_of(path: Path) -> dict[str, Any]:
     return _converted(path).model
 
 
-def read(path: Path, model_config: ModelConfig) -> Manifest:
+def read(
+    path: Path, model_config: ModelConfig, optimizer: OptimizerConfig | None = None
+) -> Manifest:
     """The manifest of the checkpoint directory ``path``.
 
+    Args:
+        path: of the checkpoint.
+        model_config: of the model that takes its values.
+        optimizer: of the run that goes on from there; None where only weights are read.
+
     Raises:
-        CheckpointRejected: it is not a checkpoint, or has another format or model, or is damaged;
-            the message says what differs, or names the key.
+        CheckpointRejected: it is not a checkpoint, or has another format, model or optimizer, or is
+            damaged; the message says what differs, or names the key.
     """
     manifest = _converted(path)
     wanted = json.loads(json.dumps(asdict(model_config)))
@@ -108,6 +117,12 @@ def read(path: Path, model_config: ModelConfig) -> Manifest:
     ]
     if differences:
         raise CheckpointRejected(f"checkpoint {path} is of another model: {', '.join(differences)}")
+    if optimizer is not None and optimizer.kind != manifest.optimizer:
+        raise CheckpointRejected(
+            f"checkpoint {path} has states of {manifest.optimizer!r:.40}, but `optimizer.name` "
+            f"says {optimizer.kind}. Resume with the same one, or begin with --init-from and the "
+            "exported weights."
+        )
     try:
         if not manifest.loader_state().get("cursor"):
             raise _damaged(path, "`loader` has no `cursor`, the place in the data")

@@ -13,7 +13,7 @@ read and checked first, then every file, and only then something is loaded.
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.training.checkpoints import manifest
 from gyre_trainer.training.checkpoints.manifest import Files, Manifest
 from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
-from gyre_trainer.training.config import ModelConfig
+from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.run_folder import require_regular
 
 _LATEST = "latest"
@@ -52,20 +52,16 @@ class TrainState:
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     loader: Stateful
 
 
 class Checkpoints:
     """The checkpoints of a run. Every method is collective, with equal arguments on all ranks."""
 
-    def __init__(
-        self, folder: Path, keep: int, model_config: ModelConfig, data: Mapping[str, str]
-    ) -> None:
-        self._folder = folder
-        self._data = data
-        self._keep = keep
-        self._model_config = model_config
+    def __init__(self, config: TrainConfig) -> None:
+        self._folder = Path(config.run.out) / "checkpoints"
+        self._config = config
 
     def save(self, state: TrainState, step: int) -> None:
         """Write a checkpoint that resumes at ``step``: on return it is durable and `latest`.
@@ -77,17 +73,18 @@ class Checkpoints:
         """
         name = f"step-{step:08}"
         unfinished = self._folder / f".writing-{name}"
-        model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+        model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
         try:
             _on_first_rank(lambda: _remove(unfinished))
             save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
             written = Manifest(
                 step=step,
                 world_size=dist.get_world_size(),
-                model=asdict(self._model_config),
+                model=asdict(self._config.model),
+                optimizer=self._config.optimizer.kind,
                 loader=manifest.encoded(state.loader.state_dict()),
                 files=_described(unfinished),
-                data=dict(self._data),
+                data=manifest.data_of(self._config.data),
             )
             _on_first_rank(lambda: self._publish(unfinished, name, written))
         except (OSError, CheckpointException) as error:
@@ -107,13 +104,13 @@ class Checkpoints:
             CheckpointRejected: it is not a checkpoint, is incomplete, or has another format or
                 model; the message says what differs.
         """
-        saved = manifest.read(path, self._model_config)
+        saved = manifest.read(path, self._config.model, self._config.optimizer)
         _require_whole(path, saved.files)
-        model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+        model, optimizer = get_state_dict(state.model, state.optimizers, options=_OPTIONS)
         _load({"model": model, "optimizer": optimizer}, path)
         set_state_dict(
             state.model,
-            state.optimizer,
+            state.optimizers,
             model_state_dict=model,
             optim_state_dict=optimizer,
             options=_OPTIONS,
@@ -132,22 +129,27 @@ class Checkpoints:
         unfinished.rename(complete)
         _write_pointer(self._folder / _LATEST, name)
         not_newer = sorted(path for path in self._folder.glob("step-*") if path.name <= name)
-        for old in not_newer[: -self._keep]:
+        for old in not_newer[: -self._config.checkpoint.keep]:
             shutil.rmtree(old)
         for torn in self._folder.glob(".writing-*"):
             shutil.rmtree(torn)
 
 
-def load_model(model: torch.nn.Module, path: Path, model_config: ModelConfig) -> None:
+def load_model(model: torch.nn.Module, path: Path, model_config: ModelConfig) -> int:
     """Restore a model alone, in place, from the checkpoint directory ``path``; collective.
+
+    Returns:
+        The checkpoint's step.
 
     Raises:
         CheckpointRejected: as `Checkpoints.load`.
     """
-    _require_whole(path, manifest.read(path, model_config).files)
+    saved = manifest.read(path, model_config)
+    _require_whole(path, saved.files)
     state = get_model_state_dict(model)
     _load({"model": state}, path)
     set_model_state_dict(model, state)
+    return saved.step
 
 
 def _load(state: dict[str, Any], path: Path) -> None:

@@ -33,21 +33,27 @@ class Lora:
         dropout: of their input.
         targets: the last parts of the names of linear layers that get adapters, such as
             "q_proj"; none for what peft chooses for the family.
-        frozen: how frozen linear layers rest and travel; adapters are float32.
+        frozen: how frozen matrices rest: in float32 or bfloat16; or linear layers in int8 or nf4,
+            in which they travel, too. Adapters are float32.
     """
 
     rank: AtLeast0 = 0
     alpha: Annotated[float, Meta(gt=0)] = 8.0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     targets: tuple[str, ...] = ()
-    frozen: Literal["float32", "int8", "nf4"] = "float32"
+    frozen: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.frozen != "float32" and not self.rank:
+        if self.encodes and not self.rank:
             raise ConfigError(
                 f"`model.lora.frozen` is {self.frozen}, but `model.lora.rank` is 0, so nothing is "
                 "frozen; set a rank, or leave `frozen` out"
             )
+
+    @property
+    def encodes(self) -> bool:
+        """Whether frozen linear layers rest in few bits."""
+        return self.frozen in ("int8", "nf4")
 
 
 def adapt(model: nn.Module, lora: Lora, seed: int) -> None:

@@ -1,0 +1,190 @@
+"""The loss of a model on a dataset: some batches during a run, or each sample once afterwards."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gyre_client import Loader
+from gyre_common.counts import counted
+from torch import Tensor, nn
+
+from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.build import build_model, restored
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.models.losses import Loss, loss_of
+from gyre_trainer.training.pairs import Collates, collator_of
+from gyre_trainer.training.rank_context import RankContext, join_job
+from gyre_trainer.training.reading import open_loader, require_one_place
+from gyre_trainer.training.records.rank_log import log_to
+from gyre_trainer.training.step import loss_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of an evaluation.
+
+    Attributes:
+        weights: the checkpoint, or the folder of weights.
+        step: of the checkpoint; None for a folder of weights.
+        dataset: its name.
+        samples: that were read, each once.
+        tokens: targets of all samples.
+        loss: the mean over all targets, in nats.
+        perplexity: e to the loss.
+        ranks: that read.
+        elapsed_s: seconds from the first batch to the last.
+    """
+
+    weights: str
+    step: int | None
+    dataset: str
+    samples: int
+    tokens: int
+    loss: float
+    perplexity: float
+    ranks: int
+    elapsed_s: float
+
+    def text(self) -> str:
+        """One line for people."""
+        where = self.weights if self.step is None else f"step {self.step} of {self.weights}"
+        return (
+            f"{where}: loss {self.loss:.6f}, perplexity {self.perplexity:.6g}, over "
+            f"{counted(self.tokens, 'token', ',')} in {counted(self.samples, 'sample', ',')} of "
+            f"{self.dataset}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The values that are evaluated: a checkpoint of a run, or a folder of weights."""
+
+    path: Path
+    is_checkpoint: bool
+
+
+def evaluate(config: TrainConfig, weights: Weights, *, as_json: bool) -> None:
+    """Print the loss on all of `eval.dataset`, as one of the ranks that the environment names.
+
+    Args:
+        config: as `on_any_ranks` gives it.
+        weights: that are evaluated.
+        as_json: whether an object is printed, in place of a line for people.
+
+    Raises:
+        TrainError: the weights or the data do not fit the configuration.
+        gyre_client.GyreError: the data is not available.
+    """
+    with join_job(config.run) as context:
+        log_to(Path(config.run.out), context.rank)
+        step = None
+        if weights.is_checkpoint:
+            model, step = restored(config, context, weights.path)
+        else:
+            model = build_model(config, context, weights.path)
+        _leave_router_loss_out(model)
+        model.eval()
+        with open_loader(
+            config, context, config.eval.dataset, 0, is_evaluation=True, order="sequential"
+        ) as loader:
+            require_one_place(loader.state_dict()["cursor"])
+            began_s = time.monotonic()
+            total = _total(model, loss_of(model), loader, collator_of(config), context)
+            elapsed_s = time.monotonic() - began_s
+        if context.rank == 0:
+            found = Result(
+                str(weights.path),
+                step,
+                config.eval.dataset,
+                int(total[2]),
+                int(total[1]),
+                mean_loss(total),
+                math.exp(min(mean_loss(total), 700.0)),
+                context.world_size,
+                round(elapsed_s, 3),
+            )
+            print(json.dumps(asdict(found)) if as_json else found.text())
+
+
+def on_any_ranks(config: TrainConfig, num_ranks: int) -> TrainConfig:
+    """The configuration of an evaluation whose result does not depend on the number of ranks.
+
+    The global batch is rounded up to a multiple of the ranks. Padding of the last one has no loss.
+    """
+    rows = -(-config.data.batch_size // num_ranks) * num_ranks
+    return replace(
+        config,
+        run=replace(config.run, replicas=1),
+        data=replace(config.data, batch_size=rows, tail="pad"),
+        optimizer=replace(config.optimizer, accumulation_steps=1),
+    )
+
+
+def loss_on_first(
+    config: TrainConfig, context: RankContext, model: nn.Module, loss: Loss, collator: Collates
+) -> float:
+    """The mean loss on the first batches of the evaluation's order; collective."""
+    settings = config.eval
+    parts = config.optimizer.accumulation_steps
+    with (
+        open_loader(config, context, settings.dataset, settings.seed, is_evaluation=True) as loader,
+        in_eval_mode(model),
+    ):
+        batches = islice(loader, settings.batches)
+        return mean_loss(_total(model, loss, batches, collator, context, parts))
+
+
+def mean_loss(total: Tensor) -> float:
+    """The mean over all targets.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not total[1]:
+        raise ConfigError("`eval.dataset` has no target: no sample has a token to predict")
+    return float(total[0] / total[1])
+
+
+@torch.no_grad()
+def _total(
+    model: nn.Module,
+    loss: Loss,
+    batches: "Loader | Iterator[Mapping[str, Tensor]]",
+    collator: Collates,
+    context: RankContext,
+    num_parts: int = 1,
+) -> Tensor:
+    """The loss summed over all ranks' targets, their number, and that of samples; float64."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for step, batch in enumerate(batches):
+        is_sample = batch.get("mask")
+        total[2] += len(batch["sample_id"]) if is_sample is None else int(is_sample.sum())
+        for part in collator.collate(batch, step).split(num_parts):
+            total[0] += float(loss_sum(model, loss, part))
+            total[1] += part.num_targets()
+    with collective("the loss of an evaluation"):
+        dist.all_reduce(total)
+    return total
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context without dropout."""
+    model.eval()
+    yield
+    model.train()
+
+
+def _leave_router_loss_out(model: nn.Module) -> None:
+    """Let the loss be the tokens' alone: a perplexity has no loss of a router in it."""
+    described = getattr(model, "config", None)
+    if getattr(described, "output_router_logits", False):
+        described.output_router_logits = False  # type: ignore[union-attr]
