@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import register_forward_method, rotate_all
 from gyre_trainer.training.models.gpt import GPT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.conftest import StartRanks
@@ -76,3 +76,43 @@ def test_two_rings_of_one_job_do_not_mix(ranks: StartRanks) -> None:
     outcomes = ranks(4).run(gradients_of_two_rings)
     assert [members for members, _ in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert max(apart for _, apart in outcomes) <= 1e-12
+
+
+class TwoTowers(nn.Module):
+    """Reads parameters of its own in `encode`, which its forward calls twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 10, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 10, dtype=torch.float64))
+        self.table = nn.Parameter(torch.linspace(0, 1, 70, dtype=torch.float64).view(7, 10))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale + self.table.mean(0)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.encode(x) * self.encode(y)).sum(1)
+
+
+def by_a_method() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a loss of `encode`, on this rank's part and in one process on all."""
+    torch.manual_seed(0)
+    alone, rotated = TwoTowers(), TwoTowers()
+    rotated.load_state_dict(alone.state_dict())
+    rotate_all(rotated, mesh=make_mesh("cpu"), min_numel=0)
+    register_forward_method(rotated, "encode")
+    batch = torch.randn(2, 6, 6, dtype=torch.float64)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for model, (x, y) in (
+        (alone, batch),
+        (rotated, [each.chunk(size)[rank] for each in batch]),
+    ):
+        (model.encode(x) * model.encode(y)).sum(1).mean().backward()
+    return tuple(  # type: ignore[return-value]
+        {name: whole(p.grad) for name, p in model.named_parameters()} for model in (alone, rotated)
+    )
+
+
+def test_a_registered_method_reads_parameters_as_the_forward_does(ranks: StartRanks) -> None:
+    for alone, rotated in ranks(2).run(by_a_method):
+        assert distance(rotated, alone) <= 1e-12

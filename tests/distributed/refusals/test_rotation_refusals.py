@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import MeshError, RotationError
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotate import RotationPolicy, register_forward_method, rotate, rotate_all
 from gyre_trainer.shards.initial.sharded_init import materialize
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,6 +60,21 @@ def loaded_by_assignment() -> None:
         {name: value.clone() for name, value in mlp.state_dict().items()}, assign=True
     )
     mlp(torch.randn(2, 4))
+
+
+def loaded_whole() -> None:
+    mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
+    mlp.load_state_dict(MLP(4, 8).state_dict())
+
+
+def flattened() -> None:
+    mlp = rotate(MLP(4, 7), mesh=make_mesh("cpu"))
+    for parameter in mlp.parameters():  # as optimizers that know no shards do
+        parameter.detach().view(-1)
+
+
+def method_of_a_block() -> None:
+    register_forward_method(rotate(MLP(4, 8), mesh=make_mesh("cpu")), "extra_repr")
 
 
 def backward_twice() -> None:
@@ -122,6 +137,9 @@ def unknown_parameter() -> None:
 
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
+    (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
+    (flattened, RotationError, ["cut unevenly over 2 ranks", "AdamW8bit", "ShardedTrainer"]),
+    (method_of_a_block, RotationError, ["rotates as one block", "find_blocks=False"]),
     (one_axis_of_two, MeshError, ["is a part of", "not be averaged", "from_group"]),
     (axes_in_another_order, MeshError, ["'replicate' and then 'rotate'"]),
     (three_replicas_on_two_ranks, MeshError, ["2 ranks", "replicate=3"]),

@@ -229,7 +229,8 @@ def diagnose(progress: dict[int, RankProgress], missing: Sequence[int]) -> str:
     if idle:
         return (
             f"{_named(behind)} at fault: alive, but it stands still after {fewest} waits "
-            "while the other ranks wait for it"
+            "while the other ranks wait for it. To evaluate, call the model on all ranks, or use "
+            "gyre-train eval"
         )
     if fewest < most:
         return (

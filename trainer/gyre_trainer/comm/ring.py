@@ -91,7 +91,8 @@ class Hop:
         return (
             f"rank {self._ring.global_rank} calls {modules.describe(self._identity)}, "
             f"but rank {self._neighbours[what]} calls {theirs}; "
-            "all ranks must call the same modules in the same order"
+            "all ranks must call the same modules in the same order, also to evaluate: call the "
+            "model on all ranks, or use gyre-train eval"
         )
 
 

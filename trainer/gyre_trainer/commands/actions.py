@@ -4,6 +4,7 @@ Modules that take long to import are imported by the command that needs them.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,49 @@ def run(config: TrainConfig, options: argparse.Namespace) -> None:
     )
 
 
+def evaluate(config: TrainConfig, options: argparse.Namespace) -> None:
+    """Print the loss on a dataset, as one rank."""
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training import evaluation  # noqa: PLC0415
+
+    path, is_checkpoint = weights_to_evaluate(config, options)
+    evaluation.evaluate(config, evaluation.Weights(path, is_checkpoint), as_json=options.json)
+
+
+def read_eval(options: argparse.Namespace) -> TrainConfig:
+    """The configuration, for as many ranks as there are."""
+    # Torch's distributed packages take two seconds.
+    from gyre_trainer.training.evaluation import on_any_ranks  # noqa: PLC0415
+
+    config = load(options.config, options.set)
+    return on_any_ranks(config, int(os.environ.get("WORLD_SIZE", options.nproc)))
+
+
+def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tuple[Path, bool]:
+    """Where the weights are, and whether that is a checkpoint; checked before any rank starts."""
+    if not config.eval.dataset:
+        raise ConfigError(
+            "`eval.dataset` is not set. Name the dataset to evaluate on: --set eval.dataset=NAME"
+        )
+    if options.weights is not None:
+        if not options.weights.is_dir():
+            raise ConfigError(f"--weights {options.weights} is no folder")
+        return options.weights, False
+    # This imports torch.distributed.checkpoint, which takes a second.
+    from gyre_trainer.training.checkpoints import manifest, run_checkpoints  # noqa: PLC0415
+
+    folder = Path(config.run.out) / "checkpoints"
+    path: Path | None = options.checkpoint
+    if path is None:
+        if not run_checkpoints.exists(folder):
+            raise ConfigError(
+                f"{folder} has no checkpoint. Name one with --checkpoint, or weights with --weights"
+            )
+        path = run_checkpoints.latest(folder)
+    manifest.read(path, config.model)
+    return path, True
+
+
 def trace(config: TrainConfig, options: argparse.Namespace) -> None:
     """Profile a few steps, as one rank."""
     # Torch's distributed packages take two seconds.
@@ -93,14 +137,21 @@ def _given_export(options: argparse.Namespace) -> "Export":
 
 
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
-    """What each module becomes, and what a step costs, as tables."""
+    """What each module becomes, and what a step costs, as tables or as JSON."""
     # FSDP2 and fake tensors take a second to import.
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 
-    given = plan_tables.GivenRates(options.operations_per_s, options.bytes_per_s)
-    return plan_tables.text(
-        config, options.ranks, given, options.memory * 2**30 if options.memory else None
+    given = plan_tables.GivenRates(
+        options.operations_per_s,
+        options.bytes_per_s,
+        options.bytes_per_s_between,
+        options.ranks_per_host,
     )
+    made = plan_tables.make_plan(config, options.ranks, given)
+    memory_bytes = options.memory * 2**30 if options.memory else None
+    if options.json:
+        return json.dumps(made.as_object(memory_bytes), indent=1)
+    return made.text(memory_bytes)
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
@@ -120,7 +171,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     else:
         path = Path(options.resume)
     if path:
-        manifest.read(path, config.model)
+        manifest.read(path, config.model, config.optimizer)
     return path
 
 

@@ -28,6 +28,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     _add_run(add("run", "run a training configuration to its end"))
     _add_trace(add("trace", "profile a few steps on random tokens; every rotation step is named"))
+    _add_eval(add("eval", "print a checkpoint's loss and perplexity on a whole dataset"))
     _add_export(add("export", "write a checkpoint's model in the layout of transformers"))
     _add_plan(add("plan", "show what each module becomes, and what a step costs a rank"))
     return parser.parse_args(arguments)
@@ -78,6 +79,31 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_eval(evaluates: argparse.ArgumentParser) -> None:
+    _add_config(evaluates)
+    _add_nproc(evaluates)
+    which = evaluates.add_mutually_exclusive_group()
+    which.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint's directory (default: the run's latest)",
+    )
+    which.add_argument(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="a folder that `gyre-train export` or transformers wrote, instead of a checkpoint",
+    )
+    evaluates.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluates.set_defaults(
+        be_rank=actions.evaluate,
+        imports="gyre_trainer.training.evaluation",
+        read=actions.read_eval,
+        prepare=actions.weights_to_evaluate,
+    )
+
+
 def _add_export(exports: argparse.ArgumentParser) -> None:
     exports.add_argument(
         "run", type=Path, metavar="RUN", help="a run directory, or a checkpoint's directory"
@@ -119,11 +145,21 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--bytes-per-s",
         type=rate,
         metavar="RATE",
-        help="bytes that a rank sends (default: a copy in this machine's memory)",
+        help="bytes that a rank sends inside a host (default: a copy in this machine's memory)",
+    )
+    rates.add_argument(
+        "--bytes-per-s-between",
+        type=rate,
+        metavar="RATE",
+        help="bytes that a host sends to another one, by one link for all its ranks",
+    )
+    rates.add_argument(
+        "--ranks-per-host", type=positive, default=8, help="ranks of a host (default 8)"
     )
     rates.add_argument(
         "--memory", type=rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
     )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
 
 

@@ -1,7 +1,7 @@
 """What torch's methods for whole models do to modules with shards: `to`, `bfloat16`, `deepcopy`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple, Self, cast
 
@@ -24,6 +24,12 @@ SAVE_ADVICE = (
     "Call gyre_trainer.pretrained.save_pretrained(model, folder) on all ranks, or "
     "torch.distributed.checkpoint.save; for one file, "
     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+)
+
+LOAD_ADVICE = (
+    "Call gyre_trainer.pretrained.load(model, folder), or "
+    "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+    "options=StateDictOptions(full_state_dict=True))"
 )
 
 
@@ -67,6 +73,21 @@ class ShardedModule:
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
                 value.__reduce_ex__ = _refuse_to_pickle  # type: ignore[method-assign]
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state of shards, as `torch.distributed.checkpoint` gives it.
+
+        Raises:
+            RotationError: a parameter is whole there, and cut here.
+        """
+        for name, parameter in cast("nn.Module", self).named_parameters():
+            value = state_dict.get(name)
+            if isinstance(parameter, DTensor) and type(value) in (Tensor, nn.Parameter):
+                raise RotationError(
+                    f"load_state_dict: {name} is a plain tensor, but the model is rotated (a "
+                    f"DTensor of {tuple(parameter.shape)}). {LOAD_ADVICE}"
+                )
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module with a copy of this rank's shards, on the same ring."""

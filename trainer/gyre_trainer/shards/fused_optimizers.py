@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import local_of
 
 _OPERATORS = (
@@ -25,6 +26,7 @@ _OPERATORS = (
     torch.ops.aten._fused_adagrad_.default,
     torch.ops.aten._fused_adagrad_.tensor_lr,
 )
+_VIEW = torch.ops.aten.view.default
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -36,9 +38,40 @@ def support_dtensors() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for operator in _OPERATORS:
         handlers.setdefault(operator, _on_local_shards)
+    handlers.setdefault(_VIEW, _View())
     of_torch = handlers[_UNSCALE]
     if not isinstance(of_torch, _ShardsFirst):
         handlers[_UNSCALE] = _ShardsFirst(of_torch)
+
+
+class _View:
+    """Torch's own view, whose refusal of uneven shards names functions that take them."""
+
+    def __call__(
+        self, op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> object:
+        """View a DTensor.
+
+        Raises:
+            RotationError: uneven shards have no view of that shape.
+        """
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        handlers.pop(op_call, None)  # so that torch's own way is taken
+        try:
+            return op_call(*args, **kwargs)
+        except RuntimeError as error:
+            if "unevenly sharded" not in str(error):
+                raise
+            shape, ranks = tuple(args[0].shape), args[0].device_mesh.size()
+            raise RotationError(
+                f"a parameter or gradient of shape {shape} is cut unevenly over {ranks} ranks and "
+                "cannot be flattened. Take an optimizer of gyre_trainer.rotate (Adafactor, "
+                "AdamW8bit, Muon) or torch's AdamW; in trainers, "
+                "gyre_trainer.frameworks.huggingface.ShardedTrainer or "
+                "gyre_trainer.frameworks.accelerate.prepare"
+            ) from error
+        finally:
+            handlers[op_call] = self
 
 
 class _ShardsFirst:

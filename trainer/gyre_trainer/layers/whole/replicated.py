@@ -56,13 +56,17 @@ class ReplicatedModule(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
+        return self.run_plain(super().forward, args, kwargs)  # type: ignore[misc]
+
+    def run_plain(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module with plain tensors in the place of parameters."""
         assert isinstance(self, nn.Module)
         own = self._readable()
         if self.outer_dtype is not None:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         try:
             with swapped(self, own) if own else nullcontext():
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+                return method(*args, **kwargs)
         finally:
             if self.read_parameters:
                 release_after(self)

@@ -1,0 +1,51 @@
+"""`gyre-train eval`: the loss of a checkpoint on a whole dataset, each sample once."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.train_jobs import DEADLINE_S, TINY_GPT, Jobs, tiny_run
+
+WINDOWS = 23  # a multiple of no number of ranks
+FLOAT64 = 1e-5  # of a sum in float64 of losses in float32
+
+
+def loss_alone(run: Path, tokens: np.ndarray) -> float:
+    """The mean loss of the newest checkpoint, by torch in one process."""
+    newest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
+    dcp_to_torch_save(newest, run / "whole.pt")
+    model = GPT(GPTConfig(**TINY_GPT, max_seq_len=8)).double()
+    model.load_state_dict(torch.load(run / "whole.pt", weights_only=True)["model"])
+    rows = torch.from_numpy(tokens.astype(np.int64)).view(WINDOWS, 9)
+    with torch.no_grad():
+        return float(model.loss(rows[:, :-1], rows[:, 1:]))
+
+
+def test_each_sample_counts_once_on_any_number_of_ranks(
+    tmp_path: Path, tiny_jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, tokens = tmp_path / "train.toml", np.random.default_rng(1).integers(0, 65, WINDOWS * 9)
+    tokens.astype(np.uint16).tofile(tmp_path / "held-out.bin")
+    config.write_text(tiny_run(tmp_path, eval={"dataset": str(tmp_path / "held-out.bin")}))
+    status, errors = tiny_jobs.ran("eval", str(config))
+    assert (status, "has no checkpoint. Name one" in errors) == (2, True), errors
+    status, errors = tiny_jobs.ran("run", str(config))
+    assert status == 0, errors
+    expected = loss_alone(tmp_path / "run", tokens)
+    for num_ranks in (1, 3):
+        capfd.readouterr()
+        job = tiny_jobs.start("eval", str(config), f"--nproc={num_ranks}", "--json")
+        assert job.wait(DEADLINE_S) == 0, job.errors(DEADLINE_S)
+        found = json.loads(capfd.readouterr().out)
+        assert (found["samples"], found["tokens"], found["step"]) == (WINDOWS, WINDOWS * 8, 2)
+        assert found["loss"] == pytest.approx(expected, rel=FLOAT64)
+        assert found["perplexity"] == pytest.approx(math.exp(expected), rel=10 * FLOAT64)
+        assert found["ranks"] == num_ranks
+    status, errors = tiny_jobs.ran("eval", str(config), "--set=eval.dataset=''")
+    assert (status, "`eval.dataset` is not set" in errors) == (2, True), errors
