@@ -78,6 +78,17 @@ def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
     assert len(others) == 4  # FSDP2 twice, DDP, tensor parallelism
     assert all(gyre < other for other in others)
     assert said["parameters"][1] == mib((whole / 4 + norms) / KIB**2)
+    assert main(["plan", config, "--ranks", "8", "--ranks-per-host", "4", *BY_SLICE]) == 2
+    assert "Give --bytes-per-s-between" in capsys.readouterr().err
+    between = ["--ranks-per-host", "2", "--bytes-per-s-between", "1e9", "--json"]
+    assert main(["plan", config, "--ranks", "4", *BY_SLICE, *between]) == 0
+    found = json.loads(capsys.readouterr().out)
+    two, four = found["rings"]
+    assert (two["size"], two["replicas"], two["counted"]) == (2, 2, True)
+    assert four["peak_bytes"] == found["strategies"]["Gyre"]["peak_bytes"] < two["peak_bytes"]
+    assert two["averaged_bytes"] == (whole + norms) // 2  # once the half of all gradients
+    assert (two["thinnest"], four["thinnest"]) == (16, 8)  # of 32 columns
+    assert found["layer_by_layer"] == []
 
 
 def test_plan_takes_any_configuration_of_transformers_and_recommends(

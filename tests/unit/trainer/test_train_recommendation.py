@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import StepFigures
-from gyre_trainer.accounting.estimate import Rates, recommendation
+from gyre_trainer.accounting.estimate import (
+    Rates,
+    recommendation,
+    ring_seconds,
+    step_seconds,
+)
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
+from gyre_trainer.accounting.rings import figures_of_rings
 from gyre_trainer.training.models.library import num_positions
 
 MIB = 2**20
@@ -15,15 +21,9 @@ NAMES = {each.name.lower(): each for each in Strategy}
 
 def advice(costs: dict[str, tuple[float, float]], memory_gib: float | None = None) -> str:
     """What is said of strategies with these peaks in MiB, and seconds of a step."""
-    figures = {
-        NAMES[name]: StepFigures(
-            dict.fromkeys(CATEGORIES, 0) | {Category.PARAMETERS: int(peak * MIB)},
-            0,
-            int(seconds * 1e9),
-        )
-        for name, (peak, seconds) in costs.items()
-    }
-    return recommendation(figures, Rates(1e9, 1e9), memory_gib and memory_gib * 2**30)
+    peaks = {str(NAMES[name]): peak * MIB for name, (peak, _) in costs.items()}
+    seconds = {str(NAMES[name]): seconds for name, (_, seconds) in costs.items()}
+    return recommendation(peaks, seconds, memory_gib and memory_gib * 2**30)
 
 
 ALIKE = {"gyre": (190.9, 1.0), "fsdp2_sub_block": (191.4, 1.01), "ddp": (300.0, 1.0)}
@@ -64,6 +64,40 @@ def test_a_difference_that_counts_is_told(
     memory_gib: float | None, costs: dict[str, tuple[float, float]], said: str
 ) -> None:
     assert advice(costs, memory_gib).startswith(said)
+
+
+def figures_of(peak: int, operations: int, sent_bytes: int, num_operators: int) -> StepFigures:
+    at_peak = dict.fromkeys(CATEGORIES, 0) | {Category.PARAMETERS: peak}
+    return StepFigures(at_peak, sent_bytes, operations, num_operators=num_operators)
+
+
+def test_sizes_of_rings_lie_between_those_that_were_counted() -> None:
+    """Of 8 ranks: a part of each figure is 1/n of something, and operators grow with n."""
+    counted = {n: figures_of(100 + 800 // n, 10**9, 5000 - 4000 // n, 10 * n) for n in (2, 8)}
+    two, four, eight = figures_of_rings(counted, 8, 8, gradient_bytes=4800)
+    assert [(each.size, each.replicas, each.is_counted) for each in (two, four, eight)] == [
+        (2, 4, True),
+        (4, 2, False),
+        (8, 1, True),
+    ]
+    assert (four.figures.peak_bytes, four.figures.sent_bytes) == (300, 4000)
+    assert (four.figures.operations, four.figures.num_operators) == (10**9, 40)
+    # an all-reduce among R replicas: 2 (R - 1) / R of a rank's 1/n of the gradients
+    assert [each.averaged_bytes for each in (two, four, eight)] == [3600, 1200, 0]
+
+
+def test_a_step_is_bound_by_what_is_slowest() -> None:
+    inside, between = 1e4, 1e3
+    rates = Rates(1e9, inside, between, ranks_per_host=4, operator_s=0.001)
+    ring = figures_of_rings({4: figures_of(1, 10**9, 5000, 0)}, 8, 4, gradient_bytes=0)[0]
+    assert ring_seconds(ring, rates, 8) == 1.0  # computes for 1 s, sends for 0.5 s in its host
+    whole = figures_of_rings({8: figures_of(1, 10**9, 5000, 0)}, 8, 8, gradient_bytes=0)[0]
+    assert ring_seconds(whole, rates, 8) == 5.0  # crosses the hosts' links
+    ring = figures_of_rings({4: figures_of(1, 10**9, 0, 0)}, 8, 4, gradient_bytes=4000)[0]
+    # four ranks of a host share its link while backward computes for two thirds of a second
+    assert ring_seconds(ring, rates, 8) == pytest.approx(1 / 3 + 1000 / (between / 4))
+    busy = figures_of(1, 10**9, 0, 7000)
+    assert step_seconds(Strategy.FSDP2_LAYER, busy, rates, 8) == pytest.approx(7.0)  # the host
 
 
 LONG: dict[str, Any] = {"max_position_embeddings": 100}

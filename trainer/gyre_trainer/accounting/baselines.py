@@ -17,7 +17,7 @@ from gyre_trainer.layers.head.causal_loss import LossHead
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
-from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated
+from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated, set_resting_dtype
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPT, Block, GPTConfig
 
@@ -58,6 +58,7 @@ def distribute(
             if shards and isinstance(config.model, GPTConfig)
             else plain(config.model)
         )
+        set_resting_dtype(model, config)
     add_fake_adapters(model, config, device)
     if shards and not isinstance(model, GPT):
         model.set_output_embeddings(LossHead(model.get_output_embeddings()))  # type: ignore[operator]

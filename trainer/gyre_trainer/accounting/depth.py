@@ -47,12 +47,14 @@ class StepFigures:
         sent_bytes: bytes that a rank sends.
         operations: floating-point operations of a rank.
         assumes_even_routing: as `gyre_trainer.accounting.step_cost.StepCost` has it.
+        num_operators: that the host of a rank starts.
     """
 
     at_peak: dict[Category, int]
     sent_bytes: int
     operations: int
     assumes_even_routing: bool = False
+    num_operators: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +65,11 @@ class StepFigures:
 def figures(cost: StepCost) -> StepFigures:
     """The figures of a step that was measured."""
     return StepFigures(
-        cost.timeline.peak(), cost.sent_bytes, cost.operations, cost.assumes_even_routing
+        cost.timeline.peak(),
+        cost.sent_bytes,
+        cost.operations,
+        cost.assumes_even_routing,
+        cost.num_operators,
     )
 
 
@@ -77,11 +83,13 @@ class FigureJobs:
         config: of the run.
         num_layers: of the model; 0 where its last layers are not alike.
         num_leading: layers of another kind before those that are alike.
+        num_weights: elements of all parameters.
     """
 
     config: TrainConfig
     num_layers: int
     num_leading: int = 0
+    num_weights: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -91,8 +99,11 @@ class FigureJobs:
             ConfigError: there is no such model.
         """
         with torch.device("meta"):
-            num_leading, num_alike = layer_kinds(plain(config.model))
-        return cls(config, num_leading + num_alike if num_alike else 0, num_leading)
+            model = plain(config.model)
+        num_leading, num_alike = layer_kinds(model)
+        num_weights = sum(each.numel() for each in model.parameters())
+        num_layers = num_leading + num_alike if num_alike else 0
+        return cls(config, num_layers, num_leading, num_weights)
 
     def configs(self, strategy: Strategy = Strategy.GYRE) -> list[TrainConfig]:
         """The models that tell about one strategy, the deepest first."""
@@ -125,6 +136,7 @@ class FigureJobs:
             more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
             more.operations + times * (more.operations - few.operations),
             more.assumes_even_routing,
+            more.num_operators + times * (more.num_operators - few.num_operators),
         )
 
     def _deepest(self, strategy: Strategy) -> int:

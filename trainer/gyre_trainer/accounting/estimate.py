@@ -13,6 +13,7 @@ import torch
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import StepFigures
 from gyre_trainer.accounting.live_bytes import Category
+from gyre_trainer.accounting.rings import RingFigures
 from gyre_trainer.training.config import TrainConfig
 
 TENSOR_PARALLEL = "tensor parallel*"
@@ -21,7 +22,7 @@ _USABLE = 0.9
 # A smaller difference of peaks or times is not worth a change: the figures are no more exact.
 _WORTH = 0.05
 # Large enough for a matrix product's full rate, and for a copy that no cache holds.
-_MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS = 1024, 2**26, 5
+_MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS, _NUM_OPERATORS = 1024, 2**26, 5, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,29 @@ class Rates:
 
     Attributes:
         operations_per_s: floating-point operations.
-        bytes_per_s: bytes that it sends.
+        bytes_per_s: bytes that it sends to a rank of its host.
+        bytes_per_s_between: bytes that a host sends to another one; None for one host.
+        ranks_per_host: ranks that share a host and its link.
+        operator_s: seconds of the host to start an operator; 0 if it is not counted.
     """
 
     operations_per_s: float
     bytes_per_s: float
+    bytes_per_s_between: float | None = None
+    ranks_per_host: int = 1
+    operator_s: float = 0.0
+
+    def of_ring(self, num_ranks: int) -> float:
+        """Bytes per second of a ring of ranks; it crosses the link of each host once."""
+        if self.bytes_per_s_between is None or num_ranks <= self.ranks_per_host:
+            return self.bytes_per_s
+        return min(self.bytes_per_s, self.bytes_per_s_between)
+
+    def between_replicas(self, size: int, num_ranks: int) -> float:
+        """Bytes per second of the rings across replicas; those of one host share its link."""
+        if self.bytes_per_s_between is None or num_ranks <= self.ranks_per_host:
+            return self.bytes_per_s
+        return self.bytes_per_s_between / min(size, self.ranks_per_host)
 
 
 def measured_operations_per_s(dtype: torch.dtype) -> float:
@@ -51,19 +70,45 @@ def measured_bytes_per_s() -> float:
     return _COPY_BYTES / _seconds(lambda: target.copy_(source))
 
 
-def step_seconds(strategy: str, figures: StepFigures, rates: Rates) -> float:
+def measured_operator_s() -> float:
+    """The time that this host takes to start one small operator of torch."""
+    tensor = torch.zeros(1, device=_device())
+
+    def start() -> None:
+        for _ in range(_NUM_OPERATORS):
+            tensor.add_(1)
+
+    return _seconds(start) / _NUM_OPERATORS
+
+
+def step_seconds(strategy: str, figures: StepFigures, rates: Rates, num_ranks: int) -> float:
     """The time of a step.
 
     Rotation and FSDP2 can hide all that they send. DDP sends in backward, which is two thirds of
-    the operations. Tensor parallelism waits for what it sends.
+    the operations. Tensor parallelism waits for what it sends. No step is shorter than its host
+    takes to start the operators.
     """
     computes_s = figures.operations / rates.operations_per_s
-    sends_s = figures.sent_bytes / rates.bytes_per_s
+    sends_s = figures.sent_bytes / rates.of_ring(num_ranks)
+    starts_s = host_seconds(figures, rates)
     if strategy == TENSOR_PARALLEL:
-        return computes_s + sends_s
+        return max(computes_s + sends_s, starts_s)
     if strategy == Strategy.DDP:
-        return max(computes_s, computes_s / 3 + sends_s)
-    return max(computes_s, sends_s)
+        return max(computes_s, computes_s / 3 + sends_s, starts_s)
+    return max(computes_s, sends_s, starts_s)
+
+
+def host_seconds(figures: StepFigures, rates: Rates) -> float:
+    """The time that the host of a rank takes to start all operators of a step."""
+    return figures.num_operators * rates.operator_s
+
+
+def ring_seconds(ring: RingFigures, rates: Rates, num_ranks: int) -> float:
+    """The time of a step on rings of one size; gradients are averaged during backward."""
+    averages_s = ring.averaged_bytes / rates.between_replicas(ring.size, num_ranks)
+    alone_s = step_seconds(Strategy.GYRE, ring.figures, rates, ring.size)
+    computes_s = ring.figures.operations / rates.operations_per_s
+    return max(alone_s, computes_s / 3 + averages_s)
 
 
 def tensor_parallel(
@@ -91,21 +136,19 @@ def tensor_parallel(
 
 
 def recommendation(
-    figures: Mapping[Strategy, StepFigures], rates: Rates, memory_bytes: float | None
+    peaks: Mapping[str, float], seconds: Mapping[str, float], memory_bytes: float | None
 ) -> str:
     """Which strategy to take, in a sentence or two; differences below 5 % are none.
 
     Args:
-        figures: of each strategy that was counted.
-        rates: of a rank.
+        peaks: bytes of a rank, of each strategy and each size of rings.
+        seconds: of a step, of the same.
         memory_bytes: what a rank has; None where nobody said.
     """
-    seconds = {each: step_seconds(each, cost, rates) for each, cost in figures.items()}
-    peaks = {each: float(cost.peak_bytes) for each, cost in figures.items()}
     if memory_bytes is None:
         return _advice(seconds, peaks)
     where = f"{memory_bytes / 2**30:.4g} GiB"
-    fitting = [each for each in figures if peaks[each] <= _USABLE * memory_bytes]
+    fitting = [each for each in peaks if peaks[each] <= _USABLE * memory_bytes]
     if not fitting:
         return (
             f"Nothing fits into {_USABLE:.0%} of {where}; {min(peaks, key=peaks.__getitem__)} is "
@@ -120,7 +163,7 @@ def recommendation(
     return f"Take {best[0]}: the fastest of those that fit into {where}."
 
 
-def _advice(seconds: Mapping[Strategy, float], peaks: Mapping[Strategy, float]) -> str:
+def _advice(seconds: Mapping[str, float], peaks: Mapping[str, float]) -> str:
     """The default if no memory size was given for a rank."""
     fast, small = _lowest(seconds), _lowest(peaks)
     best = [each for each in fast if each in small]
@@ -136,13 +179,13 @@ def _advice(seconds: Mapping[Strategy, float], peaks: Mapping[Strategy, float]) 
     )
 
 
-def _lowest(values: Mapping[Strategy, float]) -> list[Strategy]:
+def _lowest(values: Mapping[str, float]) -> list[str]:
     """Those whose value is the lowest, or less than 5 % above it."""
     lowest = min(values.values())
     return [each for each, value in values.items() if value <= lowest * (1 + _WORTH)]
 
 
-def _no_difference(alike: Sequence[Strategy]) -> str:
+def _no_difference(alike: Sequence[str]) -> str:
     *others, last = alike
     return (
         f"{', '.join(others)} and {last} differ by less than {_WORTH:.0%} in memory and time, "

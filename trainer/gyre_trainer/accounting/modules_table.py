@@ -7,15 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from gyre_trainer.accounting.baselines import add_fake_adapters
 from gyre_trainer.accounting.dry_run import on_fake_ranks
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
+from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, rotated
 from gyre_trainer.training.config import TrainConfig
 
+_NUMBER = r"\b\d+\b"
 _Kind = tuple[str, str, int]
 """The path with its numbers replaced, the rule, the bytes of one module."""
 
@@ -28,10 +31,12 @@ class ModuleCounts:
         kinds: by kinds of modules: the path of the first one; number, bytes and rank 0's bytes of
             all.
         notes: a line for each class with the layers of a block that rotates layer by layer.
+        thinnest: rows or columns that are cut of the matrix with the fewest, and its name.
     """
 
     kinds: Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]
     notes: tuple[str, ...]
+    thinnest: tuple[int, str] = (0, "")
 
 
 def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
@@ -52,11 +57,23 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
         plan = plan_of(model)
     counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
     for entry in plan.entries:
-        path = re.sub(r"\b\d+\b", "*", entry.path)
+        path = re.sub(_NUMBER, "*", entry.path)
         kind = path, entry.rule or entry.how, entry.num_bytes
         _, count = counts.setdefault(kind, (entry.path, np.zeros(3, np.int64)))
         count += 1, entry.num_bytes, entry.num_local_bytes
-    return ModuleCounts(counts, tuple(plan.layer_lines(counts=False)))
+    return ModuleCounts(counts, tuple(plan.layer_lines(counts=False)), _thinnest(model))
+
+
+def _thinnest(model: nn.Module) -> tuple[int, str]:
+    """The matrix with the fewest rows or columns along its cut, of the modules that rotate."""
+    cuts = (
+        (cut.shape[cut.dim], f"{re.sub(_NUMBER, '*', path)}.{cut.name}")
+        for path, module in model.named_modules()
+        if isinstance(module, RotatedModule)
+        for cut in module.rotation.layout.cuts
+        if len(cut.shape) > 1
+    )
+    return min(cuts, default=(0, ""))
 
 
 def modules_table(

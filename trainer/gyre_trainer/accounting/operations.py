@@ -23,11 +23,13 @@ class Operations(Dispatched):  # type: ignore[no-untyped-call]
 
     Attributes:
         total: operations until now.
+        num_operators: operators until now, which the host started.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.num_operators = 0
 
     def saw(
         self,
@@ -38,6 +40,7 @@ class Operations(Dispatched):  # type: ignore[no-untyped-call]
         result: Any,
     ) -> None:
         """Count what the operator computed, and all that it stands for."""
+        self.num_operators += multiplicity()
         self.total += multiplicity() * _operations(func._overloadpacket, args, kwargs, result)
 
 

@@ -1,7 +1,7 @@
 """`gyre-train plan`: what becomes of each module, and what a step costs a rank, before training."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,45 +13,90 @@ from gyre_trainer.accounting.depth import FigureJobs, StepFigures
 from gyre_trainer.accounting.estimate import (
     TENSOR_PARALLEL,
     Rates,
+    host_seconds,
     measured_bytes_per_s,
     measured_operations_per_s,
+    measured_operator_s,
     recommendation,
+    ring_seconds,
     step_seconds,
     tensor_parallel,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
-from gyre_trainer.accounting.modules_table import mib, module_counts, modules_table
+from gyre_trainer.accounting.modules_table import ModuleCounts, mib, module_counts, modules_table
+from gyre_trainer.accounting.rings import (
+    THIN_ROWS,
+    RingFigures,
+    figures_of_rings,
+    on_rings_of,
+    ring_sizes,
+)
 from gyre_trainer.accounting.side_by_side import Job, side_by_side
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.inspection.table import table
+from gyre_trainer.training.build import has_adapters
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config, num_positions
 from gyre_trainer.training.models.library import shape_of as library_shape
 
+_GYRE = [Strategy.GYRE]
+
 
 @dataclass(frozen=True, slots=True)
 class GivenRates:
-    """Rates of a rank, as far as they are given."""
+    """Rates of a rank and of its host, as far as they are given.
+
+    Attributes:
+        operations_per_s: floating-point operations of a rank.
+        bytes_per_s: bytes that a rank sends inside its host.
+        bytes_per_s_between: bytes that a host sends to another one, by one link.
+        ranks_per_host: ranks that share a host.
+    """
 
     operations_per_s: float | None = None
     bytes_per_s: float | None = None
+    bytes_per_s_between: float | None = None
+    ranks_per_host: int = 8
 
-    @property
-    def operations_origin(self) -> str:
-        """Where the rate of operations is from."""
-        return "given" if self.operations_per_s else "measured here: a matrix product"
+    def measured(self, dtype: torch.dtype, num_ranks: int) -> Rates:
+        """The rates; those that are not given are measured on this machine.
 
-    @property
-    def bytes_origin(self) -> str:
-        """Where the rate of the link is from."""
-        return "given" if self.bytes_per_s else "measured here: a copy in memory"
-
-    def measured(self, dtype: torch.dtype) -> Rates:
-        """The rates; what is not given is measured on this machine."""
+        Raises:
+            ConfigError: there are several hosts, but no rate of the link between them.
+        """
+        if num_ranks > self.ranks_per_host and self.bytes_per_s_between is None:
+            raise ConfigError(
+                f"{num_ranks} ranks are on several hosts ({self.ranks_per_host} on each). Give "
+                "--bytes-per-s-between, the bytes that a host sends to another one in a second, or "
+                "--ranks-per-host"
+            )
         return Rates(
             self.operations_per_s or measured_operations_per_s(dtype),
             self.bytes_per_s or measured_bytes_per_s(),
+            self.bytes_per_s_between,
+            self.ranks_per_host,
+            measured_operator_s(),
         )
+
+    def described(self, rates: Rates) -> str:
+        """The rates and where they are from, for the end of a table."""
+        lines = [
+            f"{rates.operations_per_s:.2e} operations/s of a rank "
+            + ("(given)" if self.operations_per_s else "(measured here: a matrix product)"),
+            f"{rates.bytes_per_s:.2e} bytes/s inside a host "
+            + ("(given)" if self.bytes_per_s else "(measured here: a copy in memory)"),
+        ]
+        if rates.bytes_per_s_between is not None:
+            lines.append(
+                f"{rates.bytes_per_s_between:.2e} bytes/s between hosts of {self.ranks_per_host} "
+                "ranks, by one link a host (given)"
+            )
+        lines.append(
+            f"{rates.operator_s * 1e6:.1f} us of the host for an operator (measured here: an "
+            "addition; a real step takes more)"
+        )
+        return "\n".join(lines)
 
 
 _MEASURED = GivenRates()
@@ -61,54 +106,213 @@ _EVEN_ROUTING = (
 )
 
 
-def text(
-    config: TrainConfig,
-    num_ranks: int,
-    given: GivenRates = _MEASURED,
-    memory_bytes: float | None = None,
-) -> str:
-    """The whole plan, for printing.
+@dataclass(frozen=True)
+class Plan:
+    """Costs of a step under each strategy, and on rings of each size.
+
+    Attributes:
+        config: of the run.
+        num_ranks: of the job.
+        counts: the modules of the model and of the one with one layer less, with the number of
+            layers that the first lacks.
+        columns: figures by the names of strategies.
+        rings: figures of the sizes of rings.
+        by_layer: the peak with `memory.recompute = "layer"`, where modules rotate layer by layer
+            and the configuration says otherwise; else None.
+        rates: of a rank and its host.
+        given: where the rates are from.
+    """
+
+    config: TrainConfig
+    num_ranks: int
+    counts: tuple[Sequence[ModuleCounts], int]
+    columns: Mapping[str, StepFigures]
+    rings: Sequence[RingFigures]
+    by_layer: int | None
+    rates: Rates
+    given: GivenRates
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of a step by the names of strategies and of rings."""
+        found = {
+            name: step_seconds(name, each, self.rates, self.num_ranks)
+            for name, each in self.columns.items()
+        }
+        rings = {each.name: ring_seconds(each, self.rates, self.num_ranks) for each in self.rings}
+        return found | rings
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """The most bytes of a rank, by the same names."""
+        found = {name: float(each.peak_bytes) for name, each in self.columns.items()}
+        return found | {each.name: float(each.figures.peak_bytes) for each in self.rings}
+
+    def recommended(self, memory_bytes: float | None) -> str:
+        """The strategy to take, in a few sentences."""
+        named = [name for name in self.peaks if name != TENSOR_PARALLEL]
+        advice = recommendation(
+            {name: self.peaks[name] for name in named},
+            {name: self.seconds[name] for name in named},
+            memory_bytes,
+        )
+        for ring in self.rings:
+            if f"Take {ring.name}" in advice and ring.replicas > 1:
+                advice += f" Set run.replicas = {ring.replicas}."
+        if self.by_layer is not None:
+            gyre = self.columns[Strategy.GYRE].peak_bytes
+            advice += (
+                '\nModules rotate layer by layer: with memory.recompute = "layer" the peak of '
+                f"{Strategy.GYRE} is {mib(self.by_layer)} MiB in place of {mib(gyre)}."
+            )
+        return advice
+
+    def text(self, memory_bytes: float | None) -> str:
+        """The whole plan, for printing."""
+        rows = self.config.data.batch_size // self.num_ranks
+        per_step = f"{rows} x {self.config.data.sequence_length} tokens on each per step"
+        counts, num_more = self.counts
+        seconds = [f"{self.seconds[name]:.3g}" for name in self.columns]
+        host = [f"{host_seconds(each, self.rates):.3g}" for each in self.columns.values()]
+        return "\n\n".join(
+            [
+                f"{counted(self.num_ranks, 'rank')}; {per_step}; all figures in MiB",
+                *_too_long(self.config),
+                modules_table(*counts, num_more_layers=num_more),
+                "Live bytes of a rank at the peak of a step:",
+                _peaks(self.columns, [["host, s", *host], ["step, s", *seconds]]),
+                *self._rings(),
+                *_assumption(self.columns),
+                "* by formula; all others are counted, operator by operator.\n"
+                "Seconds, with all communication hidden that can be, at\n"
+                + self.given.described(self.rates),
+                self.recommended(memory_bytes),
+            ]
+        )
+
+    def _rings(self) -> list[str]:
+        """A table of the sizes of rings, if there are several."""
+        if len(self.rings) < 2:
+            return []
+        thinnest, name = self.counts[0][0].thinnest
+        lines = [["rings", "peak", "sent", "averaged", "host, s", "thinnest", "step, s"]]
+        for each in self.rings:
+            rows = -(-thinnest // each.size)
+            lines.append(
+                [
+                    f"{each.replicas} x {each.size}" + ("" if each.is_counted else " ~"),
+                    mib(each.figures.peak_bytes),
+                    mib(each.figures.sent_bytes),
+                    mib(each.averaged_bytes),
+                    f"{host_seconds(each.figures, self.rates):.3g}",
+                    f"{rows}{' !' if rows < THIN_ROWS else ''}",
+                    f"{self.seconds[each.name]:.3g}",
+                ]
+            )
+        return [
+            "Rings (replicas x ranks of a ring):\n"
+            + table(lines, num_texts=1)
+            + "\n~ between the sizes that were counted; averaged: sent between replicas\n"
+            f"thinnest: rows or columns of a slice of {name}\n"
+            f"! fewer than {THIN_ROWS}, which leave a part of a GPU's matrix units idle"
+        ]
+
+    def as_object(self, memory_bytes: float | None) -> dict[str, Any]:
+        """The plan's figures, for JSON."""
+        return {
+            "ranks": self.num_ranks,
+            "strategies": {
+                name: {
+                    "peak_bytes": each.peak_bytes,
+                    "at_peak": {str(category): n for category, n in each.at_peak.items()},
+                    "sent_bytes": each.sent_bytes,
+                    "operations": each.operations,
+                    "operators": each.num_operators,
+                    "host_s": host_seconds(each, self.rates),
+                    "step_s": self.seconds[name],
+                }
+                for name, each in self.columns.items()
+            },
+            "rings": [
+                {
+                    "size": each.size,
+                    "replicas": each.replicas,
+                    "counted": each.is_counted,
+                    "peak_bytes": each.figures.peak_bytes,
+                    "sent_bytes": each.figures.sent_bytes,
+                    "averaged_bytes": each.averaged_bytes,
+                    "host_s": host_seconds(each.figures, self.rates),
+                    "thinnest": -(-self.counts[0][0].thinnest[0] // each.size),
+                    "step_s": self.seconds[each.name],
+                }
+                for each in self.rings
+            ],
+            "layer_by_layer": list(self.counts[0][0].notes),
+            "peak_bytes_by_layer": self.by_layer,
+            "recommendation": self.recommended(memory_bytes),
+        }
+
+
+def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED) -> Plan:
+    """Count the costs of a step.
 
     Args:
         config: of the run.
         num_ranks: ranks of the job.
         given: the rates of a rank, where they are known.
-        memory_bytes: the memory of a rank's device, for the recommendation; None where unknown.
 
     Raises:
         ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model.
         RotationError: the model cannot be cut for ``num_ranks``.
     """
-    num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
-    per_step = f"{num_samples} x {length} tokens on each per step"
     config.require_divisible(num_ranks)
+    dtype = getattr(torch, config.precision.compute_dtype)
+    rates = given.measured(dtype, num_ranks)
     jobs = FigureJobs.of(config)
+    size = num_ranks // config.run.replicas
+    # Another size that tells about all: the smallest, whose few slices are counted fast.
+    sizes = dict.fromkeys([size, *ring_sizes(num_ranks)[:1]])
+    of_rings = [replace(jobs, config=on_rings_of(config, each, num_ranks)) for each in sizes]
+    others = [each for each in Strategy if each != Strategy.GYRE]
+    counts: list[ModuleCounts] = side_by_side(
+        [partial(module_counts, each, size) for each in jobs.configs()]
+    )
+    again = None
+    if counts[0].notes and config.memory.recompute != "layer":
+        layers = replace(config, memory=replace(config.memory, recompute="layer"))
+        again = replace(jobs, config=on_rings_of(layers, size, num_ranks))
     to_do: list[Job[Any]] = [
-        *jobs.run(list(Strategy), num_ranks),
-        *(partial(module_counts, each, num_ranks) for each in jobs.configs()),
+        *(job for each, n in zip(of_rings, sizes, strict=True) for job in each.run(_GYRE, n)),
+        *(again.run(_GYRE, size) if again else ()),
+        *jobs.run(others, num_ranks),
     ]
     results = iter(side_by_side(to_do))
-    by_strategy = {strategy: jobs.figures(strategy, results) for strategy in Strategy}
-    rates = given.measured(getattr(torch, config.precision.compute_dtype))
-    num_layers, dim = shape_of(config)
-    columns: dict[str, StepFigures] = {
-        **{str(strategy): each for strategy, each in by_strategy.items()},
-        TENSOR_PARALLEL: tensor_parallel(
-            by_strategy[Strategy.DDP], config, num_ranks, num_layers, dim
-        ),
+    by_size = {
+        n: each.figures(Strategy.GYRE, results) for each, n in zip(of_rings, sizes, strict=True)
     }
-    seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
-    return "\n\n".join(
-        [
-            f"{counted(num_ranks, 'rank')}; {per_step}; all figures in MiB",
-            *_too_long(config),
-            modules_table(*results, num_more_layers=jobs.num_more_layers()),
-            "Live bytes of a rank at the peak of a step:",
-            _peaks(columns, [["step, s", *seconds]]),
-            *_assumption(by_strategy),
-            _notes(rates, given),
-            recommendation(by_strategy, rates, memory_bytes),
-        ]
+    by_layer = again.figures(Strategy.GYRE, results).peak_bytes if again else None
+    by_strategy = {Strategy.GYRE: by_size[size]}
+    by_strategy |= {each: jobs.figures(each, results) for each in others}
+    num_layers, dim = shape_of(config)
+    ddp = by_strategy[Strategy.DDP]
+    width = getattr(torch, config.precision.grad_dtype).itemsize
+    return Plan(
+        config,
+        num_ranks,
+        (counts, jobs.num_more_layers()),
+        {
+            **{str(strategy): each for strategy, each in by_strategy.items()},
+            TENSOR_PARALLEL: tensor_parallel(ddp, config, num_ranks, num_layers, dim),
+        },
+        figures_of_rings(
+            by_size,
+            num_ranks,
+            size,
+            0 if has_adapters(config.model) else jobs.num_weights * width,
+        ),
+        by_layer,
+        rates,
+        given,
     )
 
 
@@ -130,20 +334,11 @@ def _too_long(config: TrainConfig) -> list[str]:
     ]
 
 
-def _assumption(columns: Mapping[Strategy, StepFigures]) -> list[str]:
+def _assumption(columns: Mapping[str, StepFigures]) -> list[str]:
     """What was assumed of the tokens, if anything was."""
     if not any(each.assumes_even_routing for each in columns.values()):
         return []
     return [_EVEN_ROUTING]
-
-
-def _notes(rates: Rates, given: GivenRates) -> str:
-    return (
-        "* by formula; all others are counted, operator by operator.\n"
-        f"Seconds at {rates.operations_per_s:.2e} operations/s ({given.operations_origin}) and "
-        f"{rates.bytes_per_s:.2e} bytes/s ({given.bytes_origin})\n"
-        "of a rank, with all communication hidden that can be."
-    )
 
 
 def shape_of(config: TrainConfig) -> tuple[int, int]:

@@ -33,12 +33,14 @@ class StepCost:
         operations: floating-point operations of this rank in the step.
         assumes_even_routing: whether shapes depend on which experts tokens choose, and each expert
             was assumed to be chosen equally often.
+        num_operators: operators that the host started in the step.
     """
 
     timeline: Timeline
     sent_bytes: int
     operations: int
     assumes_even_routing: bool = False
+    num_operators: int = 0
 
 
 def measure_step(
@@ -74,10 +76,15 @@ def measure_step(
         for step in range(num_warm_up_steps):
             stepper.take(examples.shortened(num_warm_up_tokens), step)
         live.mark(STEP)
-        before = sent_bytes.total, operations.total
+        sent_before, computed_before = sent_bytes.total, operations.total
+        started_before = operations.num_operators
         stepper.take(examples, num_warm_up_steps)
-        sent, computed = sent_bytes.total - before[0], operations.total - before[1]
-        return StepCost(live.timeline().since(STEP), sent, computed)
+        return StepCost(
+            live.timeline().since(STEP),
+            sent_bytes.total - sent_before,
+            operations.total - computed_before,
+            num_operators=operations.num_operators - started_before,
+        )
 
 
 class _Observer:
