@@ -34,14 +34,13 @@ from gyre_daemon.config import (
     load,
     rendered,
 )
+from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
     DescriptorShares,
-    check_memory_budget,
-    memory_limit_bytes,
     raise_descriptor_limit,
 )
 from gyre_daemon.runtime.listen import (

@@ -23,6 +23,7 @@ from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import check_folders
 from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config.machine_memory import memory_limit_bytes
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.checks.replacement import CorruptReports
@@ -44,7 +45,7 @@ from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_by
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
-from gyre_daemon.runtime.limits import descriptor_shares, memory_limit_bytes
+from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
@@ -61,6 +62,7 @@ from gyre_daemon.service import (
 )
 from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
+from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.sessions.weight_changes import WeightChanges
@@ -227,12 +229,13 @@ class _Daemon:
         )
         self._measurer = Measurer(sidecars, workers, reports, self._cache)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
+        budget = Budget(config.memory_budget)
         resources = DaemonResources(
-            Budget(config.memory_budget),
+            budget,
             self._registry,
             workers,
             metrics,
-            config.session_memory,
+            Reservations(budget, limits, config.session_memory),
             config.lease_s,
             limits=limits,
         )

@@ -60,7 +60,7 @@ class GyreDataIterator:
         data_format = loader.get("format")
         dataset = dataset_or_path(dataset, data_format, address)
         if address is None and is_location(dataset, data_format):
-            private_daemon.acquire(_daemon_of_this_node(context.get_local_world_size()))
+            private_daemon.acquire(_daemon_of_this_node())
         self.loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -103,8 +103,7 @@ class _NodeDaemon:
     `idle_s`; the daemon then stays for workers that still use it.
     """
 
-    def __init__(self, num_workers: int, idle_s: float) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(num_workers)  # the daemon has memory for each of them
+    def __init__(self, idle_s: float) -> None:
         self._daemon = private_daemon.acquire()
         self._used_at = time.monotonic()
         self._idle_s = idle_s
@@ -125,7 +124,7 @@ class _NodeDaemon:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def _daemon_of_this_node(num_workers: int) -> str:
+def _daemon_of_this_node() -> str:
     """Returns the name of the daemon; the first worker on a node starts its actor."""
     context = ray.get_runtime_context()
     node = context.get_node_id()
@@ -139,7 +138,7 @@ def _daemon_of_this_node(num_workers: int) -> str:
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(num_workers, IDLE_S)
+        .remote(IDLE_S)
     )
     name: str = ray.get(actor.name.remote())
     return name

@@ -26,7 +26,7 @@ _NAMES = {"global_batch_size": "batch_size", "mode": "order"}  # of arguments, b
 
 
 def arguments_that_agree(request: pb.OpenSessionRequest, num_epochs: int | None) -> dict[str, str]:
-    """Returns what all ranks must have asked for alike, by the names of the Loader's arguments."""
+    """Returns the arguments that all ranks must have in common, by their names in a Loader."""
     order = MessageToDict(
         request.order,
         preserving_proto_field_name=True,

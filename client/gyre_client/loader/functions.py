@@ -108,7 +108,7 @@ def declare_classes(
 
     Args:
         dataset: Of which a path or a URI was given.
-        data_format: See `Loader`, as for `storage`; what is no class stays as it is.
+        data_format: See `Loader`, as for `storage`; anything but a class stays as it is.
         storage: None for the daemon's own.
         target: The private daemon.
 
@@ -287,7 +287,7 @@ def _unpicklable(function: Callable[..., Any]) -> str:
 
 
 def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
-    """Returns what a function refers to outside of itself, by name."""
+    """Returns the objects outside of itself that a function refers to, by name."""
     if isinstance(function, functools.partial):
         parts: list[tuple[str, object]] = [("func", function.func)]
         parts += [(f"args[{place}]", value) for place, value in enumerate(function.args)]

@@ -263,7 +263,7 @@ class Loader(LoaderSteps):
             order=order_spec(
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
-            reader=reader(job, ranks.rank, world_size, its_peer),
+            reader=reader(job, ranks.rank, world_size, its_peer, ranks.num_local),
             # 0: the daemon reads ahead beyond the end of an iteration
             num_epochs=(self._num_epochs or 0) if restart else 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),

@@ -11,7 +11,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch.distributed
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT32, shown, whole
-from gyre_client.targets.run import launched_as, ordinal, this_run
+from gyre_client.targets.run import launched_as, launched_here, ordinal, this_run
 
 _log = logging.getLogger("gyre_client")
 # Parts of the names of dims along which batches usually differ. Experts are inside them.
@@ -37,6 +37,7 @@ class Ranks:
         peer: Tells processes of one data rank apart; None where there is only one.
         cp_rank: The slice of each sequence, in [0, cp_size).
         cp_size: The number of slices; None where sequences are not cut.
+        num_local: How many data ranks are on this node.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Ranks:
     peer: int | None = None
     cp_rank: int = 0
     cp_size: int | None = None
+    num_local: int = 1
 
 
 def ranks_of_loader(
@@ -67,13 +69,15 @@ def ranks_of_loader(
         if data_dims is not None or cp_dim is not None:
             key = "cp_dim" if data_dims is None else "data_dims"
             raise InvalidRequest(f"{key}: names dims of a mesh, and there is none. Pass mesh=")
-        return ranks_of(*explicit)
+        ranks = ranks_of(*explicit)
+        return replace(ranks, num_local=_num_local(ranks.world_size))
     if any(each is not None for each in explicit):
         raise InvalidRequest(
             "mesh: says which ranks read which batches. Leave out rank, world_size, peer, cp_rank "
             "and cp_size"
         )
-    return ranks_of_mesh(mesh, data_dims, cp_dim)
+    ranks = ranks_of_mesh(mesh, data_dims, cp_dim)
+    return replace(ranks, num_local=_num_local_of_mesh(mesh, data_dims or ()))
 
 
 def ranks_of(
@@ -222,6 +226,24 @@ def _tell(
         )
     else:
         _log.info("%s", summary)
+
+
+def _num_local(world_size: int) -> int:
+    """How many of the data ranks are on this node, if each node has as many as the others."""
+    _, num_launched = launched_as()
+    if num_launched == 1:
+        return 1
+    return max(1, min(world_size, -(-world_size * launched_here() // num_launched)))
+
+
+def _num_local_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str]) -> int:
+    """How many data ranks of a mesh are on this node, whose ranks follow each other."""
+    num_here, own = launched_here(), mesh.get_rank()
+    first = own // num_here * num_here
+    places = ((mesh.mesh >= first) & (mesh.mesh < first + num_here)).nonzero()
+    dims = (data_dims,) if isinstance(data_dims, str) else data_dims
+    columns = [index for index, name in enumerate(mesh.mesh_dim_names or ()) if name in dims]
+    return len(set(map(tuple, places[:, columns].tolist())))
 
 
 def _default_peer(world_size: int) -> int | None:

@@ -141,10 +141,12 @@ def _bucket(values: Mapping[str, object]) -> pb.Bucket:
     return message
 
 
-def reader(job: str | None, rank: int, world_size: int, peer: int | None = None) -> pb.Reader:
+def reader(
+    job: str | None, rank: int, world_size: int, peer: int | None = None, num_local: int = 1
+) -> pb.Reader:
     """Returns the identity of one reader: a rank of a job; without a name, it is a job by itself.
 
-    `peer` tells it from other readers of the same rank.
+    `peer` tells it from other readers of the same rank; `num_local` ranks are on this node.
 
     Its generation is the time in milliseconds, so that a restarted process is newer than the one
     before, and fences it off.
@@ -161,6 +163,7 @@ def reader(job: str | None, rank: int, world_size: int, peer: int | None = None)
         world_size=world_size,
         generation=generation,
         peer=peer,
+        num_local=num_local,
     )
 
 

@@ -185,7 +185,6 @@ class PrivateDaemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,
-            env=_environment(),
             start_new_session=True,  # Ctrl-C is for the script to handle
         )
         if launched_as()[1] > 1:  # it works for all ranks: not only on this one's processors
@@ -214,15 +213,6 @@ class PrivateDaemon:
     def _said(self) -> str:
         said = self._end_of_log(MAX_QUOTED_BYTES).decode(errors="replace").strip()
         return f"{said} (its log is {self.log_path})" if said else "it said nothing"
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of a daemon, which has memory for each rank on this machine."""
-    try:
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError:
-        num_ranks = 1
-    return {"GYRE_MEMORY_BUDGET": f"{max(1, num_ranks)}GiB"} | os.environ
 
 
 class _StartFailed(DaemonUnavailable):

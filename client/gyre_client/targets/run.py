@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import stat
 import sys
 import threading
@@ -76,6 +77,15 @@ def launched_as() -> tuple[int, int]:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[rank]), int(os.environ[world_size])
     return 0, 1
+
+
+def launched_here() -> int:
+    """Returns how many of the ranks are on this node, as the launcher says; or 1."""
+    with contextlib.suppress(KeyError, ValueError):
+        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    # such as `4(x2),3`: four on the first two nodes, three on the third
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(tasks[0]) if tasks else 1
 
 
 def agreed(key: str, mine: str) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from gyre_daemon.config.machine_memory import default_memory_budget
 from gyre_daemon.config.sizes import Size
 from gyre_daemon.errors import ConfigError
 
@@ -193,9 +194,10 @@ class DaemonConfig:
 
     Attributes:
         listen: addresses, `unix:PATH`, `tcp:HOST:PORT` or `tls:HOST:PORT`.
-        memory_budget: bytes that the batch buffers of all sessions may take together.
+        memory_budget: bytes that the batch buffers of all sessions may take together; a fourth of
+            the memory of the machine or the control group, unless it is given.
         session_memory: bytes that the batch buffers of one session may take; a session gets more
-            only where a single batch needs it.
+            only where three batches need it.
         prefetch_batches: batches in flight or ready ahead of each trainer that does not ask for a
             number; 0 derives the number from the size of the batches.
         lease_s: a session ends when its client has been silent for longer than this.
@@ -253,7 +255,7 @@ class DaemonConfig:
     """
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
-    memory_budget: Size = Size(1 << 30)
+    memory_budget: Size = field(default_factory=lambda: Size(default_memory_budget()))
     session_memory: Size = Size(256 << 20)
     prefetch_batches: Annotated[int, Meta(ge=0, le=MAX_PREFETCH_BATCHES)] = 0
     lease_s: Positive = 30.0

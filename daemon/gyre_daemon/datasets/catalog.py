@@ -107,7 +107,7 @@ class Catalog:
         """
         for name in self._open.keys() & self.datasets.keys():
             config, after = self.datasets[name], datasets.get(name)
-            # who may read it, and what is done to its samples, is asked for each session
+            # its readers and its transforms are checked for each session
             if after is None or config != replace(
                 after, allow=config.allow, transforms=config.transforms, pack=config.pack
             ):

@@ -137,12 +137,6 @@ class Budget:
         self.reserved_bytes -= num_bytes
         self.freed.set()
 
-    def adjust(self, num_bytes: int) -> None:
-        """Reserve bytes known to be free or in use already; return them if negative."""
-        self.reserved_bytes += num_bytes
-        if num_bytes < 0:
-            self.freed.set()
-
     async def settle(self, user: str) -> None:
         """Wait until a user's reserved memory can be used, but no longer than some seconds.
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from gyre_daemon.memory.pages import whole_pages
 
+# A window of one batch, one in the queue, and one that the client keeps.
+_LEAST_SLOTS = 3
 # The memory of a session, its shared stream and its connection, batches excepted.
 _SESSION_METADATA_BYTES = 256 << 10
 # A batch group is at most this long. Longer ones cost less per batch, but the first batch of a
@@ -44,15 +46,8 @@ class Share:
     @property
     def reserved_bytes(self) -> int:
         """The bytes of the budget that a session with this share takes."""
-        return self.reserved_for(self.num_bytes)
-
-    def reserved_for(self, num_bytes: int) -> int:
-        """The bytes of the budget that a session with arenas of this size takes."""
-        return _SESSION_METADATA_BYTES + self.with_metadata(num_bytes)
-
-    def with_metadata(self, num_bytes: int) -> int:
-        """Bytes of arenas of this size and of the notes about their batches."""
-        return num_bytes + num_bytes // self.batch_bytes * self.metadata_bytes
+        num_batches = self.num_bytes // self.batch_bytes
+        return _SESSION_METADATA_BYTES + self.num_bytes + num_batches * self.metadata_bytes
 
 
 def divide(
@@ -63,7 +58,7 @@ def divide(
     metadata_bytes: int = 0,
     in_groups: bool = False,
 ) -> Share:
-    """The share of a session within a limit, but with room for one batch in any case.
+    """The share of a session within a limit, but with room for three batches in any case.
 
     Args:
         batch_bytes: the most bytes that a batch has.
@@ -76,7 +71,7 @@ def divide(
     batch_bytes = whole_pages(batch_bytes)
     num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
     num_possible = (limit_bytes - _SESSION_METADATA_BYTES) // (batch_bytes + metadata_bytes)
-    num_slots = max(1, min(num_wanted, num_possible))
+    num_slots = max(_LEAST_SLOTS, min(num_wanted, num_possible))
     if num_slots < num_wanted:
         num_ahead = max(1, 3 * (num_slots - 1) // 8)
     longest = max(1, min(_GROUP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_groups else 1

@@ -203,8 +203,10 @@ def to_reader(message: pb.Reader) -> Reader:
             f"a job's fence must be text of at most {_MAX_JOB_CHARS} characters that can be printed"
         )
     peer = message.peer if message.HasField("peer") else None
-    who = message.job, message.rank, message.world_size or 1, message.generation
-    return Reader(*who, peer, fence=message.fence or message.job)
+    world_size = message.world_size or 1
+    who = message.job, message.rank, world_size, message.generation
+    num_local = min(message.num_local, world_size)
+    return Reader(*who, peer, num_local, fence=message.fence or message.job)
 
 
 def check_join(join: int) -> None:

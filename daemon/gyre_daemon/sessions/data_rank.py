@@ -45,9 +45,6 @@ class Streams(Protocol):
     def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
         """Note that a consumer may soon run out of batches, or that it does not any more."""
 
-    def resize(self, consumer: Consumer, share: Share) -> None:
-        """Note that a consumer has less memory from now on."""
-
     def leave(self, consumer: Consumer) -> None:
         """Let a consumer read no more."""
 
@@ -265,11 +262,6 @@ class DataRank:
         """Release all batches that a peer holds."""
         for step in list(peer.held):
             self.release(peer, step)
-
-    def resize(self, share: Share) -> None:
-        """Use less memory from now on."""
-        self.streams.resize(self.consumer, share)
-        self._drop_excess()
 
     def set_starved(self, peer: RankPeer, *, is_starved: bool) -> None:
         """Note that a peer's client may soon run out of batches.

@@ -20,20 +20,6 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
-    """Shrink a stream's memory to its current `share`."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Rewind:
-    """Plan a stream again from its `next_to_begin`, a step that it had begun before."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
 class Fetch:
     """Ask a stream to look again: it may have steps to fetch, or a consumer may wait."""
 
@@ -61,4 +47,4 @@ class Detached:
     consumer: Consumer
 
 
-Instruction = Open | Close | Reshape | Rewind | Fetch | Free | Wake | Detached
+Instruction = Open | Close | Fetch | Free | Wake | Detached

@@ -1,6 +1,5 @@
 """A client's request for a session."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from gyre_daemon.access.principal import Principal
@@ -9,7 +8,6 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
 from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes
-from gyre_daemon.memory.budget import Allowance, Budget
 from gyre_daemon.memory.share import Share, divide
 from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.cursor import Cursor
@@ -30,9 +28,6 @@ _GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
 _MOST_IN_GROUPS, _SAMPLES_IN_GROUPS = 768, 48 << 10
 # Large batches: three batch groups of four, as far as these bytes are enough for them.
 _FEW_GROUPS, _FEW_GROUPS_BYTES = 12, 80 << 20
-# The smallest a session is ever made: a window of three batches, three in the queue, and the
-# batches that the client keeps.
-_LEAST_SLOTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +40,7 @@ class Reader:
         world_size: the number of ranks.
         generation: grows with every attempt of the same peer; the newest wins.
         peer: tells readers of one rank apart; None where it has no peers.
+        num_local: how many ranks of the job are on this node; 0 where the client does not say.
         fence: tells the run from all others of the user that have the same name; the name itself
             where no other run has it.
     """
@@ -54,6 +50,7 @@ class Reader:
     world_size: int
     generation: int
     peer: int | None = None
+    num_local: int = 0
     fence: str = field(kw_only=True)
 
 
@@ -119,14 +116,14 @@ class SessionRequest:
         stages = self.cursor.stages
         return stages[-1].num_samples if stages else self.dataset.num_samples
 
-    def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:
-        """The memory that it would like to have, within a limit.
+    def share(self, limit_bytes: int) -> Share:
+        """The memory that it would like to have, within a limit, but three batches if that is more.
 
-        This is less where memory is scarce and it asks for no window in particular.
+        Its window then has one batch, and there is one for the queue and one for the script.
         """
         batch_bytes, metadata_bytes = self._most_bytes
-        in_groups, part = self.dataset.is_read_in_groups, 2 if scarce else 1
-        num_wanted = self._in_groups(batch_bytes, part) if in_groups else _singly(batch_bytes, part)
+        in_groups = self.dataset.is_read_in_groups
+        num_wanted = self._in_groups(batch_bytes) if in_groups else _singly(batch_bytes)
         return divide(
             batch_bytes,
             self.prefetch_batches or num_wanted,
@@ -134,38 +131,6 @@ class SessionRequest:
             metadata_bytes=metadata_bytes,
             in_groups=in_groups,
         )
-
-    def scarce_share(self, limit_bytes: int, free_bytes: int) -> Share:
-        """The memory that it takes where little is free: the next session finds some too."""
-        return self.wanted_share(min(limit_bytes, free_bytes * 7 // 8), scarce=True)
-
-    def reserve(
-        self, budget: Budget, limit_bytes: int, allowed: Collection[Allowance] = ()
-    ) -> Share:
-        """Reserve the wanted share of the budget, or less if it exceeds half of the free bytes.
-
-        Args:
-            budget: of the daemon.
-            limit_bytes: the most memory that one session may reserve.
-            allowed: the bytes that its user and its job may still take.
-
-        Raises:
-            Overloaded: there is no memory for it now.
-        """
-        free_bytes = min([budget.free_bytes, *(each.free_bytes for each in allowed)])
-        share = self.wanted_share(limit_bytes)
-        if share.reserved_bytes > free_bytes // 2:
-            share = self.scarce_share(limit_bytes, free_bytes)
-        purpose = f"a session on `{self.dataset.name}`"
-        only_user = None if self.is_operator else self.owner.name
-        budget.reserve(share.reserved_bytes, purpose, allowed, only_user)
-        return share
-
-    def least_bytes(self, limit_bytes: int) -> int:
-        """The bytes that a share for a few batches reserves; no open session gets fewer."""
-        share = self.wanted_share(limit_bytes, scarce=True)
-        num_slots = min(share.num_bytes // share.batch_bytes, _LEAST_SLOTS)
-        return share.reserved_for(num_slots * share.batch_bytes)
 
     @property
     def _most_bytes(self) -> tuple[int, int]:
@@ -184,14 +149,14 @@ class SessionRequest:
             max_metadata_bytes(dataset.sized, num_samples),
         )
 
-    def _in_groups(self, batch_bytes: int, part: int) -> int:
-        few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // part // batch_bytes))
+    def _in_groups(self, batch_bytes: int) -> int:
+        few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // batch_bytes))
         most = _MANY_IN_GROUPS
         if self.dataset.has_equal_samples:
             num_samples = self.order.global_batch_size // self.reader.world_size
             most = max(most, min(_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS // num_samples))
-        return min(max(_GROUPS_AHEAD_BYTES // part // batch_bytes, few), most)
+        return min(max(_GROUPS_AHEAD_BYTES // batch_bytes, few), most)
 
 
-def _singly(batch_bytes: int, part: int) -> int:
-    return min(max(_AHEAD_BYTES // part // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+def _singly(batch_bytes: int) -> int:
+    return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)

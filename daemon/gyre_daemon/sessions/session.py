@@ -13,7 +13,7 @@ peer takes over.
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,6 @@ from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arena import Arena
-from gyre_daemon.memory.budget import Allowance
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
 from gyre_daemon.monitoring.lately import Lately
@@ -35,6 +34,7 @@ from gyre_daemon.sessions.client_arenas import ClientArenas, LeftArenas
 from gyre_daemon.sessions.data_rank import DataRank
 from gyre_daemon.sessions.payload_queue import PayloadQueue
 from gyre_daemon.sessions.request import SessionRequest
+from gyre_daemon.sessions.reservations import InUse
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.streams import Consumer
 
@@ -81,9 +81,9 @@ class Session:
         planner: BatchPlanner,
         flow: Flow,
         resources: DaemonResources,
-        allowed: Collection[Allowance] = (),
+        in_use: Iterable[InUse] = (),
     ) -> None:
-        """Check the request, and join its peers; or reserve memory and join a shared stream.
+        """Check the request, and join its peers; or take memory and join a shared stream.
 
         Raises:
             InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
@@ -116,7 +116,7 @@ class Session:
         self._account = SessionAccount(self._seen)
         rank = joinable_rank(request, planner, flow, resources)
         if rank is None:
-            share = request.reserve(resources.budget, resources.arena_limit_bytes, allowed)
+            share = resources.reservations.take(request, in_use)
             self._streams = resources.streams_of(_spec(request, planner))
             consumer = Consumer(self.first_step, self.num_steps, share)
             may_have_peers = request.reader.peer is not None
@@ -198,12 +198,9 @@ class Session:
         return self.rank.share.reserved_bytes if stands_for_all else 0
 
     @property
-    def least_bytes(self) -> int:
-        """The fewest bytes that it can have reserved; it never shrinks below them."""
-        least_bytes = self.request.least_bytes(self._resources.arena_limit_bytes)
-        owned_bytes = self._streams.first_arena_bytes(self.rank.consumer)
-        first_bytes = self.rank.share.reserved_for(owned_bytes)
-        return min(self.reserved_bytes, max(least_bytes, first_bytes))
+    def in_use(self) -> InUse:
+        """Whose memory it has reserved, and how many bytes."""
+        return self.request.owner.name, self.request.reader.job, self.reserved_bytes
 
     @property
     def gauges(self) -> SessionGauges:
@@ -345,8 +342,7 @@ class Session:
         if isinstance(taken, Exception):
             raise taken
         arena = taken.slot.arena
-        is_leaving = self._streams.arenas_of(self.rank.consumer).is_leaving(taken.slot)
-        number = self._arenas.number(arena, is_leaving=is_leaving or arena.is_closed)
+        number = self._arenas.number(arena, is_leaving=arena.is_closed)
         if not self.shares_arena:
             self.payloads.add(taken)
         if number is None:
@@ -381,21 +377,8 @@ class Session:
             release, holds=self._streams.are_open(self.rank.consumer, self._held_steps)
         )
         if not self.rank.peers:
-            self._resources.budget.give_back(self.rank.share.reserved_bytes)
+            self._resources.reservations.give_back(self.request, self.rank.share)
         self._sendable.set()
-
-    def halve(self) -> bool:
-        """Give half of the reserved memory back, down to `least_bytes`; False if it can give none.
-
-        Batches that its client holds stay in memory until they are released.
-        """
-        before = self.reserved_bytes
-        share = self.request.wanted_share(max(before // 2, self.least_bytes), scarce=True)
-        if self._ended or share.reserved_bytes >= before:
-            return False
-        self.rank.resize(share)
-        self._resources.budget.give_back(before - share.reserved_bytes)
-        return True
 
     def _held_in(self, arena: Arena) -> Sequence[int]:
         return () if self._ended else self.peer.held_in(arena)

@@ -25,13 +25,13 @@ from gyre_daemon.memory.arena import Slot
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.arenas import Arenas
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.share import Share
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.monitoring.occupancy import StorageShare
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.sessions import instructions
 from gyre_daemon.sessions.data_rank import DataRank
+from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import Consumer, Group, Stream
 from gyre_daemon.storage.delays import Delays
@@ -53,7 +53,7 @@ class DaemonResources:
         registry: every arena of the daemon.
         workers: the threads that copy, decode and allocate, shared fairly among jobs.
         metrics: the counters of the daemon.
-        arena_limit_bytes: the most memory that one session may reserve (`session_memory`).
+        reservations: the memory of each job, within the budget.
         lease_s: a session ends when its client is silent for longer.
         clock: returns the time in seconds.
         streams: the shared streams of each spec with sessions, by the spec's key.
@@ -65,21 +65,12 @@ class DaemonResources:
     registry: ArenaRegistry
     workers: FairExecutor
     metrics: Metrics
-    arena_limit_bytes: int
+    reservations: Reservations
     lease_s: float
     clock: Callable[[], float] = time.monotonic
     streams: "dict[SpecKey, SharedStreams]" = field(default_factory=dict)
     timings: BatchTimings = field(default_factory=BatchTimings)
     limits: Limits = field(default_factory=Limits)
-
-    @property
-    def leaving_bytes(self) -> int:
-        """The bytes that become free as soon as clients release the batches there."""
-        return sum(
-            running.arenas.leaving_bytes
-            for streams in self.streams.values()
-            for running in streams.running.values()
-        )
 
     def streams_of(self, spec: Spec) -> "SharedStreams":
         """The shared streams of a spec; made if there are none yet."""
@@ -149,11 +140,6 @@ class SharedStreams:
         self.state.set_starved(consumer, is_starved)
         self.execute()
 
-    def resize(self, consumer: Consumer, share: Share) -> None:
-        """See `StreamState.resize`."""
-        self.state.resize(consumer, share)
-        self.execute()
-
     def leave(self, consumer: Consumer) -> None:
         """Let a data rank leave; batches that it holds stay in memory until it releases them."""
         self.state.leave(consumer)
@@ -165,11 +151,6 @@ class SharedStreams:
     def arenas_of(self, consumer: Consumer) -> Arenas:
         """The arenas of the stream that a consumer reads now."""
         return self.running[consumer.stream].arenas
-
-    def first_arena_bytes(self, consumer: Consumer) -> int:
-        """The size of the first arena that the consumer owns, which cannot leave; 0 for none."""
-        owned = self.state.owned_by(consumer)
-        return max((self.running[stream].arenas.first_bytes for stream in owned), default=0)
 
     def execute(self) -> None:
         """Carry out the instructions of the state."""
@@ -186,10 +167,6 @@ class SharedStreams:
                     self.running[stream] = SharedStream(stream, self)
                 case instructions.Close(stream):
                     self.running.pop(stream).close()
-                case instructions.Reshape(stream):
-                    self.running[stream].reshape()
-                case instructions.Rewind(stream):
-                    self.running[stream].rewind()
                 case instructions.Detached(consumer):
                     name, job = self.spec.dataset.name, self.ranks[consumer].flow.name
                     log_event("reader falls behind", {"dataset": name, "job": job})
@@ -257,16 +234,6 @@ class SharedStream:
         del self._results[group], self._timings[group]
         self.arenas.put_back(self.slots.pop(group))
 
-    def reshape(self) -> None:
-        """Shrink to the memory that the stream has now; batches that were taken stay in place."""
-        self.arenas.reshape(self.stream.share)
-        self._prefetcher.share = self.stream.share
-        self._vacate()
-
-    def rewind(self) -> None:
-        """Plan again from `next_to_begin`, a step that was begun before."""
-        self._prefetcher.rewind(self.stream.next_to_begin)
-
     def close(self) -> None:
         """Stop fetching and give the memory back. The stream is not used after this."""
         self._running.cancel()
@@ -275,11 +242,6 @@ class SharedStream:
         self.slots.clear()
         self.arenas.close()
         self.has_started.set()
-
-    def _vacate(self) -> None:
-        if self.arenas.is_giving_back:
-            leaving = [group for group, slot in self.slots.items() if self.arenas.is_leaving(slot)]
-            self._streams.state.vacate(self.stream, leaving)
 
     async def _run(self) -> None:
         await self.arenas.allocate(self._flow)
@@ -368,7 +330,6 @@ class SharedStream:
         self._results[group] = result
         self._has_sealed = True
         self._streams.state.seal(group)
-        self._vacate()
         self._streams.execute()
 
     async def _wait(self) -> None:

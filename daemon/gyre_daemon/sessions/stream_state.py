@@ -15,13 +15,11 @@ Events, in the order of a batch group's life:
 `release`                 a consumer no longer needs batches that it was sent together
 `set_starved`             a consumer has no batch to continue with, or has one again
 `tick`                    time has passed
-`resize`, `vacate`        a session has less memory; memory in use will be given back
 `leave`, `drain`          a consumer leaves; the daemon is about to stop
 ========================  =====================================================================
 
-Instructions: `Open` and `Close` a stream, `Reshape` its memory, `Rewind` its plan, `Fetch` (call
-`next_fetch`), `Free` the memory of a batch group, `Wake` a consumer, and log that one was
-`Detached`.
+Instructions: `Open` and `Close` a stream, `Fetch` (call `next_fetch`), `Free` the memory of a batch
+group, `Wake` a consumer, and log that one was `Detached`.
 
 [Note: Sharing a stream] Sessions that want the same batches are consumers of one stream. A stream
 fetches each batch group once, into memory that one of its consumers, the owner, has reserved. It
@@ -36,8 +34,9 @@ stream, which fetches the steps up to the place where the existing stream will f
 second begins there, in the existing stream. The second segment counts as a reader from the start,
 so the existing stream cannot run further ahead than its memory reaches. Whole streams meet in the
 same way: if the steps that a stream would fetch next are in the memory of another, its consumers
-continue in the other. If the owner leaves, another consumer becomes the owner, and the stream uses
-the memory of that one. Every session has reserved memory for this moment.
+continue in the other. If the owner leaves, another consumer becomes the owner: the stream stays in
+its memory, and the two exchange their reservations. So every consumer has reserved memory to
+continue alone.
 
 The slow-consumer policy protects consumers from each other. While the memory is full, the time that
 others wait is charged to the slowest consumer. When it has cost them `STALL_S`, it is detached: it
@@ -47,9 +46,7 @@ so jobs that keep each other waiting in turns stay together too.
 """
 
 from collections import deque
-from collections.abc import Collection
 
-from gyre_daemon.memory.share import Share
 from gyre_daemon.sessions.instructions import (
     Close,
     Detached,
@@ -57,8 +54,6 @@ from gyre_daemon.sessions.instructions import (
     Free,
     Instruction,
     Open,
-    Reshape,
-    Rewind,
     Wake,
 )
 from gyre_daemon.sessions.streams import Consumer, Group, Segment, Stream
@@ -206,39 +201,6 @@ class StreamState:
         stream.stall = consumer, [each for each in starved if each is not consumer], now
         return left_s
 
-    def resize(self, consumer: Consumer, share: Share) -> None:
-        """A consumer's session has reserved less memory from now on."""
-        consumer.share = share
-        for stream in self.owned_by(consumer):
-            self._reshape(stream, share)
-
-    def vacate(self, stream: Stream, leaving: Collection[Group]) -> None:
-        """Forget batch groups in memory that will be given back; they are fetched again.
-
-        Groups are forgotten from the newest one back, until one comes that is unsealed or was
-        sent to a consumer. So call it again whenever a group is sealed.
-        """
-        first_step = min(
-            (
-                group.steps.start
-                for group in leaving
-                if any(segment.wanted(group.steps) for segment in stream.segments)
-            ),
-            default=stream.next_to_begin,
-        )
-        before = stream.next_to_begin
-        while (
-            group := stream.groups.get(stream.next_to_begin - 1)
-        ) and group.steps.start >= first_step:
-            wanting = [segment for segment in stream.segments if segment.wanted(group.steps)]
-            fronts = {max(segment.front, group.steps.start) for segment in wanting}
-            furthest = max((each.front for each in stream.segments if each.is_active), default=0)
-            if not group.is_sealed or len(fronts) != 1 or furthest > min(fronts):
-                break
-            self._shorten(group, fronts.pop(), len(wanting))
-        if stream.next_to_begin != before:
-            self.instructions += [Rewind(stream), Fetch(stream)]
-
     def leave(self, consumer: Consumer) -> None:
         """A consumer reads no more; the batches that it holds stay until it releases them."""
         consumer.is_starved = False
@@ -263,7 +225,7 @@ class StreamState:
 
     def _open(self, consumer: Consumer, stop: int | None) -> Stream:
         """Open a stream for one consumer, from its next step up to `stop`."""
-        stream = Stream(consumer, consumer.share, consumer.next_step)
+        stream = Stream(consumer, consumer.next_step)
         self.streams.append(stream)
         self.instructions.append(Open(stream))
         self._add(consumer, stream, consumer.next_step, stop)
@@ -296,7 +258,7 @@ class StreamState:
         self.instructions.append(Close(stream))
 
     def _inherit(self, stream: Stream) -> None:
-        """Make another consumer the owner: its memory takes the place of the old owner's."""
+        """Make another consumer the owner, which exchanges its memory for the old owner's."""
         heirs = [each.consumer for each in stream.segments if not self.owned_by(each.consumer)]
         if not heirs:  # every one still reads its first segment, in a stream that it owns
             for consumer in [segment.consumer for segment in stream.segments]:
@@ -304,13 +266,9 @@ class StreamState:
                 if any(segment.stream is stream for segment in consumer.segments):
                     self._detach(consumer)
             return
-        stream.owner = max(heirs, key=lambda heir: heir.share.reserved_bytes)
-        if stream.owner.share.reserved_bytes < stream.share.reserved_bytes:
-            self._reshape(stream, stream.owner.share)
-
-    def _reshape(self, stream: Stream, share: Share) -> None:
-        stream.share = share
-        self.instructions += [Reshape(stream), Fetch(stream)]
+        before, heir = stream.owner, heirs[0]
+        before.share, heir.share = heir.share, before.share
+        stream.owner = heir
 
     def _detach(self, consumer: Consumer) -> None:
         """Let a consumer continue in a new stream, in the memory that it has reserved."""
@@ -352,16 +310,6 @@ class StreamState:
             self._add(segment.consumer, other, start, stop)
             if segment.consumer.is_ready:
                 self.instructions.append(Wake(segment.consumer))
-
-    def _shorten(self, group: Group, stop_step: int, num_wanting: int) -> None:
-        """Forget the end of the last batch group, or all of it."""
-        stream, start = group.stream, group.steps.start
-        for step in range(stop_step, group.steps.stop):
-            del stream.groups[step]
-        group.steps = range(start, stop_step)
-        group.num_needs -= num_wanting
-        stream.next_to_begin = stop_step
-        self._free_if_unneeded(group)
 
     def _unneed(self, group: Group) -> None:
         group.num_needs -= 1

@@ -84,7 +84,8 @@ class Consumer:
     Attributes:
         next_step: the step that it is sent next.
         end_step: the first step that it does not want; None if it reads without end.
-        share: the memory that its sessions have reserved.
+        share: the memory that its sessions have reserved; the owner of a stream and its heir
+            exchange theirs.
         is_starved: its client may soon run out of batches, and none is ready for it.
         segments: the streams from which it takes its steps, in their order; empty once it has left.
         held: the batches that were sent and not released: the steps that were sent together and
@@ -174,7 +175,6 @@ class Stream:
 
     Attributes:
         owner: the consumer whose reserved memory it uses.
-        share: the size and division of that memory; at most the owner's reservation.
         next_to_begin: the step to fetch next.
         groups: the batch groups in flight or in memory, by each of their steps.
         segments: one for each consumer that reads here now or later, in the order of joining.
@@ -188,7 +188,6 @@ class Stream:
     """
 
     owner: Consumer
-    share: Share
     next_to_begin: int
     groups: dict[int, Group] = field(default_factory=dict, repr=False)
     segments: list[Segment] = field(default_factory=list, repr=False)
@@ -198,6 +197,11 @@ class Stream:
     is_full: bool = False
     is_closed: bool = False
     stall: tuple[Consumer, list[Consumer], float] | None = None
+
+    @property
+    def share(self) -> Share:
+        """The memory that it uses, and its division."""
+        return self.owner.share
 
     @property
     def num_together(self) -> int:

@@ -23,9 +23,7 @@ from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.sessions.allowance import Taken, allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
-from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session, joinable_rank
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.weights import weights_of
@@ -93,7 +91,7 @@ class SessionTable:
         key = JobKey(owner.name, reader.job)
         flow = self._flow(key)
         if joinable_rank(request, planner, flow, resources) is None:
-            await make_room(request, self._sessions.values(), resources)
+            await resources.reservations.settle(request, resources.registry)
         for other in self:
             theirs = other.request.reader
             if other.request.owner.name != owner.name:
@@ -111,9 +109,7 @@ class SessionTable:
             )
         self._check_agreement(request, planner)
         self._check_number(request)
-        taken = Taken(self._sessions.values(), resources.budget)
-        allowed = list(allowances(request, taken, resources))
-        session = Session(request, planner, flow, resources, allowed)
+        session = Session(request, planner, flow, resources, [each.in_use for each in self])
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = resources.metrics.jobs.open(key)
         self._empty.clear()
@@ -298,7 +294,7 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
 
     Raises:
         InvalidRequest: the order does not fit the dataset.
-        Overloaded: not even the whole budget has room for a batch.
+        Overloaded: not even the whole budget has room for three batches.
     """
     dataset, stages = request.dataset, request.cursor.stages
     balance = balance_of(dataset, request.balance) if request.balance else None
@@ -306,9 +302,7 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
     order, lengths_of = request.order, bucket_lengths(dataset, request.order)
     ordered, corrupt = dataset.ordered, dataset.corrupt
     planner = planner_for(order, ordered, corrupt, stages, balance, phases, lengths_of)
-    limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
-    share = request.wanted_share(limit_bytes)
-    resources.budget.check(share.reserved_bytes, f"a session on `{dataset.name}`")
+    resources.reservations.check(request)
     return planner
 
 

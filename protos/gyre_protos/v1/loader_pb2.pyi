@@ -1960,6 +1960,7 @@ class Reader(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    NUM_LOCAL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     """the part of each global batch that it reads"""
@@ -1973,6 +1974,8 @@ class Reader(_message.Message):
     """
     fence: _builtins.str
     """tells runs apart that have one name; empty: the job's name, which no two runs have at a time"""
+    num_local: _builtins.int
+    """how many of the parts are read on this node: their memory is reserved together; 0: not known"""
     def __init__(
         self,
         *,
@@ -1982,10 +1985,11 @@ class Reader(_message.Message):
         generation: _builtins.int = ...,
         peer: _builtins.int | None = ...,
         fence: _builtins.str = ...,
+        num_local: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "fence", b"fence", "generation", b"generation", "job", b"job", "peer", b"peer", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "fence", b"fence", "generation", b"generation", "job", b"job", "num_local", b"num_local", "peer", b"peer", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
     _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015

@@ -197,6 +197,6 @@ def test_a_refusal_tells_of_other_users_only_to_operators(daemon: Daemon, holder
             return str(refused.value.details())
 
     text = f"{kept_bytes} are kept by clients whose sessions are over"
-    assert f"{text} (other users: {kept_bytes});" in refusal(65533)
-    assert f"{text} (uid:65534: {kept_bytes});" in refusal(65534)
-    assert f"{text} (uid:65534: {kept_bytes});" in refusal(0), "an operator"
+    assert f"{text} (other users: {kept_bytes})." in refusal(65533)
+    assert f"{text} (uid:65534: {kept_bytes})." in refusal(65534)
+    assert f"{text} (uid:65534: {kept_bytes})." in refusal(0), "an operator"

@@ -49,37 +49,3 @@ def test_a_piece_follows_when_there_is_no_slot(num_ahead: int, group_bytes: int)
     first_bytes, slots = asyncio.run(fill())
     assert group_bytes <= first_bytes <= max(8 << 20, group_bytes)
     assert len({(slot.arena, slot.offset_bytes) for slot in slots}) == len(slots)
-
-
-def test_a_smaller_share_gives_whole_arenas_back_when_nothing_lies_there() -> None:
-    share = divide(BATCH_BYTES, 48, 1 << 30, in_groups=True)
-    smaller = divide(BATCH_BYTES, 48, share.reserved_bytes // 2, in_groups=True)
-
-    async def shrink() -> None:
-        budget = Budget(2 * share.num_bytes)
-        budget.reserve(share.num_bytes, "a test")
-        with ThreadPoolExecutor(2) as threads:
-            arenas = Arenas(share, budget, ArenaRegistry(1 << 30), FairExecutor(threads, 2))
-            await arenas.allocate(NO_JOB)
-            completing = asyncio.create_task(arenas.complete(NO_JOB, lambda: None))
-            slots: list[Slot] = []
-            while len(slots) < share.num_bytes // share.group_bytes:
-                if slot := arenas.take(share.group_bytes):
-                    slots.append(slot)
-                await asyncio.sleep(0.001)
-            arenas.reshape(smaller)
-            budget.give_back(share.num_bytes - smaller.num_bytes)
-            assert budget.reserved_bytes == share.num_bytes, "batches lie there"
-            assert arenas.leaving_bytes > 0
-            leaving = [slot for slot in slots if arenas.is_leaving(slot)]
-            assert 0 < len(leaving) < len(slots)
-            for slot in leaving:
-                arenas.put_back(slot)
-            assert not arenas.is_giving_back
-            assert arenas.leaving_bytes == 0
-            assert budget.reserved_bytes <= smaller.num_bytes
-            assert arenas.take(share.group_bytes) is None, "what is left is in use"
-            completing.cancel()
-            arenas.close()
-
-    asyncio.run(shrink())

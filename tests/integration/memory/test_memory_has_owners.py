@@ -129,7 +129,7 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
             assert num_mapped() == before + 1
             assert registry.num_bytes > 0
             may_end.set()
-        await asyncio.sleep(0)  # what the thread said is heard
+        await asyncio.sleep(0)  # the thread's message arrives
         assert num_mapped() == before
         assert registry.num_bytes == 0
 
@@ -158,7 +158,7 @@ def test_an_arena_that_is_made_while_its_stream_ends_is_given_back() -> None:
             await made.wait()
             completing.cancel()
         assert num_mapped() == before
-        await asyncio.sleep(0)  # what the arena said is heard
+        await asyncio.sleep(0)  # the arena's message arrives
         assert registry.num_bytes == 0
 
     asyncio.run(make())
@@ -231,9 +231,9 @@ def test_sessions_that_end_with_an_error_keep_no_memory(gyred: StartDaemon, tmp_
     daemon = gyred({"memory_budget": "256MiB", "datasets": {"tokens": tokens}})
     with Loader("tokens", batch_size=64, address=daemon.address) as loader:
         next(loader)
-    path.write_bytes(path.read_bytes()[: 250 * 2 * length])  # what is read beyond it is an error
+    path.write_bytes(path.read_bytes()[: 250 * 2 * length])  # reads beyond it fail
     for seed in range(40):
         fail(daemon, seed)
-    until(lambda: shared_bytes(daemon) == 0)  # what threads still wrote
+    until(lambda: shared_bytes(daemon) == 0)  # until the threads have written
     until(lambda: num_files(daemon) == 0)
     assert not [event for event in daemon.events() if event["event"] == "memory not given back yet"]

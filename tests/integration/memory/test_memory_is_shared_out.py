@@ -45,13 +45,19 @@ class RawSession:
     """A session by the bare gRPC contract; its payload comes through gRPC."""
 
     def __init__(
-        self, stub: pb_grpc.LoaderStub, job: str, rank: int, world_size: int, batch_size: int
+        self,
+        stub: pb_grpc.LoaderStub,
+        job: str,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        num_local: int = 0,
     ) -> None:
         self._stub = stub
         request = pb.OpenSessionRequest(
             dataset=pb.DatasetRef(name="tokens"),
             order=pb.OrderSpec(global_batch_size=batch_size * world_size, seed=5),
-            reader=pb.Reader(job=job, rank=rank, world_size=world_size),
+            reader=pb.Reader(job=job, rank=rank, world_size=world_size, num_local=num_local),
         )
         self.opened: pb.SessionOpened = stub.OpenSession(request, timeout=60)
 
@@ -93,20 +99,27 @@ def tensor(layout: pb.Layout, data: bytes, name: str) -> np.ndarray:
     )
 
 
-def test_128_ranks_of_small_batches_fit_the_default_budget(
-    gyred: StartDaemon, token_path: Path
+@pytest.mark.parametrize(
+    ("num_ranks", "budget"), [(32, {"memory_budget": "1GiB"}), (128, {})], ids=["1GiB", "default"]
+)
+def test_ranks_of_small_batches_get_equal_shares(
+    gyred: StartDaemon, token_path: Path, num_ranks: int, budget: dict[str, object]
 ) -> None:
-    daemon, num_ranks, batch_size = started(gyred, token_path, lease_s=600.0), 128, 8
+    daemon, batch_size = started(gyred, token_path, lease_s=600.0, **budget), 8
     with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         ranks: list[RawSession] = []
         for rank in range(num_ranks):
-            ranks.append(RawSession(stub, "wide", rank, num_ranks, batch_size))
-            if rank % 16 == 15:
-                now = status(daemon)
-                assert now.memory_reserved_bytes <= now.memory_budget_bytes
-        assert len(status(daemon).sessions) == num_ranks
-        assert min(session.window_batches for session in status(daemon).sessions) >= 3
+            ranks.append(RawSession(stub, "wide", rank, num_ranks, batch_size, num_ranks))
+            if rank == 0:
+                first = status(daemon)
+                assert first.memory_reserved_bytes <= first.memory_budget_bytes // 4
+        now = status(daemon)
+        assert now.memory_reserved_bytes == first.memory_reserved_bytes, "for all ranks at once"
+        assert len(now.sessions) == num_ranks
+        shares = {session.memory_limit_bytes for session in now.sessions}
+        assert shares == {now.memory_reserved_bytes // num_ranks}
+        assert min(session.window_batches for session in now.sessions) >= 3
         seen = []
         for session in ranks:
             for layout, data in session.read(3):
@@ -149,16 +162,13 @@ def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
 def test_jobs_that_wait_for_each_other_all_find_memory(
     gyred: StartDaemon, token_path: Path, prefetch_batches: int
 ) -> None:
-    """No job reads on before all are open, and the batches of the first ones fill the budget."""
+    """No job reads on before all are open."""
     daemon = started(gyred, token_path, memory_budget="128MiB")
-    with loader_of(daemon, "0", prefetch_batches=prefetch_batches) as first:
-        wanted = ids_of(first, 700)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(loader_of(daemon, "0", prefetch_batches=prefetch_batches))
-        found = ids_of(first, 300)
         kept = [next(first) for _ in range(40)]
         (alone,) = status(daemon).sessions
-        assert alone.memory_limit_bytes > 20 << 20
+        assert 20 << 20 < alone.memory_limit_bytes <= 32 << 20, "a fourth of what was free"
         until(lambda: status(daemon).sessions[0].num_in_flight == 0)  # its window is full
         others = []
         for number in range(1, 11):
@@ -168,14 +178,31 @@ def test_jobs_that_wait_for_each_other_all_find_memory(
         assert now.memory_reserved_bytes + now.memory_abandoned_bytes <= now.memory_budget_bytes
         limits = [session.memory_limit_bytes for session in now.sessions]
         assert len(limits) == 11
-        assert limits[0] <= alone.memory_limit_bytes // 2
-        found += [batch["sample_id"].tolist() for batch in kept]
-        found += ids_of(first, 360)
-        for other in others:
-            ids_of(other, 200)
+        assert limits[0] == alone.memory_limit_bytes
+        for each in (first, *others):
+            ids_of(each, 200)
         assert all(right(batch) for batch in kept)
-        assert found == wanted
     until(lambda: status(daemon).memory_reserved_bytes + status(daemon).memory_abandoned_bytes == 0)
+
+
+def test_a_rank_finds_its_share_again_although_other_jobs_want_more(
+    gyred: StartDaemon, token_path: Path
+) -> None:
+    daemon = started(gyred, token_path, memory_budget="16MiB")
+    with identified_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        ranks = [RawSession(stub, "first", rank, 2, 64, num_local=2) for rank in range(2)]
+        before = [each.memory_limit_bytes for each in status(daemon).sessions]
+        stub.CloseSession(pb.CloseSessionRequest(session_id=ranks[1].opened.session_id))
+        with contextlib.suppress(grpc.RpcError):
+            for number in range(100):
+                RawSession(stub, f"job-{number}", 0, 1, 64)
+        RawSession(stub, "first", 1, 2, 64, num_local=2)
+        now = status(daemon)
+        assert [each.memory_limit_bytes for each in now.sessions if each.reader.job == "first"] == (
+            before
+        )
+        assert now.memory_reserved_bytes <= now.memory_budget_bytes
 
 
 def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_others(
@@ -194,3 +221,10 @@ def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_other
         assert "than the daemon's memory_budget of 8388608 bytes" in str(refused.value.details())
         assert status(daemon).sessions[0].memory_limit_bytes == before
         assert right(next(small))
+
+
+def test_window_that_was_asked_for_stays(gyred: StartDaemon, token_path: Path) -> None:
+    daemon = started(gyred, token_path)
+    with loader_of(daemon, "short", prefetch_batches=2) as loader:
+        ids_of(loader, 100)
+        assert status(daemon).sessions[0].window_batches == 2

@@ -167,8 +167,7 @@ def test_memory_beyond_the_first_arena_comes_after_the_first_batch(
             reader=pb.Reader(job="first", world_size=1),
         )
         pb_grpc.LoaderStub(channel).OpenSession(request, timeout=120)
-        # as many as the first arena has room for
-        until(lambda: status(daemon).sessions[0].num_ready == 3)
+        until(lambda: status(daemon).sessions[0].num_ready == 2)  # those that come alone
         first_bytes = arena_bytes(daemon)
         time.sleep(0.2)
         assert arena_bytes(daemon) == first_bytes
@@ -205,6 +204,6 @@ def test_memory_stays_within_the_budget_beside_slow_and_stopped_jobs(
                     assert arena_bytes(daemon) <= now.memory_budget_bytes
                     most = max(most, arena_bytes(daemon))
         assert len(held) == 5
-    assert most > 32 << 20, "there was something to bound"
+    assert most > 20 << 20, "there was something to bound"
     until(lambda: arena_bytes(daemon) == 0)
     assert status(daemon).memory_reserved_bytes == 0

@@ -1,7 +1,7 @@
 """All shared streams of one spec against a simple model, with a runner that has no event loop.
 
 The runner takes memory, reads nothing, and does what the state says; the model knows of every
-consumer what it was sent and holds, and of every batch group whether its memory is in use.
+consumer which batches it was sent and holds, and of every batch group whether its memory is in use.
 """
 
 from dataclasses import dataclass, field
@@ -17,9 +17,8 @@ PAGE = 4096  # the size of a batch
 MAX_CONSUMERS = 5
 
 
-def share_for(num_ahead: int, limit_batches: int = 1 << 20) -> Share:
-    # a session takes 256 KiB beside its batches
-    return divide(PAGE, num_ahead, (limit_batches + 64) * PAGE, in_groups=True)
+def share_for(num_ahead: int) -> Share:
+    return divide(PAGE, num_ahead, 1 << 40, in_groups=True)
 
 
 @dataclass(eq=False)
@@ -43,6 +42,8 @@ class Runner:
         self.readers: list[Reader] = []  # also those that left and still hold batches
         self.in_flight: list[Group] = []
         self.slots: dict[Stream, dict[Group, int]] = {}  # how many batches each has room for
+        self.shares: dict[Stream, Share] = {}  # with which each was opened
+        self.reserved: list[Share] = []  # by all consumers
         self.changed: set[Stream] = set()
 
     def execute(self) -> None:
@@ -52,9 +53,10 @@ class Runner:
                 case instructions.Open(stream):
                     assert stream not in self.slots
                     self.slots[stream] = {}
+                    self.shares[stream] = stream.share
                     self.changed.add(stream)
                 case instructions.Close(stream):
-                    del self.slots[stream]
+                    del self.slots[stream], self.shares[stream]
                     self.changed.discard(stream)
                     self.in_flight = [group for group in self.in_flight if group.stream != stream]
                 case instructions.Free(group):
@@ -69,8 +71,6 @@ class Runner:
                 case instructions.Fetch(stream):
                     assert stream in self.slots
                     self.changed.add(stream)
-                case instructions.Reshape(stream) | instructions.Rewind(stream):
-                    assert stream in self.slots
 
     def reader_of(self, consumer: Consumer) -> Reader:
         return next(each for each in self.readers if each.consumer is consumer)
@@ -82,6 +82,7 @@ class Runner:
     def join(self, step: int, end_step: int | None, share: Share) -> Reader:
         reader = Reader(Consumer(step, end_step, share), step, step)
         self.readers.append(reader)
+        self.reserved.append(share)
         self.state.join(reader.consumer)
         self.execute()
         return reader
@@ -179,7 +180,7 @@ class Runner:
 
 
 class StreamModel(RuleBasedStateMachine):
-    """Consumers join, read, hold, release, lag, are detached and leave; memory comes and goes."""
+    """Consumers join, read, hold, release, lag, are detached and leave."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,25 +242,6 @@ class StreamModel(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         self.runner.leave(data.draw(st.sampled_from(self.runner.present)))
 
-    @precondition(lambda self: self.runner.present)
-    @rule(data=st.data(), limit_batches=st.integers(1, 20))
-    def memory_is_taken_away(self, data: st.DataObject, limit_batches: int) -> None:
-        reader = data.draw(st.sampled_from(self.runner.present))
-        share = share_for(reader.consumer.share.num_ahead, limit_batches)
-        if share.reserved_bytes < reader.consumer.share.reserved_bytes:
-            self.runner.state.resize(reader.consumer, share)
-            self.runner.execute()
-
-    @precondition(lambda self: self.runner.state.streams)
-    @rule(data=st.data())
-    def memory_in_use_is_given_back(self, data: st.DataObject) -> None:
-        stream = data.draw(st.sampled_from(self.runner.state.streams))
-        groups = list(self.runner.slots[stream])
-        if groups:
-            leaving = data.draw(st.lists(st.sampled_from(groups), max_size=3, unique_by=id))
-            self.runner.state.vacate(stream, leaving)
-            self.runner.execute()
-
     @rule(num_turns=st.integers(1, 5), data=st.data())
     def some_read_for_a_while(self, num_turns: int, data: st.DataObject) -> None:
         reading = data.draw(
@@ -294,7 +276,9 @@ class StreamModel(RuleBasedStateMachine):
         assert len(set(map(id, owners))) == len(owners), "and no other stream uses that"
         for stream in streams:
             assert any(segment.consumer is stream.owner for segment in stream.segments)
-            assert stream.share.reserved_bytes <= stream.owner.share.reserved_bytes
+            assert stream.share is self.runner.shares[stream], "its memory stays as it is"
+        now = [reader.consumer.share for reader in self.runner.readers]
+        assert sorted(map(id, now)) == sorted(map(id, self.runner.reserved)), "nothing is lost"
 
     @invariant()
     def who_has_left_is_told_of_nothing(self) -> None:

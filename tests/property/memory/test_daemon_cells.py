@@ -62,7 +62,7 @@ def test_scattered_evictions_need_few_mappings_and_give_all_pages_back() -> None
         held = list(cells)
         assert resident_bytes(memory, [*cells.values()]) == pages[held].sum()
         assert len(mappings()) < before + 100
-    # what is free is taken first, whatever the order
+    # free cells are taken first, in any order
     for block in generator.permutation(12_000).tolist():
         cells[block] = filled(memory, int(sizes[block]))
     assert resident_bytes(memory, [*cells.values()]) == pages.sum()

@@ -1,4 +1,4 @@
-"""Copy workers: what they copy, what they have mapped, and how they are replaced."""
+"""Copy workers: their copies, their mappings, and how they are replaced."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Mirrors: what was written whole is found again, and nothing else ever is.
+"""Mirrors: blocks that were written whole are found again, and no others.
 
 Whatever happened to the files meanwhile.
 """

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.limits import check_memory_budget, memory_limit_bytes
 
 
 def group(root: Path, path: str, name: str, text: str) -> None:
