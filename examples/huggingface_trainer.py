@@ -72,10 +72,10 @@ def train(workdir: Path, max_steps: int = -1, *, resumed: bool = False) -> list[
         disable_tqdm=True,
         use_cpu=True,
         ddp_find_unused_parameters=False,
-        # on CPUs, several ranks of a Trainer cannot load an optimizer that has tensors
+        # on CPUs, several ranks of a Trainer cannot load an optimizer with tensors
         optim="sgd",
     )
-    # what a Loader gives each rank
+    # each rank's part of a batch
     args.per_device_train_batch_size = BATCH_SIZE // args.world_size
     args.per_device_eval_batch_size = BATCH_SIZE // args.world_size
     with args.main_process_first():

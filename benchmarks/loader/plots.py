@@ -35,7 +35,7 @@ def plot_rates(sets: Sequence[Workload], rates: Rates, path: Path) -> None:
 
 
 def plot_growth(sizes: Sequence[Size], path: Path) -> None:
-    """What more samples cost."""
+    """Plot the cost of more samples."""
     mpl.use("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     counts = [size.num_samples for size in sizes]
@@ -52,7 +52,7 @@ def plot_growth(sizes: Sequence[Size], path: Path) -> None:
 
 
 def plot_sessions(crowds: Sequence[Crowd], path: Path) -> None:
-    """What more sessions cost."""
+    """Plot the cost of more sessions."""
     mpl.use("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for same_order, colour, label in ((True, GYRE, "one order"), (False, OTHER, "an order each")):
@@ -68,7 +68,7 @@ def plot_sessions(crowds: Sequence[Crowd], path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set(xlabel="sessions", title=title)
     for axis in axes:
-        axis.set_ylim(bottom=0)  # not before: it would keep the limits of what is drawn so far
+        axis.set_ylim(bottom=0)  # not before: it would keep the limits of the lines drawn so far
     axes[0].legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)

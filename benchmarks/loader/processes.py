@@ -1,4 +1,4 @@
-"""The processes that are measured: a daemon, and the CPU time and memory of processes."""
+"""Measured processes: a daemon, and the CPU time and memory of processes."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 BUDGET_BYTES = 1 << 30
-MEMORY_SLACK_BYTES = 64 << 20  # what a daemon may take beside its budget
+MEMORY_SLACK_BYTES = 64 << 20  # allowed beyond a daemon's budget
 START_TIMEOUT_S = 60.0
 WATCH_S = 0.1
 FORKED_WATCH_S = 1.0

@@ -221,7 +221,7 @@ def _say(what: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prove, print the report, and write it with its plots where `--out` says."""
-    parser = argparse.ArgumentParser(description="What the loader promises, measured in one run.")
+    parser = argparse.ArgumentParser(description="The loader's promises, measured in one run.")
     parser.add_argument(
         "--out",
         type=Path,

@@ -32,7 +32,7 @@ class Contender:
         num_workers: of the DataLoader.
         num_jobs: at once.
         same_seed: all jobs read the same order.
-        token_dtype: what Gyre's unsigned token ids become.
+        token_dtype: dtype of Gyre's unsigned token ids.
     """
 
     label: str
@@ -45,12 +45,12 @@ class Contender:
 
 @dataclass
 class Entry:
-    """A contender with its processes and what they did.
+    """A contender with its processes and their results.
 
     Attributes:
         contender: its contender.
         results: one per round, by workload.
-        python: what runs its jobs.
+        python: interpreter of its jobs.
         root: of the checkout that its jobs are of; None for this one.
     """
 

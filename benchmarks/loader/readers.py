@@ -41,7 +41,7 @@ def touch(batch: torch.Tensor) -> None:
     np.add.reduce(
         memory[: len(memory) & -CACHE_LINE_BYTES].view(np.int64)[:: CACHE_LINE_BYTES // 8]
     )
-    memory[-1]  # of a line that is not whole
+    memory[-1]  # of an incomplete line
 
 
 class Reader:

@@ -41,7 +41,7 @@ def takes(name: str, way: str) -> bool:
 
 
 def _farthest(outcomes: list[Found]) -> Found:
-    """What the rank with the largest distance found; what is no number is the largest."""
+    """The finding of the rank with the largest distance; NaN is the largest."""
     return max(outcomes, key=lambda found: (found.distance != found.distance, found.distance))
 
 

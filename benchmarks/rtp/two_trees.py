@@ -6,7 +6,7 @@
 Each tree has ranks of its own, which live through the whole run. In each round the trees take
 turns, so both see the same load of the machine. A row is of the tiny modules of `host_cost` slice
 by slice ("gyre"), the same with its hops left out ("no hops") or as by default ("default"), or of a
-family of `models` slice by slice ("Llama", and "FSDP2 Llama" for what it is compared with).
+family of `models` slice by slice ("Llama", and "FSDP2 Llama" for its contender).
 Figures are of the ranks' mean: milliseconds of CPU time in the old tree, and the median ratio of
 the rounds, of the process and of the thread that computes. The last column is what the computing
 thread takes more than that of the plain model in the same tree, new to old; only the tiny modules
@@ -84,7 +84,7 @@ def _every_size(build: Callable[..., object]) -> dict[str, int]:
 
 
 def serve(rank: int, num_ranks: int, store: str, what: list[str]) -> None:
-    """Be a rank: take a turn for each line of the standard input, and print what a step took."""
+    """Be a rank: take a turn for each line of the standard input, and print a step's times."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
@@ -140,7 +140,7 @@ class Tree:
         return lines
 
     def turn(self, what: str) -> Took:
-        """What a step takes, the mean of the ranks."""
+        """The times of a step, the mean of the ranks."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write(f"{what}\n")

@@ -65,7 +65,7 @@ SMALL = Workload(
     dtype=torch.float32,
     optimizer="sgd",
 )
-# As many modules with next to nothing to compute: what a step takes then is Python's.
+# As many modules with next to nothing to compute: the time of a step is then Python's.
 NARROW = replace(SMALL, model=replace(SMALL.model, dim=48, hidden_dim=96, max_seq_len=8))
 DEEP = replace(SMALL.with_layers(12), optimizer="adamw")
 LLAMA_8B = Workload(

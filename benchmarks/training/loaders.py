@@ -1,4 +1,4 @@
-"""The loaders that are compared.
+"""The compared loaders.
 
 All bring the same samples in the same batches, those of Gyre's full shuffle with that seed. Only
 `block` has other batches.

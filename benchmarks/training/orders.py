@@ -1,4 +1,4 @@
-"""The orders that are compared, as endless batches.
+"""The compared orders, as endless batches.
 
 Two are Gyre's, through the daemon; the others are plain shuffle buffers. A buffer is webdataset's
 own code: it reads the shards one after the other, keeps `buffer_samples`, and returns a random one

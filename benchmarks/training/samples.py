@@ -156,7 +156,7 @@ class ReadRange(Protocol):
 
 
 class Files:
-    """Objects that are the files of a folder."""
+    """The files of a folder as objects."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -29,7 +29,7 @@ from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
 
 WINDOWS = {"text": Window(256, 256, samples.STRIDE), "glyphs": Window(256, 9, 14 << 10)}
-NUM_LOSSES = 8  # that are kept of a turn
+NUM_LOSSES = 8  # kept of each turn
 INTRODUCTION = f"""\
 Every sample is one request to an object server in another process, whose answers begin late:
 lognormal, p50 20 ms, p99 200 ms. All loaders bring the same samples in the same batches of

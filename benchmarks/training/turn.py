@@ -74,7 +74,7 @@ def _perform(answer: Connection, turn: Turn) -> None:
     pace = train_for(trainer, open_batches, turn.duration_s)
     answer.send({**asdict(pace), "cpu_s": _cpu_s(turn) - before_s})
     for child in psutil.Process().children(recursive=True):
-        child.kill()  # workers would first finish what nobody wants
+        child.kill()  # workers would first finish unwanted batches
     os._exit(0)
 
 

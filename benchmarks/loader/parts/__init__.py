@@ -1,1 +1,1 @@
-"""What one part of the daemon or the transport costs."""
+"""The cost of single parts of the daemon and the transport."""

@@ -1,4 +1,4 @@
-"""What copy workers gain: `python -m benchmarks.loader.parts.copy_workers [--rounds 5]`.
+"""The gain of copy workers: `python -m benchmarks.loader.parts.copy_workers [--rounds 5]`.
 
 Two daemons serve the same files. One has copy workers; in the other, threads let the kernel copy.
 Jobs of both read in turns, with a hot page cache. CPU time is that of the job, and that of the

@@ -1,7 +1,7 @@
-"""What the copy from an exchange into a slot costs: `python -m benchmarks.loader.parts.exchange`.
+"""The cost of the copy from an exchange into a slot: `python -m benchmarks.loader.parts.exchange`.
 
 A process writes a portion of 16 images into an exchange, as a transform worker does, and this one
-copies them into a slot of an arena, as the daemon does. Beside it stands what one image costs the
+copies them into a slot of an arena, as the daemon does. The table also has one image's cost in the
 worker: a JPEG file is decoded, cropped to 224 pixels square, and flipped, and stays uint8 (150 kB),
 or is normalised to float32 (600 kB).
 """
@@ -34,7 +34,7 @@ ITEM_BYTES = {"uint8": 1, "float32": 4}
 
 
 def copy_s(num_bytes: int, num_portions: int) -> float:
-    """Seconds of this thread for each sample that is copied."""
+    """Seconds of this thread for each copied sample."""
     exchange, arena = Exchange(PORTION * num_bytes), Arena(NUM_SLOTS * (PORTION * num_bytes + 4096))
     arena.allocate(0, arena.num_bytes)
     arena.seal()
@@ -72,7 +72,7 @@ def _write(exchange: Exchange, told: Connection) -> None:
 
 
 def made_s(kind: str, images: Sequence[bytes]) -> float:
-    """Processor seconds for each image that is made."""
+    """Processor seconds for each image."""
     steps: list[tuple[str, Transform]] = [
         ("decode_image", DecodeImage("file")),
         ("random_resized_crop", RandomResizedCrop(SIZE)),

@@ -1,4 +1,4 @@
-"""What more samples cost: `python -m benchmarks.loader.parts.growth`.
+"""The cost of more samples: `python -m benchmarks.loader.parts.growth`.
 
 Token files are sparse, so 10^9 samples fit on any disk.
 """
@@ -26,7 +26,7 @@ BATCH_SIZE = 64
 SAMPLE_TOKENS = 16  # uint16
 NUM_BATCHES = 100
 NUM_SESSIONS = 9
-NUM_WARM = 3  # sessions that bring what the measured ones read into the page cache
+NUM_WARM = 3  # sessions that bring the measured ones' data into the page cache
 NUM_PLACES = 65_536
 BRIEF_SIZES = (10**5, 10**7, 10**9)
 FULL_SIZES = (10**5, 10**6, 10**7, 10**8, 10**9)
@@ -35,7 +35,7 @@ TAR_SIZES = (10**3, 10**4, 10**5)
 
 @dataclass(frozen=True)
 class Size:
-    """What a dataset of one size costs.
+    """The cost of a dataset of one size.
 
     Attributes:
         num_samples: samples of the dataset.
@@ -146,7 +146,7 @@ def _ns_per_position(num_samples: int) -> float:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description="What more samples cost.")
+    parser = argparse.ArgumentParser(description="The cost of more samples.")
     parser.add_argument("--full", action="store_true", help="every power of ten, and tar shards")
     parsed = parser.parse_args()
     torch.set_num_threads(1)

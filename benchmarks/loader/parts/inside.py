@@ -1,4 +1,4 @@
-"""What the daemon itself costs, without gRPC and without a client.
+"""The cost of the daemon itself, without gRPC and without a client.
 
 `python -m benchmarks.loader.parts.inside`
 
@@ -92,7 +92,7 @@ class Copies:
         """Copy as `gather` does, and add the time."""
         began = time.thread_time()
         failed = gather(sources, sizes, targets)
-        # what two threads add at once may get lost; that is rare
+        # additions of two threads at once may get lost, rarely
         self.thread_s += time.thread_time() - began
         return failed
 

@@ -2,7 +2,7 @@
 
 Many sessions read very small samples, whose metadata is largest: as many sessions as the budget
 holds, a hundred at most. Each reads its window several times. The metadata is the daemon's own
-memory without arenas and without what it had before.
+memory without arenas and without its earlier memory.
 """
 
 import tarfile

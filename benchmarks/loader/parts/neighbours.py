@@ -1,4 +1,4 @@
-"""What a fast job loses beside a slow or a stopped one.
+"""The loss of a fast job next to a slow or a stopped one.
 
 `python -m benchmarks.loader.parts.neighbours [--out STEM]`.
 
@@ -7,7 +7,7 @@ job again, a little behind its neighbour, between two turns in which it is alone
 median of the ratios to these two. Turns are short and many, so that machine noise affects a turn
 and its neighbours alike. At the beginning of a turn the fast job waits for a neighbour that shares
 its memory until that neighbour is detached. The longest of these waits is reported by itself, and
-the rate is that of what follows.
+the rate is of the time after that.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def _row(about: str, ratios: Sequence[float], turns: Sequence[Turn]) -> tuple[st
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the table or write it where `--out` says."""
     parser = argparse.ArgumentParser(
-        description="What a fast job loses beside a slow or a stopped one."
+        description="The loss of a fast job next to a slow or a stopped one."
     )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md")
     parser.add_argument("--rounds", type=int, default=20)

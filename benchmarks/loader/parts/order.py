@@ -1,4 +1,4 @@
-"""What a position costs: `python -m benchmarks.loader.parts.order`."""
+"""The cost of a position: `python -m benchmarks.loader.parts.order`."""
 
 import statistics
 import time

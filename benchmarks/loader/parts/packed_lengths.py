@@ -1,4 +1,4 @@
-"""What packing into several lengths gains and costs, beside padding.
+"""Gain and cost of packing into several lengths, compared with padding.
 
     python -m benchmarks.loader.parts.packed_lengths
 
@@ -24,21 +24,21 @@ from benchmarks.loader.markdown import table
 
 T = TypeVar("T")
 NUM_DOCUMENTS, LONGEST, BATCH_SIZE, WINDOW, NUM_RANKS, ROUNDS = 1_000_000, 8192, 64, 64, 8, 3
-TOGETHER = 8  # steps that are planned at once
+TOGETHER = 8  # steps planned at once
 CHAINS = ((8192,), (2048, 8192), (1024, 2048, 8192), (1024, 2048, 4096, 8192))
 HEADS = ("", "filled", "attention over rows", "packing", "a step", "on 8 ranks", "mixed steps")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What rows are: the part of them that has a token, and the sum of L^2 for each such token."""
+    """The share of the rows filled with tokens, and the sum of L^2 for each such token."""
 
     filled: float
     per_token: float
 
 
 def cpu_s(work: Callable[[], T]) -> tuple[T, float]:
-    """What some work gives, and the least processor time of this thread that it took."""
+    """The result of some work, and its least processor time of this thread."""
     times = []
     for _ in range(ROUNDS):
         began = time.thread_time()
@@ -48,7 +48,7 @@ def cpu_s(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def padded(lengths: Int64Array, window_batches: int) -> Shape:
-    """Batches that are padded to their longest document, sorted within windows."""
+    """Batches padded to their longest document, sorted within windows."""
     size = BATCH_SIZE * window_batches
     shuffled = np.random.default_rng(1).permutation(lengths)
     windows = shuffled[: len(shuffled) // size * size].reshape(-1, size)

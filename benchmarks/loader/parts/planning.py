@@ -1,4 +1,4 @@
-"""What it costs to plan batches of a plain dataset, beside another checkout of the daemon.
+"""The cost of planning batches of a plain dataset, next to another checkout of the daemon.
 
     python -m benchmarks.loader.parts.planning --before CHECKOUT
 

@@ -1,4 +1,4 @@
-"""What more sessions cost: `python -m benchmarks.loader.parts.sessions`.
+"""The cost of more sessions: `python -m benchmarks.loader.parts.sessions`.
 
 At most eight processes, each with its sessions in turn. They read turn after turn until the
 daemon's memory has stopped growing; the last turn counts.
@@ -36,7 +36,7 @@ ROUND_BATCHES = 8  # of one session before the next one's turn
 
 @dataclass(frozen=True)
 class Crowd:
-    """What a number of sessions did at once.
+    """The result of a number of sessions at once.
 
     Attributes:
         num_sessions: open and reading.
@@ -187,7 +187,7 @@ def _rate(streams: Sequence[Batches], duration_s: float, batch_size: int) -> flo
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="What more sessions cost.")
+    parser = argparse.ArgumentParser(description="The cost of more sessions.")
     parser.add_argument("--full", action="store_true", help="every power of two")
     parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args()

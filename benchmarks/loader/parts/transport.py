@@ -1,4 +1,4 @@
-"""What the arena transport itself costs: `python -m benchmarks.loader.parts.transport`.
+"""The cost of the arena transport itself: `python -m benchmarks.loader.parts.transport`.
 
 Large batches beside memcpy in the same run, and small ones by their number.
 """
@@ -36,7 +36,7 @@ class Transport:
         memcpy: bytes/s of one thread, from the mapped file into warm memory.
         bare: bytes/s, and processor seconds of the one that copies for each 10^9, of two processes
             that do nothing else.
-        bulk: bytes/s through Gyre, by what a batch of 8 MiB is made of.
+        bulk: bytes/s through Gyre, by the samples of a batch of 8 MiB.
         daemon_s_per_gb: processor seconds of the daemon for each 10^9 bytes of them.
         descriptors_per_s: batches of one sample of 64 bytes.
         p50_s: half of these came within this time of being asked for.

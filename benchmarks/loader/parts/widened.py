@@ -1,4 +1,4 @@
-"""What widening of token ids costs.
+"""The cost of widening token ids.
 
 uint16 ids are read as stored, and as int32 and int64, which torch computes with.
 
@@ -79,7 +79,7 @@ def report(ids: Workload, results: Mapping[Contender, Result]) -> list[str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What it costs to widen token ids.")
+    parser = argparse.ArgumentParser(description="The cost of widening token ids.")
     parser.add_argument("--full", action="store_true", help="more data, three longer rounds")
     form = FULL_FORM if parser.parse_args().full else BRIEF_FORM
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:

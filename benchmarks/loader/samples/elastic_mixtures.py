@@ -1,10 +1,10 @@
-"""One scenario of mixtures on Gyre and on public loaders; prints what each does, as counted.
+"""One scenario of mixtures on Gyre and on public loaders; prints counts of each.
 
     python -m benchmarks.loader.samples.elastic_mixtures [--only TEXT ...]
 
 Two sources of 420 and 180 documents, weights 0.7 and 0.3, 60 global batches of 12. Ranks are
 processes. Behind every 20 batches they save their states, read two batches more, and get SIGKILL;
-other ranks go on from the states. What they read up to their states is compared with a run of the
+other ranks go on from the states. Their samples up to their states are compared with a run of the
 same loader on two ranks without a kill.
 
 Documents are counted as *repeated* if they came again before all of their source had come, and as
@@ -50,7 +50,7 @@ _MAX_TEXT = 110
 
 
 class Row:
-    """What one loader does."""
+    """The row of one loader."""
 
     def __init__(self, contender: Contender, folder: Path, served: Served) -> None:
         """Run nothing yet."""
@@ -78,7 +78,7 @@ class Row:
             found = run(self._contender, self._served, self._folder, asked, stages)
             return compared(found, straight, asked)
 
-        without = "without what it lacks: " if lacks else ""
+        without = "lacking features left out: " if lacks else ""
         return without + _attempt(question)
 
     def _asked(self, variant: Variant) -> Variant:

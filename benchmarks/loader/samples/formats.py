@@ -1,4 +1,4 @@
-"""Parquet, shuffled: Gyre's order `block` beside what people do with the same files.
+"""Parquet, shuffled: Gyre's order `block` next to common ways to read the same files.
 
 `python -m benchmarks.loader.samples.formats`
 

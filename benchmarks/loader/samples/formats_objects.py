@@ -1,11 +1,11 @@
-"""Parquet in object storage, shuffled: Gyre beside what people do with the same rows.
+"""Parquet in object storage, shuffled: Gyre next to common ways to read the same rows.
 
 `python -m benchmarks.loader.samples.formats_objects`
 
 The files are those of `formats`. A server in another process has them; its answers begin late:
 lognormal, p50 20 ms, p99 200 ms. The rounds of all contenders are interleaved, and each begins
 cold. mosaicml-streaming has the rows in its own format. The first number of a row is its id, so
-that the mixing of what arrives can be told.
+that the mixing of arriving rows can be told.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the data lies, and a folder for what a contender writes."""
+    """The address of the data, and a folder for a contender's files."""
 
     server: ObjectServerProcess
     scratch: Path

@@ -51,7 +51,7 @@ BATCH_SIZE, SIZE = 64, 224
 NUM_WORKERS = 2
 RUN_S, NUM_FIRST = 5.0, 6
 CACHED = "Gyre, folder, cached"
-# What is cached: images in one size, from which a crop is taken.
+# Images are cached in one size, from which a crop is taken.
 # Decoded row groups of Parquet lie in the same cache; with less, they displace images.
 CACHED_SIZE, CACHE_BYTES = 256, 6_000_000_000
 CONTENDERS = (
@@ -136,7 +136,7 @@ def chain(field: str, *, antialias: bool, is_cached: bool = False) -> list[dict[
 
 
 def with_pillow(data: bytes) -> torch.Tensor:
-    """What torchvision does with an image of Pillow, then `PILToTensor`."""
+    """Transform as torchvision does with an image of Pillow, then `PILToTensor`."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     box = RandomResizedCrop(SIZE).box(image.height, image.width, np.random.default_rng())
     top, left, height, width = box
@@ -310,7 +310,7 @@ def report(sizes: Sequence[int], found: Mapping[tuple[str, int], list[tuple[floa
 
 
 def fill_cache(address: str) -> None:
-    """Decode all images once, in another order than that of the jobs that are measured."""
+    """Decode all images once, in another order than the measured jobs."""
     transform = chain("file", antialias=True, is_cached=True)
     with Loader(
         "folder", batch_size=BATCH_SIZE, seed=2, epochs=1, address=address, transform=transform

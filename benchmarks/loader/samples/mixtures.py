@@ -1,4 +1,4 @@
-"""One scenario of mixtures on Gyre and on public loaders; prints what each does.
+"""One scenario of mixtures on Gyre and on public loaders; prints the result of each.
 
     python -m benchmarks.loader.samples.mixtures
 

@@ -38,13 +38,13 @@ Outcome = tuple[RotationPlan, float, str]
 
 @dataclass(frozen=True)
 class Found:
-    """What one way of rotating a model gave.
+    """The result of one way to rotate a model.
 
     Attributes:
         share: of the parameters that rotate.
         rules: how many modules have each rule.
         distance: the largest from one process's losses, gradients or parameters, relative.
-        where: what is that far away.
+        where: the value with that distance.
         told: warnings.
     """
 
@@ -117,7 +117,7 @@ def in_dtype(subject: Subject, dtype: torch.dtype) -> Arguments:
 
 
 def mine(arguments: Arguments) -> Arguments:
-    """This rank's rows of what has rows: tensors with `NUM_ROWS` or a multiple in front, lists."""
+    """This rank's rows: of tensors with `NUM_ROWS` or a multiple in front, lists."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
     def rows(value: Any) -> Any:
@@ -152,7 +152,7 @@ def _steps(model: Any, arguments: Arguments) -> dict[str, Tensor]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The model's own loss; a number made of what it returns where it has none."""
+    """The model's own loss; a number made of its output if it has none."""
     loss: Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -165,7 +165,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
     if found.keys() != expected.keys():
         return float("inf"), f"only one has {sorted(found.keys() ^ expected.keys())[:4]}"
     distances = {name: apart(found[name].double(), expected[name].double()) for name in expected}
-    # what is no number is the worst
+    # NaN is the worst
     worst = max(distances, key=lambda name: (distances[name] != distances[name], distances[name]))
     return distances[worst], worst
 
@@ -182,7 +182,7 @@ def _text(subject: Subject) -> Outcome:
 
 
 def _saved(subject: Subject) -> Outcome:
-    """What the library, and a model on meta, read of what the rotated model writes."""
+    """Values that the library, and a model on meta, read of the rotated model's files."""
     model, plan = _rotated(subject, RotationPolicy(), torch.float32)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
@@ -218,7 +218,7 @@ def _on_meta(subject: Subject) -> Outcome:
     materialize(model, seed=_SEED)
     found = whole_parameters(model) | dict(model.named_buffers())
     values = dict(expected.named_parameters()) | dict(expected.named_buffers())
-    # what the library leaves to constructors, as no number, has values of theirs
+    # values that the library leaves to constructors, as NaN, are those of constructors
     values = {name: each.detach() for name, each in values.items() if not each.isnan().any()}
     return plan, *worst({name: found[name] for name in values}, values)
 

@@ -45,7 +45,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEADS: dict[str, Any] = {"num_heads": 4, "num_layers": 2}
-_NO_DROPOUT = ("drop", "noise", "jitter")  # parts of the names of what draws random numbers
+_NO_DROPOUT = ("drop", "noise", "jitter")  # parts of the names of settings that draw random numbers
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Family:
         return (model if is_single else model.to(dtype)).train()
 
     def arguments(self) -> Arguments:
-        """What it is called with: rows of all ranks together."""
+        """Its arguments: rows of all ranks together."""
         return KINDS[self.kind](self.configured(), torch.Generator().manual_seed(1))
 
     def configured(self) -> Any:

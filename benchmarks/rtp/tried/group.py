@@ -10,7 +10,7 @@ from tests.distributed.gloo_ranks import Ranks
 
 
 class Group:
-    """Ranks that are started again after an error."""
+    """Ranks, started again after an error."""
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self._num_ranks, self._folder = num_ranks, folder

@@ -39,7 +39,7 @@ class Own:
         return (model if dtype == torch.float32 else model.to(dtype)).train()
 
     def arguments(self) -> Arguments:
-        """What it is called with: rows of all ranks together."""
+        """Its arguments: rows of all ranks together."""
         generator = torch.Generator().manual_seed(1)
         shape = NUM_ROWS, TOKENS
         value: Tensor

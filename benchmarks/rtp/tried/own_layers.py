@@ -69,7 +69,7 @@ class Convolutions(nn.Module):
 
 
 class Normed(nn.Module):
-    """Weights that are computed from others: torch's old and new weight norm, and spectral norm."""
+    """Weights computed from others: torch's old and new weight norm, and spectral norm."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

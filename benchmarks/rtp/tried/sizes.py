@@ -1,4 +1,4 @@
-"""The sizes of tiny models and of what they are called with."""
+"""The sizes of tiny models and of their arguments."""
 
 from typing import Any
 

@@ -134,17 +134,15 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add(datasets, common, "what a daemon serves by name")
-    add_describe_arguments(
-        add(describe, dataset, "what a dataset is: fields, lengths, and some samples")
-    )
+    add(datasets, common, "datasets that a daemon serves by name")
+    add_describe_arguments(add(describe, dataset, "fields, lengths and some samples of a dataset"))
     add_index_arguments(
-        add(index, dataset, "build what is missing of a dataset's index, say what changed")
+        add(index, dataset, "build missing parts of a dataset's index, list changes")
     )
-    add(lint, dataset, "read every shard, check every sample, name what is corrupt or odd")
-    add(status, common, "what a daemon is doing")
+    add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
+    add(status, common, "sessions, memory and storage of a daemon")
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
-    live = add(top, common, "what a daemon's sessions do, live: how fast, and what holds them up")
+    live = add(top, common, "live throughput and bottleneck per session")
     live.add_argument(
         "--interval",
         type=interval_s,
@@ -153,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between two looks (1)",
     )
     live.add_argument("--once", action="store_true", help="one look, and end")
-    add_plan_arguments(add(plan, shuffle, "which samples make a step, or what each order costs"))
+    add_plan_arguments(add(plan, shuffle, "samples of a step, or the cost of each order"))
     add_mix_arguments(add(mix, dataset, "give the running job on a mixture other weights"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     about = "the samples behind steps of a run, for a loss that jumped"

@@ -26,7 +26,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
     add = parser.add_argument
     add("--batch-size", type=int, required=True, help="the global batch size, over all ranks")
-    about = "what happens to samples that do not fill the last batch of an epoch (wrap)"
+    about = "the treatment of samples that do not fill the last batch of an epoch (wrap)"
     add("--tail", choices=tuple(TAILS), default="wrap", help=about)
     about = "how the samples are gone through (full)"
     add("--order", choices=tuple(ORDERS), default="full", help=about)
@@ -54,7 +54,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sources", action="store_true", help="draw each source's contribution to the steps")
     add("--job", default="", help="a running job, with the weights that it was given")
 
-    add = parser.add_argument_group("what each order costs (--cost)").add_argument
+    add = parser.add_argument_group("the cost of each order (--cost)").add_argument
     about = "estimate requests, bytes, memory, shuffle quality and money"
     add("--cost", action="store_true", help=about)
     add("--epochs", type=int, default=1, help="how many epochs are read (1)")
@@ -69,15 +69,15 @@ def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns samples of steps, contributions of sources to them, or costs of orders."""
     if args.cost == (args.step is not None) or (args.cost and args.sources):
         raise InvalidRequest(
-            "nothing says what to plan. Give --step S or --step A:B for samples, --sources with "
-            "--step A:B for what each source of a mixture contributes, or --cost"
+            "there is nothing to plan. Give --step S or --step A:B for samples, --sources with "
+            "--step A:B for the samples of each source of a mixture, or --cost"
         )
     if args.job and not args.sources:
         raise InvalidRequest("--job says whose weights count, and belongs to --sources")
     if args.transforms is not None and (args.sources or args.cost):
         raise InvalidRequest(
-            "--transforms belongs to --step without --sources: neither costs nor what sources "
-            "contribute are planned with the transforms of a script. Leave it out."
+            "--transforms belongs to --step without --sources: neither costs nor sources "
+            "are planned with the transforms of a script. Leave it out."
         )
     if args.sources:
         return plan_mixture(connection, args, _order(args, args.world_size, args.order))

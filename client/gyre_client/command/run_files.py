@@ -87,7 +87,7 @@ def _of_run(folder: Path, checkpoint: Path) -> RunFiles:
         options = dict(json.loads(data.get("options", "{}")))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"{checkpoint / _MANIFEST} has no cursor of a loader, or says wrongly what its data is"
+            f"{checkpoint / _MANIFEST} has no cursor of a loader, or describes its data wrongly"
         ) from error
     numbers = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
     return RunFiles(

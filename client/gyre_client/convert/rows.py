@@ -54,7 +54,7 @@ def columns_of(description: pb.DatasetDescription) -> list[Column]:
     if lengths := [f"{each.length:,}" for each in description.packing.lengths]:
         raise InvalidRequest(
             f"`{description.name}` is packed into sequences of several lengths, "
-            f"{', '.join(lengths)}, and all samples of what is written have one. Give `pack` one "
+            f"{', '.join(lengths)}, and written samples have one. Give `pack` one "
             "length, or convert the documents."
         )
     names = {field.name for field in description.fields}

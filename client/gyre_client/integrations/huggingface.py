@@ -29,7 +29,7 @@ class LoaderState(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self.cursor = ""
         self._loader: Loader | None = None
-        # of an epoch: what the run had done when it was resumed, before the first epoch and in it
+        # of an epoch: steps of the run before its resume, before the first epoch and in it
         self._resumed_in, self._done_before = 0.0, 0.0
 
     def on_init_end(

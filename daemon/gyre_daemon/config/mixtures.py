@@ -76,7 +76,7 @@ def sources_below(name: str, datasets: Mapping[str, DatasetConfig]) -> tuple[str
 
 
 def mixture_height(config: DatasetConfig, datasets: Mapping[str, DatasetConfig]) -> int:
-    """The depth of nested mixtures in a dataset: 0 for a dataset that is not a mixture."""
+    """The depth of nested mixtures in a dataset: 0 for any other dataset."""
     if not config.mixture:
         return 0
     sources = [datasets[each] for each in config.mixture.sources if each in datasets]

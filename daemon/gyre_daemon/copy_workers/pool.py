@@ -25,7 +25,7 @@ _MIN_REFILL_S = 1.0
 # How long a thread waits for a worker. A copy takes some 10 ms; with all workers busy for longer,
 # they wait for a mount that hangs, and the kernel copies instead.
 _PATIENCE_S = 1.0
-# How long `close` waits for a fork server that is being started; it ends by itself afterwards.
+# How long `close` waits for a starting fork server; it ends by itself afterwards.
 _MAX_JOIN_S = 10.0
 
 _keys = itertools.count(1)
@@ -129,7 +129,7 @@ class CopyWorkers:
         return reply.value if reply.is_done else None
 
     def close(self) -> None:
-        """End all workers; copies that are under way are not done."""
+        """End all workers; copies under way are not done."""
         with self._keeping:
             fork_server, self._fork_server, self._num = self._fork_server, None, 0
             replacing = self._replacing
@@ -164,7 +164,7 @@ class CopyWorkers:
             self._lose_fork_server(error)
 
     def _lose_fork_server(self, error: OSError) -> None:
-        """Go on with the workers that are left, and start another fork server meanwhile.
+        """Go on with the remaining workers, and start another fork server meanwhile.
 
         The new one forks workers that have the arenas made from then on. Where a batch group lies
         in an older arena and no worker is left that has it, the kernel copies.

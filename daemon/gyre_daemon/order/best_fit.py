@@ -34,7 +34,7 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """The parts in sequences that are filled alike.
+    """The parts in equally filled sequences.
 
     before: the parts put there before.
     length: of the parts put there last.

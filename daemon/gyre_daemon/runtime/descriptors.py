@@ -1,4 +1,4 @@
-"""Descriptors that are held back, so that a newcomer can be told when no other is left."""
+"""Descriptors held back, so that a newcomer can be told when no other is left."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _NUM_FOR_SESSION = 16
 
 
 class SpareDescriptor:
-    """One descriptor that is free while it is lent."""
+    """One descriptor, free while it is lent."""
 
     def __init__(self) -> None:
         """Take a descriptor.
@@ -24,7 +24,7 @@ class SpareDescriptor:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Leave the descriptor free inside the block, for a connection that is only refused."""
+        """Leave the descriptor free inside the block, for a connection to refuse."""
         self.close()
         try:
             yield

@@ -151,7 +151,7 @@ class FairQueue:
         self._is_serving = False
 
     def resize(self, capacity: int) -> None:
-        """Change how many turns may be taken at once; those that are taken stay taken."""
+        """Change how many turns may be taken at once; taken ones stay taken."""
         self._capacity = capacity
         self._serve()
 
@@ -239,7 +239,7 @@ class FairQueue:
             self.release()
 
     async def acquire_of(self, claims: Claims, cost: float) -> None:
-        """Wait for the first turn that is granted to one of several jobs; see `acquire`."""
+        """Wait for the first turn granted to one of several jobs; see `acquire`."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns: list[Turn] = []
 
@@ -270,7 +270,7 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn_of(self, claims: Claims, cost: float) -> AsyncIterator[None]:
-        """Hold inside the block the first turn that is granted to one of several jobs."""
+        """Hold inside the block the first turn granted to one of several jobs."""
         await self.acquire_of(claims, cost)
         try:
             yield

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 # A quarter of the descriptors may be connections to object storage, and a quarter open shards. An
 # eighth may be connections of clients to gRPC, an eighth those to the side channel, and a sixteenth
-# memory that is shared with processes which decode or transform. The rest is kept for arenas, and
+# memory shared with processes that decode or transform. The rest is kept for arenas, and
 # for the daemon itself, which has some 55 open with four copy workers. Without that reserve no
 # client connects while others read: under a limit of 256, one dataset in object storage took 237.
 # Limits are usually in the thousands, where nothing runs short.

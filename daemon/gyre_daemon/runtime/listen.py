@@ -59,7 +59,7 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
-        # gRPC decodes percent signs, so it would bind another path than the one that is claimed
+        # gRPC decodes percent signs, so it would bind another path than the claimed one
         if _UNSAFE.search(rest):
             raise ConfigError(
                 f"the socket path {rest!r} must not contain control characters or `%`"
@@ -233,7 +233,7 @@ class SocketClaim:
         os.close(self._lock)
 
     def _hold(self) -> None:
-        """Lock the lock file that is there now, and let go of one that was locked before."""
+        """Lock the present lock file, and unlock an earlier one."""
         lock = self._lock_file()
         os.truncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

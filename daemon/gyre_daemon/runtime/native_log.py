@@ -57,7 +57,7 @@ class _Lines:
         self._num_unlogged = 0
 
     def read(self) -> None:
-        """Log the lines that are there. A line that arrives in two parts becomes two events."""
+        """Log the available lines. A line that arrives in two parts becomes two events."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:

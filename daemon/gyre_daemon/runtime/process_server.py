@@ -11,7 +11,7 @@ from functools import partial
 from gyre_daemon.runtime.spawning import spawn_python
 from gyre_daemon.runtime.threads import in_thread
 
-# To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
+# To start the server takes 0.3 s, and some seconds on a busy machine. One that does not
 # answer for longer never will.
 _MAX_START_S = 60.0
 # Threads of a library must not exist when the server forks.

@@ -153,7 +153,7 @@ class DaemonThreads(Executor):
                 task()
                 del task  # it holds the arguments
                 worker.is_busy = False
-        finally:  # nothing may look at a thread that has ended
+        finally:  # nothing may look at an ended thread
             with self._lock:
                 self._workers.discard(worker)
 

@@ -59,7 +59,7 @@ class Authenticator:
         return ANONYMOUS
 
     def _check_certificate(self, proven: Mapping[str, Iterable[bytes]]) -> None:
-        """Refuse a certificate that has ended since TLS checked it."""
+        """Refuse a certificate that expired after TLS checked it."""
         chain = next(
             iter(proven.get("x509_pem_cert_chain") or proven.get("x509_pem_cert") or ()), b""
         )

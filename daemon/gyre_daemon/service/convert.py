@@ -170,7 +170,7 @@ def from_cost_report(
 
 
 def from_groups(sent: list[Sent], session: Session) -> pb.StreamResponse:
-    """One message for several batch groups, with the session's credit where that has changed."""
+    """One message for several batch groups, with the session's credit if it has changed."""
     response = pb.StreamResponse()
     response.batches.SetInParent()
     if session.shares_arena and session.renew_grant():

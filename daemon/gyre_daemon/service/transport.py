@@ -13,7 +13,7 @@ SERVER_OPTIONS = [
     # A client has a connection for each session: two long calls, and a short one now and then;
     # further calls wait in the client. The headers of a call take memory before we see the call:
     # a flood of them over 64 connections took 1,170 MiB with 4096, and takes 60 MiB with 16. With
-    # fewer, a client that calls often is refused: a call that has ended counts a moment longer.
+    # fewer, a client that calls often is refused: an ended call counts a moment longer.
     ("grpc.max_concurrent_streams", 16),
     # A call's metadata: ours has some hundred bytes. Beyond the first limit calls are refused at
     # random, beyond the second always.

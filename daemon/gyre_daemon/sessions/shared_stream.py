@@ -36,7 +36,7 @@ from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import Consumer, Group, Stream
 from gyre_daemon.storage.delays import Delays
 
-# Batches of local files that are begun before the first one is complete. With one, a slow mount is
+# Batches of local files begun before the first one is complete. With one, a slow mount is
 # idle while the last samples of the first batch arrive.
 _NUM_AT_FIRST = 2
 # The same afterwards. While some batches wait for late samples, this many others go on; beginning

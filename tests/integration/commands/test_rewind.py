@@ -286,7 +286,7 @@ def test_the_options_of_a_run_are_those_of_its_data(tmp_path: Path, rewind: Rewi
     assert (status, "the history has the same samples" in text) == (0, True), text
     write_run(run, cursor, ids, {**place, "options": "[1]"})
     status, text = rewind(run, "--step", "1")
-    assert (status, "says wrongly what its data is" in text) == (2, True), text
+    assert (status, "describes its data wrongly" in text) == (2, True), text
 
 
 def write_run(

@@ -1,4 +1,4 @@
-"""The same as `by_datasets`, with shards that are shuffled, filtered and packed on the way."""
+"""The same as `by_datasets`, with shards shuffled, filtered and packed on the way."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""All loaders of the comparison, and what each has no way to be asked for."""
+"""All loaders of the comparison, and the features that each lacks."""
 
 from collections.abc import Sequence
 

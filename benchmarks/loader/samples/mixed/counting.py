@@ -15,7 +15,7 @@ from benchmarks.loader.samples.mixed.documents import (
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of documents.
+    """Counts of documents.
 
     Attributes:
         num_repeated: documents that came again before all of their source had come.
@@ -48,7 +48,7 @@ class Counts:
 
 
 def _in_order(steps: Steps) -> list[int]:
-    """All documents; those of one step have no order, so what came less often is taken first."""
+    """All documents; those of one step have no order, so rarer ones are taken first."""
     times: Counter[int] = Counter()
     read: list[int] = []
     for step in steps:
@@ -59,7 +59,7 @@ def _in_order(steps: Steps) -> list[int]:
 
 
 def compared(found: Steps, straight: Steps, variant: Variant) -> str:
-    """What a run did, in words; the batches of all ranks are compared, in any order of ranks."""
+    """A run's result in words; the batches of all ranks are compared, in any order of ranks."""
     differ = sum(sorted(one) != sorted(two) for one, two in zip(found, straight, strict=True))
     counts = Counts.of(found, variant)
     words = ["same batches" if not differ else f"{differ} of {NUM_STEPS} batches differ"]
@@ -75,6 +75,6 @@ def compared(found: Steps, straight: Steps, variant: Variant) -> str:
 
 
 def described(straight: Steps, variant: Variant) -> str:
-    """What an undisturbed run did."""
+    """The result of an undisturbed run."""
     counts = Counts.of(straight, variant)
     return f"{counts.num_repeated} repeated, {counts.num_never} never"

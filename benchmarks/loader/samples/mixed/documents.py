@@ -1,4 +1,4 @@
-"""The documents of the scenario, and what a run should do with them."""
+"""The documents of the scenario, and the expected result of a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Steps = list[list[Sample]]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is asked of a mixture.
+    """The settings of a mixture.
 
     Attributes:
         is_filtered: documents of fewer than `LEAST` tokens are left out.
@@ -36,7 +36,7 @@ class Variant:
         return LATER if self.is_changed and first_step >= CHANGE_AT else WEIGHTS
 
     def ids(self, source: int) -> list[int]:
-        """The documents of a source that are to be read."""
+        """The documents to read from a source."""
         ids = range(FIRST[source], FIRST[source] + SIZES[source])
         return [each for each in ids if self.passes(each)]
 

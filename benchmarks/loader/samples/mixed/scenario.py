@@ -27,7 +27,7 @@ class Rank:
 
     Attributes:
         folder: with the data of all loaders.
-        variant: what is read.
+        variant: the mixture to read.
         rank: of the process.
         world_size: number of ranks.
         first_step: of the stage.
@@ -56,12 +56,12 @@ class Rank:
 
     @property
     def own_state(self) -> Any:
-        """What was saved by this rank; by another one where it did not exist. None for none."""
+        """The state saved by this rank, or by another one if it did not exist; None for none."""
         return self.states[self.rank % len(self.states)] if self.states else None
 
 
 class Reader(Protocol):
-    """What a loader's module has for a rank."""
+    """The interface of a loader's module to a rank."""
 
     def steps(self) -> Iterator[list[Sample]]:
         """The rank's samples of each step."""
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 @dataclass
 class Served:
-    """What runs beside the ranks of a loader: nothing, or a daemon."""
+    """A context for the ranks of a loader, with its daemon if it has one."""
 
     address: str = ""
     kill: Callable[[], None] = lambda: None
@@ -87,7 +87,7 @@ class Contender:
         module: in this package; it has `write(folder)` and `reader(rank)`, and `around(folder)`,
             where a daemon runs beside the ranks.
         package: whose installed version is shown.
-        imports: what must be importable.
+        imports: modules that must be importable.
         lacks: by a field of `Variant`, why the loader cannot be asked for that.
         is_always_packed: it serves nothing but packed sequences.
     """
@@ -109,7 +109,7 @@ class Contender:
         return importlib.import_module(self.path)
 
     def around(self, folder: Path) -> AbstractContextManager["Served"]:
-        """What runs beside the ranks."""
+        """A context in which the ranks run."""
         make = getattr(self.load(), "around", None)
         served: AbstractContextManager[Served] = make(folder) if make else nullcontext(Served())
         return served
@@ -125,7 +125,7 @@ class Stage:
 
 
 class RefusedError(Exception):
-    """What a rank raised."""
+    """A rank's exception."""
 
 
 def run(
@@ -201,7 +201,7 @@ def _answers(pipes: Sequence[Connection]) -> list[tuple[Steps, Any]]:
 
 
 def _cause(first: str, others: Sequence[Connection]) -> str:
-    """Of what ranks raised, what is not only that another one has ended."""
+    """The exceptions of ranks, without those that only tell of another rank's end."""
     causes = [first]
     while "gloo" in causes[-1] and (ready := wait(others, _CAUSE_S)):
         pipe = ready[0]
