@@ -77,16 +77,12 @@ def test_the_table_of_a_named_dataset(daemon: Any, capsys: pytest.CaptureFixture
     ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    head, _, rest = text.partition("LOADER")
-    assert "30 samples" in head
-    assert "batches of 8, full shuffle" in head
-    assert "Files read once before" in head
+    _, _, rest = text.partition("LOADER")
     rows = rest.splitlines()[1:6]
     assert [row[: len(label)] for row, label in zip(rows, LABELS, strict=True)] == LABELS
     bars = [row.count("█") for row in rows]
     assert max(bars) == 30
     assert min(bars) >= 1
-    assert "times those of the plain DataLoader at its best" in text
 
 
 def test_an_ad_hoc_dataset_behind_a_header_as_json(

@@ -65,10 +65,3 @@ def test_an_editable_install_points_to_the_five_folders(tmp_path: Path) -> None:
     assert {Path(folder) for folder in folders} == {
         ROOT / name for name in ("daemon", "client", "trainer", "protos", "common")
     }
-
-
-@pytest.mark.parametrize("folder", ["daemon", "client", "trainer", "protos", "common"])
-def test_a_room_holds_its_package_and_no_loose_module(folder: str) -> None:
-    assert [child.name for child in (ROOT / folder).iterdir() if child.name != "__pycache__"] == [
-        f"gyre_{folder}"
-    ]
