@@ -31,7 +31,7 @@ class ModuleCounts:
         kinds: by kinds of modules: the path of the first one; number, bytes and rank 0's bytes of
             all.
         notes: a line for each class with the layers of a block that rotates layer by layer.
-        thinnest: rows or columns that are cut of the matrix with the fewest, and its name.
+        thinnest: rows or columns of the matrix with the shortest cut dim, and its name.
     """
 
     kinds: Mapping[_Kind, tuple[str, npt.NDArray[np.int64]]]

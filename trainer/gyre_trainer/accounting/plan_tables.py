@@ -60,7 +60,7 @@ class GivenRates:
     ranks_per_host: int = 8
 
     def measured(self, dtype: torch.dtype, num_ranks: int) -> Rates:
-        """The rates; those that are not given are measured on this machine.
+        """The given rates; missing ones are measured on this machine.
 
         Raises:
             ConfigError: there are several hosts, but no rate of the link between them.

@@ -1,6 +1,6 @@
 """Costs of a step on rings of other sizes: N ranks are R replicas of rings of N / R.
 
-Two ring sizes are counted, and the others lie between them: of a rank's bytes and operations, a
+Two ring sizes are counted, and the others follow from them: of a rank's bytes and operations, a
 part does not depend on the ring and the other is 1/n of something, while its operators grow with n.
 """
 
@@ -24,7 +24,7 @@ class RingFigures:
         replicas: rings of the job.
         figures: of a rank, of its ring alone.
         averaged_bytes: that a rank sends to average its gradients over the replicas.
-        is_counted: whether the figures were counted, and do not lie between others.
+        is_counted: whether the figures were counted, not derived from others.
         is_configured: whether the configuration has rings of this size.
     """
 

@@ -82,7 +82,7 @@ def read_eval(options: argparse.Namespace) -> TrainConfig:
 
 
 def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tuple[Path, bool]:
-    """Where the weights are, and whether that is a checkpoint; checked before any rank starts."""
+    """The path of the weights, and whether it names a checkpoint; checked before ranks start."""
     if not config.eval.dataset:
         raise ConfigError(
             "`eval.dataset` is not set. Name the dataset to evaluate on: --set eval.dataset=NAME"

@@ -1,7 +1,7 @@
 """AdamW with a byte for each entry of its moments, on the shards of a rotated model.
 
 Blocks of entries share a float32 scale, and a code names one of 256 levels between -1 and 1, more
-of them near 0 (Dettmers et al., arXiv 2110.02861). Blocks lie along a dim that is not cut, so no
+of them near 0 (Dettmers et al., arXiv 2110.02861). Blocks run along an uncut dim, so no
 block crosses a rank's border: steps are the same at every number of ranks, and a checkpoint of one
 number loads at another.
 
@@ -88,11 +88,11 @@ class AdamW8bit(Optimizer):
         local.mul_(1 - rate * group["weight_decay"])
         root.div_((1 - beta2**num_steps) ** 0.5).add_(group["eps"])
         local.addcdiv_(mean, root, value=-rate / (1 - beta1**num_steps))
-        torch.autograd.graph.increment_version(parameter)  # `local` has one of its own
+        torch.autograd.graph.increment_version(parameter)  # writes to `local` do not raise it
 
 
 def _block_dim(parameter: Tensor) -> int | None:
-    """The dim along which blocks lie, the largest that is not cut; None for float32 moments."""
+    """The dim of the blocks, the largest uncut one; None for float32 moments."""
     dims = [dim for dim in range(parameter.ndim) if dim != own_shard_of(parameter).dim]
     if parameter.ndim < 2 or parameter.numel() < _MIN_NUMEL:
         return None
@@ -111,7 +111,7 @@ def _zeros(parameter: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def _decoded(state: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
-    """This rank's part of a moment, in memory of its own where it is encoded."""
+    """This rank's part of a moment, in new memory."""
     dim, here = _block_dim(parameter), local_of(state[name])
     if dim is None:
         return here.clone()

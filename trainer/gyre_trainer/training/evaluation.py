@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The values that are evaluated: a checkpoint of a run, or a folder of weights."""
+    """A checkpoint of a run, or a folder of weights."""
 
     path: Path
     is_checkpoint: bool
@@ -76,7 +76,7 @@ def evaluate(config: TrainConfig, weights: Weights, *, as_json: bool) -> None:
 
     Args:
         config: as `on_any_ranks` gives it.
-        weights: that are evaluated.
+        weights: the values to evaluate.
         as_json: whether an object is printed, in place of a line for people.
 
     Raises:

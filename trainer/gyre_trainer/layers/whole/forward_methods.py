@@ -18,7 +18,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     only calls modules inside needs no registration.
 
     Args:
-        model: rotated, or a module inside that is replicated.
+        model: a rotated model, or a replicated module inside.
         name: of a method of its class; it is called as before.
 
     Raises:
@@ -43,7 +43,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 
 
 class _InForward:
-    """A method that is called between the hooks of the module's forward."""
+    """A method, called between the hooks of the module's forward."""
 
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.__name__ = name
