@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_trainer.training.records.history import StepRecord
-from gyre_trainer.training.records.report import (
+from gyre_trainer.training.records.recorder import (
     Report,
     draw_loss,
     final_loss,

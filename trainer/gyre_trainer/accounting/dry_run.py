@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
+from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
@@ -115,7 +115,7 @@ def on_fake_ranks(num_ranks: int, values: KnownValues | None = None) -> Iterator
     try:
         mesh = make_mesh("cpu")
         # `torch.tensor` on `meta` gives one that is not fake, as for scaled rotary frequencies.
-        with FakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
+        with QuickFakeTensorMode(allow_non_fake_inputs=True), values or KnownValues():
             yield mesh
     finally:
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ import hashlib
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,9 @@ from gyre_trainer.training.reading import (
     require_one_mixture,
     require_one_place,
 )
-from gyre_trainer.training.records.rank_log import log_to
-from gyre_trainer.training.records.step_stats import StepStats, StepTimes
+from gyre_trainer.training.records.history import StepStats, StepTimes
+from gyre_trainer.training.records.recorder import RunFacts, RunRecorder, log_to
 from gyre_trainer.training.step import Stepper
-
-if TYPE_CHECKING:
-    from gyre_trainer.training.records.recorder import RunRecorder
 
 
 def train(
@@ -97,9 +93,6 @@ class Training:
             self._require_resumable(resume)
         require_one_place(self._loader.state_dict()["cursor"])
         if self._context.rank == 0:
-            # TensorBoard and matplotlib, for one rank.
-            from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415
-
             facts = RunFacts(
                 self._loader.num_samples,
                 self._context.world_size,

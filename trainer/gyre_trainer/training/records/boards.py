@@ -33,12 +33,8 @@ class BoardsConfig:
 class Board(Protocol):
     """One of them. Steps count from 1: a figure of step 1 is known when one step was taken."""
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Draw figures by their names."""
-        ...
-
-    def add_text(self, step: int, name: str, text: str) -> None:
-        """Show a text."""
+    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
+        """Show figures and texts by their names."""
         ...
 
     def close(self) -> None:
@@ -100,12 +96,10 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def add_text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, text, step)
+    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
+        for name, value in shown.items():
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -139,19 +133,13 @@ class _WeightsAndBiases:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        self._log({"step": step, **figures})
-
-    def add_text(self, step: int, name: str, text: str) -> None:
-        self._log({"step": step, name: text})
+    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
+        with self._telling():
+            self._run.log({"step": step, **shown})
 
     def close(self) -> None:
         with self._telling():
             self._run.finish()
-
-    def _log(self, values: Mapping[str, Any]) -> None:
-        with self._telling():
-            self._run.log(dict(values))
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
 STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
-`data.skip_steps` leaves out. Evaluations and samples have lines of their
-own, to which the same rule applies.
+`data.skip_steps` leaves out. Evaluations and samples have their own
+lines, to which the same rule applies. Boards, the progress line, the report and the plot show these
+lines and nothing else.
 """
 
 import fcntl
@@ -13,10 +14,16 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from gyre_trainer.errors import RecordsFailed
 
@@ -45,6 +52,22 @@ class StepRecord:
     data_wait_s: float
     sample_ids: str
 
+    @property
+    def board_step(self) -> int:
+        """The number of steps taken."""
+        return self.step + 1
+
+    @property
+    def shown(self) -> dict[str, float | str]:
+        """Figures and texts for boards."""
+        elapsed_s = max(self.elapsed_s, 1e-9)
+        return {
+            "train/loss": self.loss,
+            "train/learning_rate": self.lr,
+            "speed/tokens_per_s": self.num_targets / elapsed_s,
+            "speed/data_wait_share": self.data_wait_s / elapsed_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -57,6 +80,16 @@ class Evaluation:
 
     evaluated_at: int
     eval_loss: float
+
+    @property
+    def board_step(self) -> int:
+        """The number of steps taken."""
+        return self.evaluated_at
+
+    @property
+    def shown(self) -> dict[str, float | str]:
+        """Figures and texts for boards."""
+        return {"eval/loss": self.eval_loss}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +106,18 @@ class Sample:
     prompt: str
     text: str
 
+    @property
+    def board_step(self) -> int:
+        """The number of steps taken."""
+        return self.sampled_at
 
+    @property
+    def shown(self) -> dict[str, float | str]:
+        """Figures and texts for boards."""
+        return {f"sample/{self.prompt}": self.text}
+
+
+Entry = StepRecord | Evaluation | Sample
 Note = TypeVar("Note", Evaluation, Sample)
 
 _NAMES = {field.name for field in fields(StepRecord)}
@@ -116,15 +160,10 @@ class History:
         """Mark the earlier lines for ``step`` and later steps as belonging to lost weights."""
         self._write({"resumed_at": step})
 
-    def append(self, records: Iterable[StepRecord]) -> None:
-        """Add the records of steps that have been taken."""
-        for record in records:
-            self._write(asdict(record))
-        self._file.flush()
-
-    def note(self, note: Evaluation | Sample) -> None:
-        """Add an evaluation or a sample."""
-        self._write(asdict(note))
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Add steps, evaluations or samples."""
+        for entry in entries:
+            self._write(asdict(entry))
         self._file.flush()
 
     def sync(self) -> None:
@@ -217,3 +256,97 @@ def _drop_torn_line(path: Path) -> None:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             os.truncate(path, content.rfind(b"\n") + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """One step of the whole job.
+
+    Attributes:
+        loss: the mean over all targets, in nats.
+        num_targets: targets of all ranks.
+        elapsed_s: seconds since the end of the previous step, on rank 0.
+        data_wait_s: seconds that the slowest rank waited for its batch.
+        sample_ids: ids of the global batch, in the order of their positions, padding included.
+        epoch: the epoch in which the step begins.
+    """
+
+    loss: float
+    num_targets: int
+    elapsed_s: float
+    data_wait_s: float
+    sample_ids: npt.NDArray[np.int64]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long one step took on one rank, and how much of that the rank waited for its batch."""
+
+    elapsed_s: float
+    data_wait_s: float
+
+
+class StepStats:
+    """The figures of one rank's steps since the last `gather`; as many steps on every rank."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._figures: list[list[float]] = []
+        self._ids: list[Tensor] = []
+        self._epochs: list[int] = []
+
+    def add(
+        self,
+        loss_sum: Tensor,
+        times: StepTimes,
+        num_targets: int,
+        batch: Mapping[str, Tensor],
+        epoch: int,
+    ) -> None:
+        """Add a step of this rank.
+
+        Args:
+            loss_sum: a scalar on any device, summed over this rank's targets; this call does not
+                wait for it.
+            times: the times of this step on this rank.
+            num_targets: the number of targets that the sum is over.
+            batch: the loader's batch, on any device, of equal size on every rank.
+            epoch: the epoch in which the step begins, the same on every rank.
+        """
+        self._epochs.append(epoch)
+        self._losses.append(loss_sum.detach().double())
+        self._figures.append([num_targets, times.elapsed_s, times.data_wait_s])
+        self._ids.append(batch["sample_id"].long())
+
+    def gather(self) -> list[GlobalStep]:
+        """All ranks' figures, step by step; collective. Afterwards none are left here."""
+        losses = _all_gather(torch.stack(self._losses).cpu())
+        figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
+        ids = _all_gather(torch.stack(self._ids).cpu())
+        epochs = self._epochs
+        self._losses, self._figures, self._ids, self._epochs = [], [], [], []
+        return [
+            _combine(losses[:, step], figures[:, step], ids[:, step], epoch)
+            for step, epoch in enumerate(epochs)
+        ]
+
+
+def _all_gather(mine: Tensor) -> Tensor:
+    """The tensors of all ranks, stacked in the order of their ranks."""
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone)
+
+
+def _combine(losses: Tensor, figures: Tensor, ids: Tensor, epoch: int) -> GlobalStep:
+    """One step from losses [W], figures [W, 3] and sample ids [W, B]."""
+    counts, elapsed, waits = figures.unbind(1)
+    return GlobalStep(
+        loss=float(losses.sum() / counts.sum().clamp(min=1)),
+        num_targets=int(counts.sum()),
+        elapsed_s=float(elapsed[0]),
+        data_wait_s=float(waits.max()),
+        sample_ids=ids.numpy().reshape(-1),
+        epoch=epoch,
+    )

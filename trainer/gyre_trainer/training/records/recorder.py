@@ -1,12 +1,21 @@
-"""Everything that rank 0 writes about a run: history, boards, progress, report."""
+"""Everything that rank 0 writes about a run: history, boards, progress line, report and plot.
 
+All of them show entries of `history.jsonl`. Each rank has a log, too.
+"""
+
+import io
+import json
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import numpy as np
+import numpy.typing as npt
 from gyre_common.counts import counted
 from gyre_common.printable import printable
 
@@ -14,7 +23,9 @@ from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.records import boards
 from gyre_trainer.training.records.history import (
+    Entry,
     Evaluation,
+    GlobalStep,
     History,
     Sample,
     StepRecord,
@@ -23,11 +34,51 @@ from gyre_trainer.training.records.history import (
     notes,
     resumes,
 )
-from gyre_trainer.training.records.progress import Progress
-from gyre_trainer.training.records.report import Report, draw_loss, final_loss, write_report
-from gyre_trainer.training.records.step_stats import GlobalStep
 from gyre_trainer.training.run_folder import require_regular
 from gyre_trainer.training.schedule import learning_rate
+
+# The final loss is the mean of this many steps. One step's loss depends on its batch; many more
+# would count steps whose weights were worse.
+FINAL_STEPS = 20
+# Seconds between two lines where a line cannot be rewritten. A shorter interval fills the log; a
+# much longer one makes a reader doubt that the run is alive.
+_LINE_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run in figures.
+
+    Attributes:
+        steps: steps that led to the final weights.
+        final_loss: the mean of the last FINAL_STEPS steps, in nats per target.
+        num_tokens: targets of all ranks in all committed steps.
+        tokens_per_s: targets of all ranks per second, over all committed steps, without evaluation
+            and checkpoints.
+        data_wait_share: the share of that time spent waiting for a batch, on the rank that waited
+            longest.
+        epochs: passes over the dataset, as a fraction.
+        position: the stream's next position: samples consumed by all ranks.
+        world_size: ranks of the last process.
+        num_parameters: parameters of the whole model.
+        peak_memory_bytes: the peak of each rank: of CUDA's allocator, or the process's resident
+            memory.
+        resumed_at: the steps at which the run was resumed.
+        eval_loss: the loss of the newest evaluation; None without one.
+    """
+
+    steps: int
+    final_loss: float
+    num_tokens: int
+    tokens_per_s: float
+    data_wait_share: float
+    epochs: float
+    position: int
+    world_size: int
+    num_parameters: int
+    peak_memory_bytes: tuple[int, ...]
+    resumed_at: tuple[int, ...]
+    eval_loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,37 +155,28 @@ class RunRecorder:
 
     def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
         """Record the steps from ``first_step`` on, and show one line about them."""
-        with self._writing():
-            records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
-            self._history.append(records)
-            for record in records:
-                elapsed_s = max(record.elapsed_s, 1e-9)
-                figures = {
-                    "train/loss": record.loss,
-                    "train/learning_rate": record.lr,
-                    "speed/tokens_per_s": record.num_targets / elapsed_s,
-                    "speed/data_wait_share": record.data_wait_s / elapsed_s,
-                }
-                for board in self._boards:
-                    board.add(record.step + 1, figures)
-            self._progress.show(records)
+        records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
+        self._put(records)
+        self._progress.show(records)
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
-        with self._writing():
-            self._history.note(Evaluation(step, loss))
-            for board in self._boards:
-                board.add(step, {"eval/loss": loss})
-            self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
+        self._put([Evaluation(step, loss)])
+        self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
 
     def add_samples(self, step: int, texts: Sequence[str]) -> None:
         """Write down how the weights before ``step`` continue the configured prompts."""
+        for prompt, text in zip(self._config.sample.prompts, texts, strict=True):
+            self._put([Sample(step, prompt, text)])
+            self._progress.say(printable(f"step {step}: {prompt} | {text}"))
+
+    def _put(self, entries: Sequence[Entry]) -> None:
+        """Write entries to the history, and show the same ones on all boards."""
         with self._writing():
-            for prompt, text in zip(self._config.sample.prompts, texts, strict=True):
-                self._history.note(Sample(step, prompt, text))
+            self._history.append(entries)
+            for entry in entries:
                 for board in self._boards:
-                    board.add_text(step, f"sample/{prompt}", text)
-                self._progress.say(printable(f"step {step}: {prompt} | {text}"))
+                    board.add(entry.board_step, entry.shown)
 
     def sync(self) -> None:
         """Make what was added durable, so that no checkpoint is ahead of the history."""
@@ -228,3 +270,170 @@ def _without_secrets(config: TrainConfig) -> dict[str, Any]:
     settings = asdict(config)
     del settings["data"]["options"]
     return settings
+
+
+class Progress:
+    """Shows records as they come."""
+
+    def __init__(
+        self, num_steps: int, stream: TextIO, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps = num_steps
+        self._stream = stream
+        self._clock_s = clock_s
+        self._rewrites = stream.isatty()
+        self._shown_at_s = float("-inf")
+        self._width = 0
+        self._is_gone = False
+
+    def show(self, records: Sequence[StepRecord]) -> None:
+        """Show one line about the records since the last call; the last step is always shown."""
+        is_last = records[-1].step + 1 == self._num_steps
+        if (
+            not self._rewrites
+            and not is_last
+            and self._clock_s() - self._shown_at_s < _LINE_INTERVAL_S
+        ):
+            return
+        self._shown_at_s = self._clock_s()
+        line = describe(records, self._num_steps)
+        if self._rewrites:
+            self._write("\r" + line.ljust(self._width) + ("\n" if is_last else ""))
+            self._width = len(line)
+        else:
+            self._write(line + "\n")
+
+    def say(self, text: str) -> None:
+        """Write a whole line."""
+        ended = "\n" if self._rewrites and self._width else ""
+        self._width = 0
+        self._write(f"{ended}{text}\n")
+
+    def _write(self, text: str) -> None:
+        """Write, unless nobody reads any more: a run does not end with its terminal."""
+        if not self._is_gone:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except OSError:
+                self._is_gone = True
+
+
+def describe(records: Sequence[StepRecord], num_steps: int) -> str:
+    """Step, mean loss, tokens/s, share of time waiting for data, and time left."""
+    last = records[-1]
+    elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
+    loss = sum(record.loss for record in records) / len(records)
+    tokens_per_s = sum(record.num_targets for record in records) / elapsed_s
+    wait_share = sum(record.data_wait_s for record in records) / elapsed_s
+    left_s = elapsed_s / len(records) * (num_steps - last.step - 1)
+    return (
+        f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr "
+        f"{last.lr:.2e}  "
+        f"{tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  left {_clock(left_s)}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole_s:02}" if hours else f"{minutes}:{whole_s:02}"
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write the report as JSON."""
+    path.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+
+
+def final_loss(records: Sequence[StepRecord]) -> float:
+    """The mean loss of the last FINAL_STEPS records."""
+    last = records[-FINAL_STEPS:]
+    return sum(record.loss for record in last) / len(last)
+
+
+def draw_loss(
+    records: Sequence[StepRecord], resumed_at: Sequence[int], title: str, path: Path
+) -> None:
+    """Draw each step's loss, its smoothed curve, the learning rate, and the resumes, as a PNG."""
+    import matplotlib as mpl  # noqa: PLC0415  # half a second, at the end of a run alone
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    steps = np.array([record.step + 1 for record in records])
+    losses = np.array([record.loss for record in records])
+    figure, (above, below) = plt.subplots(
+        2,
+        1,
+        figsize=(9, 6),
+        dpi=144,
+        sharex=True,
+        height_ratios=[4, 1],
+        layout="constrained",
+        facecolor="white",
+    )
+    above.plot(steps, losses, color="#9db8d9", linewidth=0.9, label="each step")
+    above.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.0, label="smoothed")
+    end = final_loss(records)
+    above.axhline(
+        end,
+        color="#1f4e8c",
+        linewidth=0.9,
+        linestyle=":",
+        label=f"{end:.3f}: mean of the last {FINAL_STEPS} steps",
+    )
+    for index, step in enumerate(resumed_at):
+        for axes in (above, below):
+            axes.axvline(
+                step,
+                color="#c0562f",
+                linewidth=1.1,
+                linestyle="--",
+                label=None if index else "resumed",
+            )
+    above.set_title(title, loc="left", fontsize=12)
+    above.set_ylabel("loss, nats per token")
+    above.legend(frameon=False)
+    below.plot(steps, [record.lr for record in records], color="#5b7f4a", linewidth=1.4)
+    below.set_ylabel("learning rate")
+    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    below.set_xlabel("step")
+    for axes in (above, below):
+        _style_axes(axes)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """``values`` smoothed by a Gaussian of a fiftieth of their number, without lag."""
+    width = max(1.0, len(values) / 50)
+    offsets = np.arange(-int(3 * width), int(3 * width) + 1)
+    weights = np.exp(-0.5 * (offsets / width) ** 2)
+    sums = np.convolve(values, weights)[len(offsets) // 2 :][: len(values)]
+    norms = np.convolve(np.ones_like(values), weights)[len(offsets) // 2 :][: len(values)]
+    return np.asarray(sums / norms)
+
+
+def _style_axes(axes: Any) -> None:
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+
+
+class RankLog(logging.FileHandler):
+    """Writes what the trainer logs to `rank-R.log` in the run directory; no file without a line."""
+
+    def __init__(self, out: Path, rank: int) -> None:
+        super().__init__(out / f"rank-{rank}.log", encoding="utf-8", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+
+    def _open(self) -> io.TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+def log_to(out: Path, rank: int) -> None:
+    """Let the rank have a log, for the rest of its process."""
+    logger = logging.getLogger("gyre_trainer")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(RankLog(out, rank))
