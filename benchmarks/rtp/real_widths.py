@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, StepFigures
-from gyre_trainer.accounting.side_by_side import side_by_side
+from gyre_trainer.accounting.depth import FigureJobs, StepFigures, side_by_side
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
 

@@ -21,10 +21,7 @@ from gyre_common.program import internal_error
 
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError, RingError, TrainError
-from gyre_trainer.training.launcher import Launcher
-from gyre_trainer.training.out_of_memory import explained
-from gyre_trainer.training.rank_failure import FailurePipe
-from gyre_trainer.training.rank_variables import require_rank
+from gyre_trainer.training.launcher import FailurePipe, Launcher, explained, require_rank
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

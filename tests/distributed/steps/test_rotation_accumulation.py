@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import no_sync

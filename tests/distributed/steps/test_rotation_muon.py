@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
-from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon

@@ -24,10 +24,9 @@ from tests.fenced import blocks
 SECONDS = 150
 
 
-def test_the_configurations_of_the_training_pages_describe_runs(tmp_path: Path) -> None:
+def test_the_configurations_of_the_training_page_describe_runs(tmp_path: Path) -> None:
     """Their datasets are what a daemon takes. What a block leaves out is that of the first one."""
-    (first,) = map(tomllib.loads, blocks("docs/training.md", "toml"))
-    others = [tomllib.loads(each) for each in blocks("docs/training-configuration.md", "toml")]
+    first, *others = map(tomllib.loads, blocks("docs/training.md", "toml"))
     for number, block in enumerate([first, *others]):
         path = tmp_path / f"{number}.toml"
         path.write_text(to_toml({"run": first["run"], **block}))

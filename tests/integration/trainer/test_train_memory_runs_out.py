@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gyre_trainer.training.out_of_memory import explained
+from gyre_trainer.training.launcher import explained
 
 from tests.integration.trainer.test_train_refusals import CONFIG
 

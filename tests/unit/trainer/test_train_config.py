@@ -142,7 +142,7 @@ def test_the_global_batch_must_divide_among_ranks_and_accumulation_steps(config_
 
 
 def test_the_manual_has_every_key_and_no_other() -> None:
-    manual = (Path(__file__).parents[3] / "docs" / "training-configuration.md").read_text("utf-8")
+    manual = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
     documented = {
         line.split("`")[1]
         for line in manual.splitlines()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gyre_trainer.accounting.operations import Operations
+from gyre_trainer.accounting.counters import Operations
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.models.counted_targets import places_of_counted, weighted_cross_entropy
 from gyre_trainer.training.models.gpt import GPTConfig

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.depth import FigureJobs, figures, layer_kinds, step_figures
+from gyre_trainer.accounting.depth import (
+    FigureJobs,
+    figures,
+    layer_kinds,
+    side_by_side,
+    step_figures,
+)
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
-from gyre_trainer.accounting.modules_table import module_counts, modules_table
-from gyre_trainer.accounting.plan_tables import shape_of
-from gyre_trainer.accounting.side_by_side import side_by_side
+from gyre_trainer.accounting.plan_tables import module_counts, modules_table, shape_of
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build

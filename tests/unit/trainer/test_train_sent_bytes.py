@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.accounting.counters import SentBytes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NUM_RANKS = 4

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gyre_trainer.accounting.dispatched import tensors_in
+from gyre_trainer.accounting.counters import tensors_in
 from gyre_trainer.errors import ConfigError
 
 _aten = torch.ops.aten

@@ -29,9 +29,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gyre_trainer.accounting.dispatched import Dispatched, tensors_in
-
-COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
+from gyre_trainer.accounting.counters import (
+    COMMUNICATION_NAMESPACES,
+    Dispatched,
+    tensors_in,
+)
 
 
 class Category(StrEnum):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig, load, of_model
+from gyre_trainer.training.config_file import require_writable
 from gyre_trainer.training.records.boards import require_installed
-from gyre_trainer.training.run_folder import require_writable
 
 if TYPE_CHECKING:
     from gyre_trainer.training.export import Export

@@ -18,14 +18,15 @@ import msgspec
 from gyre_common.counts import counted
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.configuration import config_file
-from gyre_trainer.training.configuration.ranges import (
+from gyre_trainer.training import config_file
+from gyre_trainer.training.config_values import (
     AtLeast0,
     AtLeast1,
     Decay,
     Epsilon,
     NotNegative,
     NumThreads,
+    ObjectiveConfig,
     Positive,
     Seconds,
     Seed,
@@ -33,7 +34,6 @@ from gyre_trainer.training.configuration.ranges import (
 )
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.objective import ObjectiveConfig
 from gyre_trainer.training.models.sampling import SampleConfig
 from gyre_trainer.training.records.boards import BoardsConfig
 

@@ -11,23 +11,30 @@ between, so two jobs that start together cannot meet.
 
 torchrun would do most of this, but its agent loses the message of a rank that fails while another
 rank fails too, and it puts its ranks into sessions of their own.
+
+A rank tells the launcher why it failed through a pipe, before its teardown is mistaken for the
+cause. A rank under torchrun has none, and prints instead.
 """
 
 import contextlib
+import errno
+import json
 import os
+import re
+import reprlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from gyre_common.parent import die_with
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gyre_trainer.training import rank_failure
-from gyre_trainer.training.rank_failure import FailurePipe
+from gyre_trainer.errors import ConfigError
 
 # How long a rank may take to end after SIGTERM before it is killed. A shorter time would cut off
 # tracebacks and open files on a busy machine; a longer one makes every failed job end later.
@@ -86,7 +93,7 @@ class Launcher:
         self._signal: int | None = None
         self._deadline_s = float("inf")
 
-    def fork(self) -> FailurePipe | None:
+    def fork(self) -> "FailurePipe | None":
         """Start one process per rank; like `os.fork`, return in each of them.
 
         The environment of a rank says its place, as torchrun does. A rank returns once all have
@@ -197,7 +204,7 @@ class Launcher:
         failed = [rank for rank in self._ended if rank.status]
         if not failed:
             return 0
-        failures = [(rank_failure.read(rank.failure_fd), rank.index) for rank in failed]
+        failures = [(read_failure(rank.failure_fd), rank.index) for rank in failed]
         if failures[0][0] is None:  # its end is the cause, whatever the others say
             told = f"rank {failed[0].index} {_describe_end(failed[0].status or 0)}"
             print(f"gyre-train: {told}; the other ranks were stopped", file=sys.stderr)
@@ -231,3 +238,133 @@ def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
     finally:
         for signum, old in before.items():
             signal.signal(signum, old)
+
+
+# Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
+# that a pipe holds without a reader. A longer message would block the rank for ever if the launcher
+# is busy.
+_MAX_TEXT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a rank failed.
+
+    Attributes:
+        time_s: on the monotonic clock, which all processes of a machine share: the earliest failure
+            is the cause.
+        status: the exit status that follows: 2 for an error that the user can correct, else 1.
+        text: one sentence; with GYRE_TRACEBACK=1 a traceback may follow.
+        names_rank: whether the text begins with the rank at fault, which may be another one.
+    """
+
+    time_s: float
+    status: int
+    text: str
+    names_rank: bool = False
+
+
+class FailurePipe:
+    """A rank's end of the pipe to the process that launched it."""
+
+    def __init__(self, pid: int, pipe_fd: int) -> None:
+        """Take over the pipe.
+
+        Args:
+            pid: of the launcher.
+            pipe_fd: where a failure is written.
+        """
+        self._pid = pid
+        self._pipe_fd = pipe_fd
+
+    def die_with_launcher(self) -> None:
+        """Let the kernel kill this process when its launcher ends, however that comes about."""
+        try:
+            die_with(self._pid)
+        except ProcessLookupError:
+            sys.exit("gyre-train: the launcher is gone")
+
+    def send(self, status: int, text: str, *, names_rank: bool = False) -> None:
+        """Send the failure to the launcher, if it still exists; see `RankFailure`."""
+        failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:], names_rank)
+        try:
+            os.write(
+                self._pipe_fd,
+                json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"),
+            )
+        except BrokenPipeError:
+            return
+
+
+def read_failure(pipe_fd: int) -> RankFailure | None:
+    """The failure that an ended rank left in its pipe; None where it left nothing."""
+    chunks = []
+    while chunk := os.read(pipe_fd, 1 << 16):
+        chunks.append(chunk)
+    return RankFailure(**json.loads(b"".join(chunks))) if chunks else None
+
+
+_LARGEST = 2**31 - 1
+_ADVICE = "start the ranks with torchrun, or unset RANK and use --nproc"
+
+
+def require_rank(environment: Mapping[str, str]) -> None:
+    """Check the variables of one rank, before torch reads them.
+
+    Raises:
+        ConfigError: a variable is missing, is no number, or does not fit the others.
+    """
+    world_size = _number(environment, "WORLD_SIZE", 1, _LARGEST)
+    _number(environment, "RANK", 0, world_size - 1)
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", 1, world_size, missing=1)
+    _number(environment, "LOCAL_RANK", 0, local_world_size - 1, missing=0)
+    _number(environment, "MASTER_PORT", 1, 2**16 - 1)
+    if not environment.get("MASTER_ADDR", "").strip():
+        raise ConfigError(f"RANK is set, but MASTER_ADDR is not; {_ADVICE}")
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int, most: int, missing: int | None = None
+) -> int:
+    text = environment.get(name)
+    if text is None and missing is not None:
+        return missing
+    if text is None:
+        raise ConfigError(f"RANK is set, but {name} is not; {_ADVICE}")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
+        raise ConfigError(
+            f"{name} is {reprlib.repr(text)}: expected a number from {least} to {most}; {_ADVICE}"
+        )
+    return int(text)
+
+
+_CPU = re.compile(r"you tried to allocate (\d+) bytes")
+_CUDA = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
+_TORCH_WORDS = ("can't allocate memory", "out of memory", "not enough memory")
+_TORCH_ERROR = "OutOfMemoryError"  # of torch, which is not imported only to be told from others
+
+
+def explained(error: BaseException) -> str:
+    """One sentence about an error; empty if it is not about memory."""
+    if not _is_about_memory(error):
+        return ""
+    return (
+        f"memory ran out{_asked_for(str(error))}; use more ranks, make `data.batch_size` or "
+        "`data.sequence_length` smaller or `optimizer.accumulation_steps` larger, or set "
+        '`memory.recompute = "layer"`; `gyre-train plan CONFIG` shows what a step needs'
+    )
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_ERROR:
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCH_WORDS)
+
+
+def _asked_for(text: str) -> str:
+    if found := _CPU.search(text):
+        return f": {int(found[1]) / 2**30:,.2f} GiB more were asked for"
+    found = _CUDA.search(text)
+    return f": {found[1]} more were asked for" if found else ""

@@ -37,7 +37,7 @@ from gyre_trainer.training.checkpoints import manifest
 from gyre_trainer.training.checkpoints.manifest import Files, Manifest
 from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
 from gyre_trainer.training.config import ModelConfig, TrainConfig
-from gyre_trainer.training.run_folder import require_regular
+from gyre_trainer.training.config_file import require_regular
 
 _LATEST = "latest"
 _NAME = re.compile(r"step-[0-9]{8,}")

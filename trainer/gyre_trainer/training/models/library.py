@@ -15,9 +15,9 @@ from torch import nn
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.regular_files import read_regular
+from gyre_trainer.training.config_values import Objective
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.lora import Lora
-from gyre_trainer.training.models.objective import Objective
 
 _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '

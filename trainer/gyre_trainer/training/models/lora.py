@@ -13,8 +13,7 @@ from torch import nn
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.shards.regular_files import open_regular, read_regular
-from gyre_trainer.training.configuration.ranges import AtLeast0
-from gyre_trainer.training.models.objective import Objective
+from gyre_trainer.training.config_values import AtLeast0, Objective
 
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"

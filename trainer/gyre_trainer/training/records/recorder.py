@@ -21,6 +21,7 @@ from gyre_common.printable import printable
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config_file import require_regular
 from gyre_trainer.training.records import boards
 from gyre_trainer.training.records.history import (
     Entry,
@@ -34,7 +35,6 @@ from gyre_trainer.training.records.history import (
     notes,
     resumes,
 )
-from gyre_trainer.training.run_folder import require_regular
 from gyre_trainer.training.schedule import learning_rate
 
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more

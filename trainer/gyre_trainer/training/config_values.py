@@ -1,10 +1,11 @@
-"""The ranges of configured values, as annotations that msgspec checks.
+"""The ranges of configured values, as annotations that msgspec checks, and small sections.
 
 Each upper bound is far beyond any run, and within what torch, msgspec and the kernel can hold. A
 value beyond it would fail later, or keep a command busy for ever.
 """
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -25,3 +26,19 @@ Epsilon = Annotated[float, Meta(ge=1e-37, le=_MAX_FLOAT)]
 RotaryBase = Annotated[float, Meta(ge=1, le=_MAX_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e8)]
 Text = Annotated[str, Meta(min_length=1)]
+
+
+Objective = Literal["causal", "seq2seq"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveConfig:
+    """What an encoder-decoder is trained to write.
+
+    Attributes:
+        target_field: the field of a sample that holds its target; `data.field` has its source.
+        target_length: tokens of a target; 0 for `data.sequence_length`.
+    """
+
+    target_field: str = ""
+    target_length: AtLeast0 = 0
