@@ -1,6 +1,7 @@
 """Refused modules: every rank raises an error that names module, parameter or rank."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,11 @@ def integers_that_travel() -> None:
     RotationPolicy(grad_dtype=torch.int8)
 
 
+def removed_arguments() -> None:
+    old: dict[str, Any] = {"recompute": True, "bundle_numel": 0}
+    RotationPolicy(**old)
+
+
 def unknown_dropout() -> None:
     RotationPolicy(dropout="none")  # type: ignore[arg-type]
 
@@ -137,6 +143,7 @@ def unknown_parameter() -> None:
 
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
+    (removed_arguments, RotationError, ['write recompute="block" and rotate_all(min_numel=']),
     (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
     (flattened, RotationError, ["cut unevenly over 2 ranks", "AdamW8bit", "ShardedTrainer"]),
     (method_of_a_block, RotationError, ["rotates as one block", "find_blocks=False"]),

@@ -26,6 +26,12 @@ from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
 _Dropout = Literal["independent", "equal"]
 Recompute = Literal["none", "block", "layer"]
+# Arguments of earlier versions, and what is written now.
+_REMOVED = {
+    "bundle_numel": "rotate_all(min_numel=...) to replicate small modules",
+    "recompute_parts": 'recompute="layer"',
+    "recompute_layers": 'recompute="layer"',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,20 @@ class RotationPolicy:
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
+
+    def __new__(cls, *_args: Any, **given: Any) -> "RotationPolicy":
+        """Refuse arguments of earlier versions.
+
+        Raises:
+            RotationError: says all that is written now in their place.
+        """
+        now = [_REMOVED[name] for name in given if name in _REMOVED]
+        if isinstance(given.get("recompute"), bool):
+            now.insert(0, f'recompute="{"block" if given["recompute"] else "none"}"')
+        if now:
+            written = ", ".join(f"{name}={given[name]!r}" for name in given)
+            raise RotationError(f"RotationPolicy({written}): write {' and '.join(now)}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
