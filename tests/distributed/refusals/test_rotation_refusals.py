@@ -74,6 +74,12 @@ def flattened() -> None:
         parameter.detach().view(-1)
 
 
+def torchs_adafactor() -> None:
+    mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
+    mlp(torch.randn(2, 4)).sum().backward()
+    torch.optim.Adafactor(mlp.parameters()).step()
+
+
 def method_of_a_block() -> None:
     register_forward_method(rotate(MLP(4, 8), mesh=make_mesh("cpu")), "extra_repr")
 
@@ -146,6 +152,7 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (removed_arguments, RotationError, ['write recompute="block" and rotate_all(min_numel=']),
     (loaded_whole, RotationError, ["plain tensor", "pretrained.load", "set_model_state_dict"]),
     (flattened, RotationError, ["cut unevenly over 2 ranks", "AdamW8bit", "ShardedTrainer"]),
+    (torchs_adafactor, RotationError, ["Take gyre_trainer.rotate.Adafactor"]),
     (method_of_a_block, RotationError, ["rotates as one block", "find_blocks=False"]),
     (one_axis_of_two, MeshError, ["is a part of", "not be averaged", "from_group"]),
     (axes_in_another_order, MeshError, ["'replicate' and then 'rotate'"]),
