@@ -105,6 +105,30 @@ def test_ranks_that_call_different_modules_are_told_which(
     assert len({message.partition(": ")[2].partition(": ")[2] for message in told}) == 1
 
 
+def evaluated_on_the_first_rank() -> str:
+    text = ""
+    mesh = DeviceMesh.from_group(
+        dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    rotate_all(model, mesh=mesh, min_numel=0)
+    try:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+    except RotationError as error:
+        text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_an_evaluation_on_one_rank_alone_names_the_command(ranks: StartRanks) -> None:
+    for message in ranks(2).run_to_the_end(evaluated_on_the_first_rank):
+        assert "call the model on all ranks, or use gyre-train eval" in message
+
+
 def sum_between_processes() -> list[float]:
     """The sum of the ranks' numbers, by the group that a group of devices alone gets."""
     of_devices = dist.new_group([0, 2], backend="cuda:gloo", use_local_synchronization=True)
