@@ -11,9 +11,8 @@ from gyre_trainer.accounting.step_cost import measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initial.sharded_init import materialize
 from gyre_trainer.training.build import add_adapters, encode_frozen
-from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.collate import Examples, collator_of
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.pairs import collator_of
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.steps.step_costs import CPU, LLAMA, config, rows

@@ -14,8 +14,8 @@ from gyre_trainer.accounting.step_cost import measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.initial.sharded_init import materialize
 from gyre_trainer.training.build import add_adapters
+from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.pairs import collator_of
 
 from benchmarks.rtp.models import LORA, sizes_of
 from tests.distributed.conftest import StartRanks

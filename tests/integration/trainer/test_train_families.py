@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.collate import collator_of
+from gyre_trainer.training.config import TrainConfig, learning_rate, load
 from gyre_trainer.training.models.library import LibraryConfig, library_config
-from gyre_trainer.training.pairs import collator_of
 from gyre_trainer.training.records.history import Evaluation, committed, notes
-from gyre_trainer.training.schedule import learning_rate
 from gyre_trainer.training.step import build_optimizer
 from torch import Tensor
 

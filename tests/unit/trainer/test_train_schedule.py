@@ -2,8 +2,7 @@ import itertools
 
 import pytest
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.config import OptimizerConfig, TrainConfig, build
-from gyre_trainer.training.schedule import learning_rate
+from gyre_trainer.training.config import OptimizerConfig, TrainConfig, build, learning_rate
 
 OPTIMIZER = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
 

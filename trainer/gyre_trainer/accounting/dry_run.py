@@ -26,11 +26,10 @@ from gyre_trainer.layers.head.alike_chunks import few_for_all
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initial.sharded_init import allocate
 from gyre_trainer.training.build import encode_frozen, plain
-from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config
-from gyre_trainer.training.pairs import stand_in
 from gyre_trainer.training.step import Stepper
 
 _FEW_TOKENS = 16

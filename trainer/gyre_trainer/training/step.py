@@ -13,9 +13,8 @@ from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, no_sync, stochastically_rounded
 from gyre_trainer.training.build import blocks_of
 from gyre_trainer.training.collate import Examples
-from gyre_trainer.training.config import OptimizerConfig, TrainConfig
+from gyre_trainer.training.config import OptimizerConfig, TrainConfig, learning_rate
 from gyre_trainer.training.models.losses import Loss, loss_of
-from gyre_trainer.training.schedule import learning_rate
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Gives the context that a step enters for a phase: "forward", "backward", "clip" or "update"."""

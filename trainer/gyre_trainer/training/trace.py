@@ -7,8 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 from gyre_trainer.comm.spans import name_modules, span
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import build_model
+from gyre_trainer.training.collate import stand_in
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.pairs import stand_in
 from gyre_trainer.training.rank_context import join_job
 from gyre_trainer.training.step import Stepper
 

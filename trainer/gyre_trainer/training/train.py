@@ -14,10 +14,10 @@ from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.encoded.quantized_linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
+from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.evaluation import in_eval_mode, loss_on_first
 from gyre_trainer.training.models.sampling import Sampler
-from gyre_trainer.training.pairs import collator_of
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.reading import (
     any_rank,

@@ -20,7 +20,7 @@ from gyre_common.counts import counted
 from gyre_common.printable import printable
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
-from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config import TrainConfig, learning_rate
 from gyre_trainer.training.config_file import require_regular
 from gyre_trainer.training.records import boards
 from gyre_trainer.training.records.history import (
@@ -35,7 +35,6 @@ from gyre_trainer.training.records.history import (
     notes,
     resumes,
 )
-from gyre_trainer.training.schedule import learning_rate
 
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
 # would count steps whose weights were worse.
