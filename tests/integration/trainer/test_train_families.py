@@ -13,7 +13,7 @@ from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate, load
 from gyre_trainer.training.models.library import LibraryConfig, library_config
 from gyre_trainer.training.records.history import Evaluation, committed, notes
-from gyre_trainer.training.step import build_optimizer
+from gyre_trainer.training.step import build_optimizers
 from torch import Tensor
 
 from tests.preloaded.interpreter import Interpreter
@@ -75,7 +75,7 @@ class Plain:
     def train(self) -> list[float]:
         """Take the run's steps, and return the loss of each."""
         losses, settings = [], self.config.optimizer
-        optimizer = build_optimizer(self.model, self.config)
+        (optimizer,) = build_optimizers(self.model, self.config)
         for step in range(self.config.run.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.config.run.steps, settings)
