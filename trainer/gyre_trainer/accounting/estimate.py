@@ -1,7 +1,7 @@
-"""How long a step takes at given rates, what tensor parallelism would cost, and what to choose.
+"""Time of a step at given rates, costs of tensor parallelism, and a recommendation.
 
-Times are estimates: they leave out what the host spends on starting operators, and assume that all
-communication is hidden that can be.
+Times are estimates: they take the host's time to start operators as that of additions, and assume
+that all communication is hidden where it can be.
 """
 
 import time
