@@ -75,7 +75,7 @@ def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
         mib((whole / 4 + norms) / KIB**2),
     ]
     gyre, *others = (float(cell) for cell in said["peak"][1:])
-    assert len(others) == 4  # FSDP2 twice, DDP, tensor parallelism
+    assert len(others) == 3  # FSDP2 twice, DDP
     assert all(gyre < other for other in others)
     assert said["parameters"][1] == mib((whole / 4 + norms) / KIB**2)
     assert main(["plan", config, "--ranks", "8", "--ranks-per-host", "4", *BY_SLICE]) == 2
@@ -143,10 +143,31 @@ def test_a_plan_of_experts_says_what_it_assumes_of_the_tokens(
     assert main([*model, "16", *rates]) == 0
     said = capsys.readouterr().out
     assert rows(said)["model.layers.0.mlp.experts"][1] == "ExpertsRule"
-    assert len(rows(said)["peak"]) == 6  # all strategies
+    assert len(rows(said)["peak"]) == 5  # all strategies
     assert "Assumed: every expert is chosen equally often." in said
     assert main([*model, "1", *rates]) == 2
     assert "choose 2 experts in a step, but there are 4. Plan with more" in capsys.readouterr().err
+
+
+def test_a_plan_counts_layers_computed_again_where_blocks_do_not_rotate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "model_type": "olmo2",
+        "vocab_size": 64,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = ["plan", "--model", str(tmp_path), "--batch", "8", "--ranks", "2", "--sequence", "64"]
+    assert main([*model, "--set", "memory.min_numel=0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "Olmo2Attention: rotates layer by layer" in found["layer_by_layer"][0]
+    assert found["peak_bytes_by_layer"] < found["strategies"]["Gyre"]["peak_bytes"]
+    assert 'memory.recompute = "layer"' in found["recommendation"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Time of a step at given rates, costs of tensor parallelism, and a recommendation.
+"""Time of a step at given rates, and a recommendation.
 
 Times are estimates: they take the host's time to start operators as that of additions, and assume
 that all communication is hidden where it can be.
@@ -12,11 +12,8 @@ import torch
 
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import StepFigures
-from gyre_trainer.accounting.live_bytes import Category
 from gyre_trainer.accounting.rings import RingFigures
-from gyre_trainer.training.config import TrainConfig
 
-TENSOR_PARALLEL = "tensor parallel*"
 # Of the memory that a rank has: an allocator's rounding and what libraries keep need some.
 _USABLE = 0.9
 # A smaller difference of peaks or times is not worth a change: the figures are no more exact.
@@ -85,14 +82,11 @@ def step_seconds(strategy: str, figures: StepFigures, rates: Rates, num_ranks: i
     """The time of a step.
 
     Rotation and FSDP2 can hide all that they send. DDP sends in backward, which is two thirds of
-    the operations. Tensor parallelism waits for what it sends. No step is shorter than its host
-    takes to start the operators.
+    the operations. No step is shorter than its host takes to start the operators.
     """
     computes_s = figures.operations / rates.operations_per_s
     sends_s = figures.sent_bytes / rates.of_ring(num_ranks)
     starts_s = host_seconds(figures, rates)
-    if strategy == TENSOR_PARALLEL:
-        return max(computes_s + sends_s, starts_s)
     if strategy == Strategy.DDP:
         return max(computes_s, computes_s / 3 + sends_s, starts_s)
     return max(computes_s, sends_s, starts_s)
@@ -109,30 +103,6 @@ def ring_seconds(ring: RingFigures, rates: Rates, num_ranks: int) -> float:
     alone_s = step_seconds(Strategy.GYRE, ring.figures, rates, ring.size)
     computes_s = ring.figures.operations / rates.operations_per_s
     return max(alone_s, computes_s / 3 + averages_s)
-
-
-def tensor_parallel(
-    ddp: StepFigures, config: TrainConfig, num_ranks: int, num_layers: int, dim: int
-) -> StepFigures:
-    """Tensor parallelism with sequence parallelism (arXiv 2205.05198), by formula.
-
-    Each rank has 1/N of every parameter and takes part in all samples. Activations are cut along
-    heads, hidden width or time, so a rank has as many as under DDP. Four times a layer (twice where
-    nothing is recomputed in backward, and twice in backward), the residual stream of all samples
-    is gathered, and as often its parts are added up.
-    """
-    width = getattr(torch, config.precision.compute_dtype).itemsize
-    stream_bytes = config.data.batch_size * config.data.sequence_length * dim * width
-    passes = 4 if config.memory.recompute == "none" else 6
-    at_peak = {
-        category: num_bytes // num_ranks
-        if category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
-        else num_bytes
-        for category, num_bytes in ddp.at_peak.items()
-    }
-    at_peak[Category.COMMUNICATION] = stream_bytes
-    sent_bytes = 2 * passes * num_layers * stream_bytes * (num_ranks - 1) // num_ranks
-    return StepFigures(at_peak, sent_bytes, ddp.operations)
 
 
 def recommendation(

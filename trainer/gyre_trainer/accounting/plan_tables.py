@@ -16,7 +16,6 @@ from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters
 from gyre_trainer.accounting.depth import FigureJobs, Job, StepFigures, side_by_side
 from gyre_trainer.accounting.dry_run import on_fake_ranks
 from gyre_trainer.accounting.estimate import (
-    TENSOR_PARALLEL,
     Rates,
     host_seconds,
     measured_bytes_per_s,
@@ -25,7 +24,6 @@ from gyre_trainer.accounting.estimate import (
     recommendation,
     ring_seconds,
     step_seconds,
-    tensor_parallel,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.rings import (
@@ -44,7 +42,6 @@ from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, ha
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config, num_positions
-from gyre_trainer.training.models.library import shape_of as library_shape
 
 _NUMBER = r"\b\d+\b"
 _Kind = tuple[str, str, int]
@@ -248,12 +245,7 @@ class Plan:
 
     def recommended(self, memory_bytes: float | None) -> str:
         """The strategy to take, in a few sentences."""
-        named = [name for name in self.peaks if name != TENSOR_PARALLEL]
-        advice = recommendation(
-            {name: self.peaks[name] for name in named},
-            {name: self.seconds[name] for name in named},
-            memory_bytes,
-        )
+        advice = recommendation(self.peaks, self.seconds, memory_bytes)
         for ring in self.rings:
             if f"Take {ring.name}" in advice and ring.replicas > 1:
                 advice += f" Set run.replicas = {ring.replicas}."
@@ -281,8 +273,7 @@ class Plan:
                 _peaks(self.columns, [["host, s", *host], ["step, s", *seconds]]),
                 *self._rings(),
                 *_assumption(self.columns),
-                "* by formula; all others are counted, operator by operator.\n"
-                "Seconds, with all communication hidden that can be, at\n"
+                "Counted operator by operator. Seconds hide all communication that can be, at\n"
                 + self.given.described(self.rates),
                 self.recommended(memory_bytes),
             ]
@@ -391,17 +382,12 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
     by_layer = again.figures(Strategy.GYRE, results).peak_bytes if again else None
     by_strategy = {Strategy.GYRE: by_size[size]}
     by_strategy |= {each: jobs.figures(each, results) for each in others}
-    num_layers, dim = shape_of(config)
-    ddp = by_strategy[Strategy.DDP]
     width = getattr(torch, config.precision.grad_dtype).itemsize
     return Plan(
         config,
         num_ranks,
         (counts, jobs.num_more_layers()),
-        {
-            **{str(strategy): each for strategy, each in by_strategy.items()},
-            TENSOR_PARALLEL: tensor_parallel(ddp, config, num_ranks, num_layers, dim),
-        },
+        {str(strategy): each for strategy, each in by_strategy.items()},
         figures_of_rings(
             by_size,
             num_ranks,
@@ -437,13 +423,6 @@ def _assumption(columns: Mapping[str, StepFigures]) -> list[str]:
     if not any(each.assumes_even_routing for each in columns.values()):
         return []
     return [_EVEN_ROUTING]
-
-
-def shape_of(config: TrainConfig) -> tuple[int, int]:
-    """The number of layers, and the width of the residual stream."""
-    if isinstance(config.model, GPTConfig):
-        return config.model.num_layers, config.model.dim
-    return library_shape(library_config(config.model))
 
 
 def _peaks(columns: Mapping[str, StepFigures], more: Sequence[Sequence[str]]) -> str:

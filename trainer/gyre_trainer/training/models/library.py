@@ -112,19 +112,6 @@ def text_config(described: Any) -> Any:
     return decoder if hasattr(decoder, "num_hidden_layers") else described
 
 
-def shape_of(described: Any) -> tuple[int, int]:
-    """The number of layers, and the width of the residual stream.
-
-    Raises:
-        ConfigError: the configuration does not say them.
-    """
-    text = text_config(described)
-    try:
-        return getattr(text, _depth_key(text)), text.hidden_size
-    except AttributeError as error:
-        raise ConfigError(f"a {described.model_type} cannot be planned: {error}") from error
-
-
 def num_positions(described: Any) -> int | None:
     """The most tokens of a sequence that the model was made for; None if nothing says it.
 
