@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,13 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import SINGLE_FILES, Format, ListedFormat, make_format
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import ConfigError, GyreError, ShardMissing, first_error
+from gyre_daemon.errors import (
+    ConfigError,
+    GyreError,
+    ShardMissing,
+    StorageUnavailable,
+    first_error,
+)
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.opening import DatasetOpener
@@ -74,8 +80,12 @@ def check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
             raise ConfigError(f"datasets.{name}: {error}") from error
 
 
-def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
-    """Local datasets with a file or folder that is missing or may not be read; opens nothing."""
+async def missing_datasets(config: DaemonConfig) -> dict[str, GyreError]:
+    """Why local datasets cannot be served, by name; opens nothing.
+
+    A file or folder is missing, may not be read, or is on a mount that hangs.
+    """
+    missing: dict[str, GyreError] = {}
     for name, dataset in sorted(config.datasets.items()):
         if dataset.mixture:  # its sources are looked for by themselves
             continue
@@ -83,12 +93,20 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         if location.scheme != "file":
             continue
         form = make_format(name, dataset) if dataset.format else None
-        single = None if form else _single_files(name, dataset)
+        look = partial(
+            _look_for,
+            form=form,
+            single=None if form else _single_files(name, dataset),
+            follow_links=dataset.follow_links,
+        )
         try:
             for path in location.paths:
-                _look_for(path, form, single, follow_links=dataset.follow_links)
+                await MOUNTS.answered(path, look, path)
+        except TimeoutError as error:
+            missing[name] = StorageUnavailable(f"{error.strerror}. Restore its server.")
         except GyreError as error:
-            yield name, error
+            missing[name] = error
+    return missing
 
 
 def _single_files(name: str, dataset: DatasetConfig) -> ListedFormat | None:
@@ -125,13 +143,14 @@ def _look_for(
 
 
 async def open_datasets(
-    config: DaemonConfig, fallback_index_dir: Path
+    config: DaemonConfig, fallback_index_dir: Path, missing: Mapping[str, GyreError]
 ) -> dict[str, Dataset | Exception]:
     """Open all datasets at once, as the daemon would; missing indexes and lengths are kept.
 
     Args:
         config: checked.
         fallback_index_dir: for indexes that can be stored nowhere else.
+        missing: as `missing_datasets` returned; those on a mount that hangs are not opened.
 
     Returns:
         Each dataset by name, or why it cannot be opened.
@@ -172,19 +191,29 @@ async def open_datasets(
         )
         measurer = Measurer(sidecars, workers, reports, cache)
         datasets = DatasetOpener(catalog, transforms, measurer)
-        names = sorted(config.datasets)
+        hung = {n: e for n, e in missing.items() if isinstance(e, StorageUnavailable)}
+        names = sorted(config.datasets.keys() - hung.keys())
+        looking = asyncio.create_task(_look_at_mounts())
         try:
             opened = await asyncio.gather(
                 *(_open(datasets, name, config.datasets[name]) for name in names)
             )
         finally:
+            looking.cancel()
             catalog.close()
             measurer.close()
             transforms.close()
             opener.close()
             if cache:
                 await cache.close()
-    return dict(zip(names, opened, strict=True))
+    return dict(sorted({**hung, **dict(zip(names, opened, strict=True))}.items()))
+
+
+async def _look_at_mounts() -> None:
+    """Log which mounts hang, until it is cancelled."""
+    while True:
+        MOUNTS.look()
+        await asyncio.sleep(1)
 
 
 async def _open(datasets: DatasetOpener, name: str, config: DatasetConfig) -> Dataset | Exception:

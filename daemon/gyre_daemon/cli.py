@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from gyre_daemon.config import (
 from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import check_keys_of_any, make_format
-from gyre_daemon.errors import ConfigError
+from gyre_daemon.errors import ConfigError, GyreError
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (
     DescriptorShares,
@@ -268,20 +269,22 @@ def _check_config(parsed: argparse.Namespace) -> int:
     print(rendered(effective, redact))
     for text in effective.warnings:
         print(f"gyred: warning: {text}", file=sys.stderr)
+    missing = uvloop.run(missing_datasets(effective.config))
     if parsed.open:
-        return _open_datasets(effective.config)
-    for name, error in missing_datasets(effective.config):
+        return _open_datasets(effective.config, missing)
+    for name, error in missing.items():
         text = f"gyred: warning: dataset `{name}` cannot be served now: {error}"
         print(printable(text), file=sys.stderr)
     return 0
 
 
-def _open_datasets(config: DaemonConfig) -> int:
+def _open_datasets(config: DaemonConfig, missing: Mapping[str, GyreError]) -> int:
     start_log("warning", config.log_format)
     raise_descriptor_limit()
     status = 0
     print()
-    for name, opened in uvloop.run(open_datasets(config, _index_dir(config))).items():
+    opening = open_datasets(config, _index_dir(config), missing)
+    for name, opened in uvloop.run(opening).items():
         if isinstance(opened, Exception):
             text = f"gyred: dataset `{name}` cannot be opened: {opened}"
             print(printable(text), file=sys.stderr)

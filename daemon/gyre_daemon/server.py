@@ -159,7 +159,7 @@ async def serve(
                 listeners.append(UnixListener(address, limits.why_no_connection))
                 cleanup.callback(listeners[-1].close)
         if config.audit_log:
-            cleanup.callback(AuditFile(Path(config.audit_log)).close)
+            cleanup.callback((await _audit_file(Path(config.audit_log))).close)
         executor = DaemonThreads(config.num_io_threads, "gyre-io")
         own_folder = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         daemon = _Daemon(
@@ -401,6 +401,20 @@ class _Daemon:
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
+
+
+async def _audit_file(path: Path) -> AuditFile:
+    """See `AuditFile`.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        return await MOUNTS.answered(path.parent, AuditFile, path)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"audit_log: cannot open {path}: {error.strerror}. Name a file on another mount."
+        ) from error
 
 
 async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:

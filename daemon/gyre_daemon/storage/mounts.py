@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.storage.latency import Latency
@@ -34,9 +35,12 @@ Result = TypeVar("Result")
 _NUM_THREADS = 64
 # A call that a mount has not answered for this long hangs. Less calls a busy disk hung.
 HANGS_AFTER_S = 5.0
+# After that an opening, listing or indexing that waits for it fails. An NFS server that takes over
+# from another needs a minute or two; with more, a job waits longer before it is told.
+_GIVEN_UP_AFTER_S = 120.0
 # How old the table of mounts may be. A mount that is made or removed is noticed so late.
 _RENEW_AFTER_S = 5.0
-_LOOK_EVERY_S = 1.0  # while a call is waited for that a mount which hangs may not hold up
+_LOOK_EVERY_S = 1.0  # while a call is waited for
 _MAX_LINKS = 40  # as the kernel's
 _MAX_KNOWN = 10_000  # resolved paths; more only take memory
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -95,16 +99,20 @@ class Mount:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Call `work`, which touches the mount, in one of its threads; wait however long."""
-        return await self.threads.run(work, *args, **kwargs)
+        """Call `work`, which touches the mount, in one of its threads.
+
+        Raises:
+            StorageUnavailable: the mount has hung for minutes.
+        """
+        return await self._result(self.threads.submit(work, *args, **kwargs))
 
     @contextlib.asynccontextmanager
     async def opened(self, work: Callable[[], int]) -> AsyncIterator[int]:
         """Keep a descriptor open inside the block, which `work` opens in a thread of the mount."""
         opening = self.threads.submit(work)
         try:
-            descriptor = await asyncio.wrap_future(opening)
-        except asyncio.CancelledError:
+            descriptor = await self._result(opening)
+        except (asyncio.CancelledError, StorageUnavailable):
             opening.add_done_callback(_close_opened)  # called in the thread
             raise
         try:
@@ -136,16 +144,35 @@ class Mount:
         Raises:
             TimeoutError: it hangs.
         """
-        running = asyncio.ensure_future(self.threads.run(work, *args, **kwargs))
+        running = asyncio.wrap_future(self.threads.submit(work, *args, **kwargs))
+        if not await self._ends(running, HANGS_AFTER_S):
+            text = f"the mount {self.path} ({self.file_system}) does not answer"
+            raise TimeoutError(errno.ETIMEDOUT, text)
+        return running.result()
+
+    async def _result(self, submitted: "Future[Result]") -> Result:
+        """The result of a call; see `run`."""
+        running, began_s = asyncio.wrap_future(submitted), time.monotonic()
+        if not await self._ends(running, _GIVEN_UP_AFTER_S, began_s):
+            raise StorageUnavailable(
+                f"the mount {self.path} ({self.file_system}) has not answered for "
+                f"{_GIVEN_UP_AFTER_S:g} s. Restore its server, or remount it.",
+                {"path": self.path},
+            )
+        return running.result()
+
+    async def _ends(
+        self, running: "asyncio.Future[Result]", limit_s: float, began_s: float = 0.0
+    ) -> bool:
+        """Wait for a call; False if the mount hangs, and has for this long since `began_s`."""
         try:
             while not (await asyncio.wait((running,), timeout=_LOOK_EVERY_S))[0]:
                 still_since = self.threads.still_since()
-                if still_since and time.monotonic() - still_since >= HANGS_AFTER_S:
-                    text = f"the mount {self.path} ({self.file_system}) does not answer"
-                    raise TimeoutError(errno.ETIMEDOUT, text)
+                if still_since and time.monotonic() - max(still_since, began_s) >= limit_s:
+                    return False
         finally:
-            running.cancel()
-        return running.result()
+            running.cancel()  # without effect once it has ended
+        return True
 
 
 class Mounts:
@@ -181,7 +208,11 @@ class Mounts:
         return self._below(self._real.get(asked, (asked,))[0])
 
     async def of(self, path: str | Path) -> Mount:
-        """The mount of a path, behind all links; waits for the mounts on the way."""
+        """The mount of a path, behind all links; waits for the mounts on the way.
+
+        Raises:
+            StorageUnavailable: one of them has hung for minutes.
+        """
         return await self._of(path, Mount.run)
 
     async def run(
@@ -191,7 +222,11 @@ class Mounts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Call `work`, which touches a path, in a thread of its mount; wait however long."""
+        """Call `work`, which touches a path, in a thread of its mount.
+
+        Raises:
+            StorageUnavailable: the mount has hung for minutes.
+        """
         mount = await self._of(path, Mount.run)
         return await mount.run(work, *args, **kwargs)
 

@@ -1,5 +1,6 @@
 """Files of annotations of COCO: what they may say, and their images through a real daemon."""
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -213,7 +214,8 @@ def test_annotations_that_are_absent_are_told_before_a_job_comes(tmp_path: Path)
     tables = {
         name: DatasetConfig(str(tmp_path), "coco", {"annotations": f"{name}.json"}) for name in "ab"
     }
-    ((name, error),) = missing_datasets(DaemonConfig(datasets=tables))
+    missing = asyncio.run(missing_datasets(DaemonConfig(datasets=tables)))
+    ((name, error),) = missing.items()
     assert name == "b"
     assert re.search(r"no shard at .*/b\.json", str(error))
 

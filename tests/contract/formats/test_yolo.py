@@ -1,5 +1,6 @@
 """Folders of images with labels as ultralytics lays them out, through a real daemon, too."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -283,7 +284,8 @@ def test_images_and_their_boxes_are_served(
     tables |= {name: {**tables["local"], **change} for name, change in changes.items()}
     tables["link"] = {**tables["local"], "uri": str(tmp_path / "linked")}
     definitions = {"nowhere": DatasetConfig(local.root, "yolo", {"data": "nowhere.yaml"})}
-    ((_, absent),) = missing_datasets(DaemonConfig(datasets=definitions))
+    missing = asyncio.run(missing_datasets(DaemonConfig(datasets=definitions)))
+    ((_, absent),) = missing.items()
     assert re.search(r"no shard at .*/nowhere\.yaml", str(absent))
     daemon = gyred({"datasets": tables})
     for name in ("local", "s3", "local-some", "s3-some"):

@@ -1,6 +1,7 @@
 """A mount that hangs holds up the jobs that read from it, and nothing else."""
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def there(tmp_path: Path) -> Iterator[FuseFolder]:
         yield folder
 
 
-def tables(there: FuseFolder) -> dict[str, object]:
+def tables(there: FuseFolder) -> dict[str, dict[str, object]]:
     here = there.path.parent / "here"
     return {
         f"{name} {kind}": {"uri": str(folder / kind), **options}
@@ -219,5 +220,27 @@ def test_a_daemon_that_cannot_start_says_which_mount_hangs(
         ended = gyred_command("serve", "--config", str(config), environment=home)
         assert ended.returncode == 2
         assert f"the mount {there.path} (fuse.test) does not answer" in ended.stderr
+    finally:
+        there.go_on()
+
+
+def test_a_check_of_the_configuration_says_which_mount_hangs(
+    gyred_command: GyredCommand, there: FuseFolder, tmp_path: Path
+) -> None:
+    config = tmp_path / "gyre.toml"
+    lines = [f'listen = ["unix:{tmp_path}/run/gyre.sock"]', f'index_dir = "{tmp_path}/index"']
+    for name, table in tables(there).items():
+        lines.append(f'[datasets."{name}"]')
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    config.write_text("\n".join(lines))
+    there.stop()
+    try:
+        for more in ([], ["--open"]):
+            ended = gyred_command("check-config", "--config", str(config), *more)
+            assert ended.returncode == len(more)
+            told = [line for line in ended.stderr.splitlines() if "does not answer" in line]
+            assert len(told) == 3
+            assert all("there" in line and str(there.path) in line for line in told)
+        assert ended.stdout.count("opens:") == 3
     finally:
         there.go_on()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from gyre_daemon.cli import main
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.audit import AuditFile, audit_event, reopen_audit_file
+
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -20,6 +23,8 @@ def audit_file(tmp_path: Path) -> Iterator[AuditFile]:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
+    for handler in logging.getLogger("gyre_daemon.audit").handlers:
+        handler.flush()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -52,8 +57,28 @@ def test_where_it_cannot_be_opened_again_the_old_file_stays(
     (tmp_path / "audit.log").mkdir()
     with caplog.at_level(logging.ERROR, "gyre_daemon"):
         reopen_audit_file()
-    audit_event("one", {})
-    assert [line["event"] for line in lines(tmp_path / "audit.log.1")] == ["one"]
+        audit_event("one", {})
+        assert [line["event"] for line in lines(tmp_path / "audit.log.1")] == ["one"]
+    assert "audit log not reopened" in caplog.text
+
+
+def test_a_file_system_that_hangs_holds_up_nobody(
+    audit_file: AuditFile,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gyre_daemon.runtime.audit._MAX_WAITING", 2)
+    monkeypatch.setattr("gyre_daemon.runtime.audit._MAX_FLUSH_S", 0.01)
+    answers = threading.Event()
+    audit_file._threads.submit(answers.wait)
+    with caplog.at_level(logging.ERROR, "gyre_daemon"):
+        for name in ("one", "two", "three"):
+            audit_event(name, {})
+    assert "audit log not written" in caplog.text
+    audit_file.close()
+    answers.set()
+    until(lambda: [line["event"] for line in lines(tmp_path / "audit.log")] == ["one", "two"])
 
 
 @pytest.mark.parametrize("kind", ["link", "readable", "writable", "folder", "pipe", "no folder"])

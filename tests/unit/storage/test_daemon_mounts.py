@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.runtime.threads import DaemonThreads, compute, in_thread
 from gyre_daemon.storage.mounts import Mounts
 
@@ -114,6 +115,27 @@ def test_a_mount_that_hangs_is_not_waited_for_where_others_could_not_go_on(
     os.write(writer, b"x")
     os.close(reader)
     os.close(writer)
+
+
+def test_a_call_that_hangs_for_minutes_fails(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre_daemon.storage.mounts._GIVEN_UP_AFTER_S", 0.1)
+    monkeypatch.setattr("gyre_daemon.storage.mounts._LOOK_EVERY_S", 0.01)
+    mounts, (reader, writer) = Mounts(table), os.pipe()
+
+    async def hang() -> None:
+        mount = mounts.at("/mnt/nfs/x")
+        with pytest.raises(
+            StorageUnavailable, match=r"/mnt/nfs \(nfs4\) has not answered for 0.1 s"
+        ):
+            await mount.run(os.read, reader, 1)
+        with pytest.raises(StorageUnavailable):
+            async with mount.opened(lambda: os.open("/", len(os.read(reader, 1)) and os.O_RDONLY)):
+                pass
+
+    asyncio.run(hang())
+    os.write(writer, b"xx")
+    os.close(writer)
+    os.close(reader)
 
 
 def test_a_descriptor_is_closed_in_a_thread_of_its_mount(table: Path, tmp_path: Path) -> None:

@@ -67,22 +67,26 @@ class Scanner:
         listed, stored = source.shards[shard], source.local_file(shard)
         local = unpacked or stored
         self._process = process = self._process or await self._processes.start()
+        # A process that waits for a slow mount has no deadline; reads by the storage have.
+        is_read = local is None or (local is stored and not source.is_node_local)
         known = await beside.ranges_of(shard) if local is None and beside else None
-        if local is None and (scan.seeks or scan.skips or known):
+        if is_read and (scan.seeks or scan.skips or known):
 
             async def read(start: int, stop: int) -> bytes:
                 found = known.find(start, stop) if known else None
                 return found or (await read_ranges(source, [shard], [start], [stop]))[0]
 
             in_windows = scan.skips and not known
-            return await process.scan_ranges(
+            arrays = await process.scan_ranges(
                 scan.run, listed.name, listed.size_bytes, read, in_windows=in_windows
             )
-        if local is None:
-            return await process.scan_stream(scan.run, listed.name, source.stream(shard))
-        async with opened_file(local, listed.name) as file:
-            arrays = await process.scan_file(scan.run, listed.name, file)
-        if local is stored:
+        elif is_read:
+            arrays = await process.scan_stream(scan.run, listed.name, source.stream(shard))
+        else:
+            assert local
+            async with opened_file(local, listed.name) as file:
+                arrays = await process.scan_file(scan.run, listed.name, file)
+        if local and local is stored:
             await MOUNTS.run(local.root.folder, check_listed, local, listed)
         return arrays
 
