@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+_Work = Callable[[], Callable[[], None]]
 
 # Threads without work end after this long. They take some ten microseconds to start again.
 _IDLE_S = 30.0
@@ -39,6 +42,10 @@ class _Worker:
     still_since: float = 0.0
 
 
+def _nothing() -> None:
+    """Tell nobody."""
+
+
 class DaemonThreads(Executor):
     """An executor of daemon threads, started when they are needed."""
 
@@ -52,7 +59,7 @@ class DaemonThreads(Executor):
         self.max_threads = max_threads
         self._name = name
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
         self._num_pending = 0  # waiting or running
         self._is_shut_down = False
@@ -71,31 +78,34 @@ class DaemonThreads(Executor):
         """
         future: Future[Result] = Future()
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
             if not future.set_running_or_notify_cancel():
-                self._finish_one()
-                return
+                return _nothing
             try:
-                result = work(*args, **kwargs)
+                return partial(future.set_result, work(*args, **kwargs))
             except BaseException as error:
-                self._finish_one()
-                future.set_exception(error)
-            else:
-                self._finish_one()
-                future.set_result(result)
+                return partial(future.set_exception, error)
 
+        self.start(run)
+        return future
+
+    def start(self, work: _Work) -> None:
+        """Have a thread call `work`, which raises nothing, and then what it returned.
+
+        Raises:
+            RuntimeError: the executor is shut down.
+        """
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError(f"{self._name}: the executor is shut down")
             self._num_pending += 1
-            self._tasks.put(run)
+            self._tasks.put(work)
             if len(self._workers) < min(self._num_pending, self.max_threads):
                 worker = _Worker()
                 self._workers.add(worker)
                 threading.Thread(
                     target=self._serve, args=(worker,), name=self._name, daemon=True
                 ).start()
-        return future
 
     async def run(
         self,
@@ -150,14 +160,17 @@ class DaemonThreads(Executor):
         try:
             while task := self._next(worker):
                 worker.is_busy = True
-                task()
-                del task  # it holds the arguments
+                tell = task()
+                with self._lock:  # whoever is told may have more work for this thread
+                    self._num_pending -= 1
+                tell()
+                del task, tell  # they hold the arguments
                 worker.is_busy = False
         finally:  # nothing may look at an ended thread
             with self._lock:
                 self._workers.discard(worker)
 
-    def _next(self, worker: _Worker) -> Callable[[], None] | None:
+    def _next(self, worker: _Worker) -> _Work | None:
         """Wait for work; None where the thread should end."""
         while True:
             try:
@@ -167,10 +180,6 @@ class DaemonThreads(Executor):
                     if self._num_pending < len(self._workers):
                         self._workers.discard(worker)
                         return None
-
-    def _finish_one(self) -> None:
-        with self._lock:
-            self._num_pending -= 1
 
 
 # For pure computation. With one for each core, small work would wait behind large.
