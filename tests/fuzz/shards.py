@@ -8,7 +8,7 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.errors import GyreError
 from gyre_daemon.storage.shard import Shard
 
@@ -31,9 +31,9 @@ def _scan(name: str, data: bytes) -> None:
         index = made.assemble([Shard("a", len(data), "")], [arrays])
     except GyreError:
         return
-    if isinstance(index, ChunkedIndex):  # its samples are decoded, and lie in no bytes of the shard
-        for chunk in range(index.num_chunks):
-            assert all(0 <= start <= stop <= len(data) for start, stop in index.pieces(chunk))
+    if chunks := chunks_of(index):  # its samples are decoded, and lie in no bytes of the shard
+        for chunk in range(chunks.num_chunks):
+            assert all(0 <= start <= stop <= len(data) for start, stop in chunks.pieces(chunk))
         return
     extents = index.locate(np.arange(index.num_samples))
     assert (extents.start >= 0).all()

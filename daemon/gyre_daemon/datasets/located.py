@@ -7,7 +7,7 @@ import numpy as np
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.index import Filtered
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _FAR = 1 << 62  # beyond any shard
@@ -54,7 +54,7 @@ def located(dataset: Dataset, sample_ids: Int64Array) -> Located:
     extents = index.locate(ids)
     while isinstance(index, Filtered):
         ids, index = index.stored_ids(ids), index.unfiltered
-    is_decoded = isinstance(index, ChunkedIndex)
+    is_decoded = chunks_of(index) is not None
     offsets = None if is_decoded else extents.start.min(axis=1, initial=_FAR)
     firsts = {shard: _first_of(index, shard) for shard in np.unique(extents.shard).tolist()}
     return Located(

@@ -9,7 +9,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.config import DatasetConfig, PackConfig, parse_dataset, parse_pack
 from gyre_daemon.datasets.cost import CostQuery, StoragePrices
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule
@@ -126,13 +126,13 @@ def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes 
     """
     if dataset.packed and dataset.packed.has_lengths and order.mode != "block":
         return _by_row_length(order, dataset.packed)
-    index = dataset.index
-    if order.mode != "block" or message.window_blocks or not isinstance(index, ChunkedIndex):
+    chunks = chunks_of(dataset.index)
+    if order.mode != "block" or message.window_blocks or chunks is None:
         return order
     if cursor and dataset.grows:
         window_blocks = decode_cursor(cursor).order.window_blocks
         return replace(order, window_blocks=min(max(1, window_blocks), _MAX_WINDOW_BLOCKS))
-    mean_bytes = float(index.chunk_bytes.mean())
+    mean_bytes = float(chunks.chunk_bytes.mean())
     return replace(order, window_blocks=window_of_chunks(order.window_blocks, mean_bytes))
 
 

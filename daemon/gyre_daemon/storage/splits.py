@@ -89,12 +89,13 @@ def no_match(folder: str, pattern: str, names: Sequence[str], below: Sequence[st
     return ShardMissing(printable(text), {"path": root})
 
 
-def check_one_tree(folder: str, names: Sequence[str]) -> None:
+def check_one_tree(folder: str, names: Sequence[str], key: str = "") -> None:
     """Refuse to serve all files below a folder if its subfolders are named like several datasets.
 
     Args:
         folder: as written; shown in the error.
-        names: of its subfolders.
+        names: of its subfolders, or their values.
+        key: of partitions, whose folders are named `KEY=VALUE`.
 
     Raises:
         InvalidRequest: some are named like training sets, and some like held-out sets.
@@ -102,6 +103,7 @@ def check_one_tree(folder: str, names: Sequence[str]) -> None:
     sets = [name for name in names if name.lower() in _SETS]
     if len({_SETS[name.lower()] for name in sets}) > 1:
         root = folder.rstrip("/")
+        sets = [f"{key}={name}" if key else name for name in sets]
         raise InvalidRequest(
             f"the folder {root} holds {' and '.join(sets)}, which are probably several datasets: "
             f"name {' or '.join(f'{root}/{name}' for name in sets)}"

@@ -14,7 +14,7 @@ from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.formats.chunks import Expected, StoredChunk
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
@@ -27,23 +27,30 @@ from gyre_daemon.storage.opener import StorageOpener
 from tests.contract.formats.format_contract import FormatContract, inspect, listed
 
 
-def decode_all(shards: Sequence[bytes], index: ChunkedIndex) -> list[bytes]:
+def chunks_in(index: SampleIndex) -> Chunks:
+    chunks = chunks_of(index)
+    assert chunks is not None
+    return chunks
+
+
+def decode_all(shards: Sequence[bytes], index: SampleIndex) -> list[bytes]:
     """The decoded shards, decoded by this process."""
+    chunks = chunks_in(index)
     decoded = [b""] * len(shards)
-    for chunk in range(index.num_chunks):
-        shard = int(index.shard[chunk])
+    for chunk in range(chunks.num_chunks):
+        shard = int(chunks.shard[chunk])
         pieces = [
-            (start, memoryview(shards[shard])[start:stop]) for start, stop in index.pieces(chunk)
+            (start, memoryview(shards[shard])[start:stop]) for start, stop in chunks.pieces(chunk)
         ]
         stored = StoredChunk(
             f"{shard:03}",
-            index.number(chunk),
+            chunks.number(chunk),
             len(shards[shard]),
             pieces,
-            index.parameters(chunk),
+            chunks.parameters(chunk),
         )
-        columns = index.decode(chunk)(stored)
-        assert [Expected.of(column) for column in columns] == index.expected(chunk)
+        columns = chunks.decode(chunk)(stored)
+        assert [Expected.of(column) for column in columns] == chunks.expected(chunk)
         decoded[shard] += b"".join(column.data.tobytes() for column in columns)
     return decoded
 
@@ -58,7 +65,6 @@ class ChunkContract(FormatContract):
     has_checksums = True
 
     def served(self, shards: Sequence[bytes], index: SampleIndex) -> Sequence[bytes]:
-        assert isinstance(index, ChunkedIndex)
         return decode_all(shards, index)
 
     @pytest.mark.parametrize("io_block_bytes", [1, 1 << 30])
@@ -66,18 +72,18 @@ class ChunkContract(FormatContract):
         """A block is a chunk."""
         shards, samples = self.shards()
         index = self.index(shards)
-        assert isinstance(index, ChunkedIndex)
+        chunks = chunks_in(index)
         table, everyone = index.blocks(io_block_bytes), np.arange(len(samples))
         assert index.blocks(io_block_bytes) is table
         assert table.num_samples == len(samples)
-        assert 2 < table.num_blocks == index.num_chunks < len(samples)
+        assert 2 < table.num_blocks == chunks.num_chunks < len(samples)
         ranges, extents = (
             block_ranges(index, table, np.arange(table.num_blocks)),
             index.locate(everyone),
         )
-        assert np.array_equal(ranges.shard, index.shard)
-        assert np.array_equal(ranges.start, index.base)
-        assert np.array_equal(ranges.stop, index.base + index.chunk_bytes)
+        assert np.array_equal(ranges.shard, chunks.shard)
+        assert np.array_equal(ranges.start, chunks.base)
+        assert np.array_equal(ranges.stop, chunks.base + chunks.chunk_bytes)
         block = table.block_of(everyone)
         assert (extents.start.min(axis=1) >= ranges.start[block]).all()
         assert ((extents.start + extents.size).max(axis=1) <= ranges.stop[block]).all()
@@ -102,7 +108,7 @@ class ChunkContract(FormatContract):
         """Bits are flipped all over a shard; what reads it is a process as the daemon has them."""
         shards, _ = self.shards()
         data, index = shards[0], self.index(shards[:1])
-        assert isinstance(index, ChunkedIndex)
+        chunks = chunks_in(index)
         whole = decode_all(shards[:1], index)[0]
         generator = np.random.default_rng(0)
         places = generator.choice(len(data), min(len(data), 40), replace=False).tolist()
@@ -110,11 +116,11 @@ class ChunkContract(FormatContract):
         async def read(damaged: bytes) -> bytes:
             (tmp_path / "000").write_bytes(damaged)
             source = await opener.open(parse_location(str(tmp_path)), {}, "*")
-            storage = DecodedStorage(source, index, room)
+            storage = DecodedStorage(source, chunks, index.digest(), room)
             target = np.empty(len(whole), np.uint8)
-            starts, sizes = index.base, index.chunk_bytes
+            starts, sizes = chunks.base, chunks.chunk_bytes
             targets = [target[a : a + b] for a, b in zip(starts, sizes, strict=True)]
-            await storage.read(Reads.into(targets, [0] * index.num_chunks, starts.tolist()))
+            await storage.read(Reads.into(targets, [0] * chunks.num_chunks, starts.tolist()))
             return target.tobytes()
 
         async def damage() -> None:

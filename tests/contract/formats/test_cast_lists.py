@@ -11,8 +11,8 @@ from gyre_daemon.datasets.codecs import check_field
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.filtering.index import apply_filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
-from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.indexes.union_index import with_fields
 from gyre_daemon.errors import ConfigError
 
 from tests.contract.formats.chunk_contract import decode_all
@@ -37,7 +37,7 @@ def cast(
     form = shard_format(name, columns=["ids", "a"], **options)
     index = form.assemble(listed(shards), inspect(form, shards))
     fields = chosen_fields(index.fields, {}, casts)
-    return with_casts(index, fields), fields
+    return with_fields(index, fields), fields
 
 
 def lists(
@@ -45,7 +45,7 @@ def lists(
 ) -> list[list[Any]]:
     """The first field of samples, as it is served."""
     found = []
-    data = decode_all(shards, index) if isinstance(index, ChunkedIndex) else shards
+    data = decode_all(shards, index) if chunks_of(index) else shards
     extents = index.locate(np.array(ids))
     places = zip(extents.shard, extents.start[:, 0], extents.size[:, 0], strict=True)
     for place, (shard, start, size) in enumerate(places):
@@ -74,7 +74,7 @@ def test_lists_are_cast(name: str, dtype: str) -> None:
 def test_the_index_stays_itself_where_no_list_is_cast(name: str) -> None:
     form = shard_format(name, columns=["ids", "a"])
     index = form.assemble(listed(shards_of(name)), inspect(form, shards_of(name)))
-    assert with_casts(index, chosen_fields(index.fields, {}, {"a": "int8"})) is index
+    assert with_fields(index, chosen_fields(index.fields, {}, {"a": "int8"})) is index
 
 
 @pytest.mark.parametrize("name", ["arrow", "jsonl"])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.lines import frames
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.runtime.fair import FairExecutor, Flow
@@ -23,7 +22,7 @@ from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
 
 from tests.contract.formats import test_chunked_formats
-from tests.contract.formats.chunk_contract import decode_all
+from tests.contract.formats.chunk_contract import chunks_in, decode_all
 from tests.contract.storage.engine import DATA, Engine, play, until
 
 BLOCK, NUM_BLOCKS = 100, 10
@@ -87,8 +86,8 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
     contract = test_chunked_formats.TestCompressedJsonl()
     data = contract.shards()[0][0]
     index = contract.index([data])
-    assert isinstance(index, ChunkedIndex)
-    assert index.num_chunks >= 4
+    chunks = chunks_in(index)
+    assert chunks.num_chunks >= 4
     (whole,) = decode_all([data], index)
 
     async def scene(room: DecodingRoom) -> None:
@@ -96,15 +95,15 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
         source = RemoteStorage(
             engine.source, engine.endpoint, ["there"], [Shard("0", len(data), '"v1"')]
         )
-        decoded = DecodedStorage(source, index, room)
-        begins = index.base.tolist()
+        decoded = DecodedStorage(source, chunks, index.digest(), room)
+        begins = chunks.base.tolist()
         reading = [asyncio.create_task(read(decoded, begin, LIGHT)) for begin in begins]
         await until(lambda: engine.endpoint.queue.num_waiting == len(begins) - 1)
         reading.append(asyncio.create_task(read(decoded, begins[-1], HEAVY)))
         await until(lambda: engine.endpoint.queue.num_waiting == len(begins))
         starts = await asked_in_turn(engine, len(begins), data)
         order: Sequence[int] = [0, len(begins) - 1, *range(1, len(begins) - 1)]
-        assert starts == [index.pieces(chunk)[0][0] for chunk in order]
+        assert starts == [chunks.pieces(chunk)[0][0] for chunk in order]
         found = await asyncio.gather(*reading)
         assert found == [whole[begin : begin + 16] for begin in [*begins, begins[-1]]]
 

@@ -20,8 +20,8 @@ from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
-from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
+from gyre_daemon.datasets.formats.indexes.union_index import with_fields, with_folders
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
@@ -127,10 +127,11 @@ async def lint_dataset(
             yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
         return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
-    index = with_casts(index, fields)
+    index = with_fields(index, fields)
     decoded: DecodedShards | None = None
-    if isinstance(index, ChunkedIndex):
-        decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
+    if chunks := chunks_of(index):
+        storage = DecodedStorage(shards, chunks, index.digest(), indexer.decoding)
+        decoded = DecodedShards(storage, chunks)
     checking = indexer.checker.run(
         opening.location,
         decoded or shards,
@@ -174,9 +175,13 @@ async def _assemble(
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
+    damaged: Sequence[DamagedSample] = ()
     if isinstance(opening.format, TolerantFormat):
-        return await compute(opening.format.assemble_tolerantly, shards.shards, inspected)
-    return await compute(opening.format.assemble, shards.shards, inspected), ()
+        index, damaged = await compute(opening.format.assemble_tolerantly, shards.shards, inspected)
+    else:
+        index = await compute(opening.format.assemble, shards.shards, inspected)
+    columns = [column.of_some(shards.numbers) for column in opening.columns]
+    return with_folders(index, columns), damaged
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
@@ -21,12 +21,12 @@ class DecodedShards:
         failures: by chunk, why it cannot be decoded.
     """
 
-    def __init__(self, decoded: DecodedStorage, index: ChunkedIndex) -> None:
+    def __init__(self, decoded: DecodedStorage, chunks: Chunks) -> None:
         """Decode nothing yet."""
         self.shards = decoded.shards
         self.failures: dict[int, CorruptSample] = {}
         self._decoded = decoded
-        self._index = index
+        self._chunks = chunks
         self._turn = asyncio.Lock()  # one chunk is in memory at a time
 
     def local_file(self, shard: int) -> LocalFile | None:
@@ -35,12 +35,12 @@ class DecodedShards:
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `ShardFiles.stream`."""
-        for chunk in np.flatnonzero(self._index.shard == shard).tolist():
+        for chunk in np.flatnonzero(self._chunks.shard == shard).tolist():
             async with self._turn:
-                memory = np.zeros(int(self._index.chunk_bytes[chunk]), np.uint8)
+                memory = np.zeros(int(self._chunks.chunk_bytes[chunk]), np.uint8)
                 try:
                     await self._decoded.read(
-                        Reads.into([memory], [shard], [int(self._index.base[chunk])])
+                        Reads.into([memory], [shard], [int(self._chunks.base[chunk])])
                     )
                 except* CorruptSample as errors:
                     error = first_error(errors)
@@ -59,7 +59,7 @@ class DecodedShards:
         return [
             self.failures[chunk]
             for chunk in sorted(self.failures)
-            if int(self._index.shard[chunk]) == shard
+            if int(self._chunks.shard[chunk]) == shard
         ]
 
     def has_failed_at(self, shard: int, offset: int) -> bool:
@@ -68,8 +68,8 @@ class DecodedShards:
 
     def stored_offset(self, shard: int, offset: int) -> int:
         """Where the chunk of a byte of a decoded shard begins as it is stored."""
-        return self._index.pieces(self._chunk_at(shard, offset))[-1][0]
+        return self._chunks.pieces(self._chunk_at(shard, offset))[-1][0]
 
     def _chunk_at(self, shard: int, offset: int) -> int:
-        chunks = np.flatnonzero(self._index.shard == shard)
-        return int(chunks[np.searchsorted(self._index.base[chunks], offset, side="right") - 1])
+        chunks = np.flatnonzero(self._chunks.shard == shard)
+        return int(chunks[np.searchsorted(self._chunks.base[chunks], offset, side="right") - 1])

@@ -16,7 +16,7 @@ from gyre_daemon.datasets.cost import (
     in_units,
 )
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 from gyre_daemon.storage.cache.cells import whole_pages
@@ -28,29 +28,29 @@ def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
     """
-    if isinstance(index, ChunkedIndex):
-        return estimate_chunk_costs(index, query)
+    if chunks := chunks_of(index):
+        return _estimate_chunk_costs(index, chunks, query)
     return estimate_costs(index, query)
 
 
-def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
+def _estimate_chunk_costs(index: SampleIndex, chunks: Chunks, query: CostQuery) -> CostReport:
     """What each order costs on a dataset of chunks.
 
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
     """
-    order, epochs, num_chunks = query.order, query.num_epochs, index.num_chunks
-    pieces = [index.pieces(chunk) for chunk in range(num_chunks)]
+    order, epochs, num_chunks = query.order, query.num_epochs, chunks.num_chunks
+    pieces = [chunks.pieces(chunk) for chunk in range(num_chunks)]
     requests = sum(map(len, pieces)) / num_chunks
     stored = sum(stop - start for its in pieces for start, stop in its) / num_chunks
-    decoded = float(index.chunk_bytes.mean())
+    decoded = float(chunks.chunk_bytes.mean())
     data_bytes = decoded * num_chunks
     num_batches = epochs * index.num_samples / order.global_batch_size
     batch, window = order.global_batch_size, min(order.window_blocks + 2, num_chunks)
 
-    def touched(chunks: int) -> float:
+    def touched(count: int) -> float:
         """How many chunks a batch touches that comes evenly from so many."""
-        return float(chunks * -np.expm1(batch * np.log1p(-1 / chunks))) if chunks > 1 else 1.0
+        return float(count * -np.expm1(batch * np.log1p(-1 / count))) if count > 1 else 1.0
 
     def held(num_bytes: float) -> float:
         return min(1.0, query.cache_bytes / max(num_bytes, 1)) if query.cache_bytes else 1.0
@@ -74,7 +74,7 @@ def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
     full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
     full_quality = expected_quality(planner_for(full_order, index))
     block_quality = expected_quality(planner_for(order, index))
-    taken = whole_pages(index.chunk_bytes)  # in the cache
+    taken = whole_pages(chunks.chunk_bytes)  # in the cache
     window_bytes, cached_bytes = window * float(taken.mean()), float(taken.sum())
     of_full, in_window = num_batches * touched(num_chunks), held(window_bytes)
     in_cache = held(cached_bytes)
@@ -85,12 +85,12 @@ def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
         estimate("block", of_block, window_bytes, block_quality),
         estimate("full with the cache", of_cached, in_cache * cached_bytes, full_quality),
     ]
-    advice = _recommend(index, query, estimates, in_window, cached_bytes)
+    advice = _recommend(chunks.noun, query, estimates, in_window, cached_bytes)
     return CostReport(estimates, advice, round(epochs * data_bytes))
 
 
 def _recommend(
-    index: ChunkedIndex,
+    noun: str,
     query: CostQuery,
     estimates: list[Estimate],
     in_window: float,
@@ -103,7 +103,7 @@ def _recommend(
     if query.cache_bytes >= cached_bytes:
         return (
             f"Take `full` with the cache: it holds all of the decoded data ({needed}), so each "
-            f"{index.noun} is decoded once, and the shuffle is global."
+            f"{noun} is decoded once, and the shuffle is global."
         )
     if in_window < 1.0:
         return (
@@ -118,7 +118,7 @@ def _recommend(
             f"{fewer} times as much without a cache."
         )
     return (
-        f"Take `block`: it decodes each {index.noun} once per epoch, {fewer} times fewer than "
+        f"Take `block`: it decodes each {noun} once per epoch, {fewer} times fewer than "
         f"`full`, and shuffles {quality:.2f} as well; where there are {needed} for a cache, `full` "
         "decodes each only once."
     )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.chunks.exchange import Exchange, ExchangeRoom, pages
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
 from gyre_daemon.runtime.fair import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -72,22 +72,22 @@ class DecodedStorage:
 
     block_cache = None
 
-    def __init__(self, source: Storage, index: ChunkedIndex, room: DecodingRoom) -> None:
+    def __init__(self, source: Storage, chunks: Chunks, digest: bytes, room: DecodingRoom) -> None:
         """Decode nothing yet.
 
         Args:
             source: the shards as they are stored.
-            index: of their chunks.
+            chunks: of these.
+            digest: of the index whose samples they have.
             room: the daemon's.
         """
         sizes = np.zeros(len(source.shards), np.int64)
-        np.add.at(sizes, index.shard, index.chunk_bytes)
-        digest = index.digest().hex()
+        np.add.at(sizes, chunks.shard, chunks.chunk_bytes)
         self.shards: Sequence[Shard] = [
-            Shard(shard.name, size, f"{shard.version} {digest}" if shard.version else "")
+            Shard(shard.name, size, f"{shard.version} {digest.hex()}" if shard.version else "")
             for shard, size in zip(source.shards, sizes.tolist(), strict=True)
         ]
-        self._source, self._index, self._room = source, index, room
+        self._source, self._chunks, self._room = source, chunks, room
         self._bounds = ShardBounds(self.shards)
         self._decodings: dict[int, tuple[_Decoding, asyncio.Task[None]]] = {}
         self._may_gather = is_allowed()
@@ -95,8 +95,8 @@ class DecodedStorage:
     @cached_property
     def chunks(self) -> BlockMap:
         """Where the chunks lie in the decoded shards."""
-        index = self._index
-        return BlockMap.of(index.shard, index.base, index.base + index.chunk_bytes)
+        its = self._chunks
+        return BlockMap.of(its.shard, its.base, its.base + its.chunk_bytes)
 
     @property
     def is_node_local(self) -> bool:
@@ -153,11 +153,11 @@ class DecodedStorage:
 
     async def _decode(self, chunk: int, decoding: _Decoding, reads: Reads) -> None:
         """Fetch and decode a chunk, and keep it while it is read."""
-        index, claims = self._index, decoding.claims
-        shard, pieces = int(index.shard[chunk]), index.pieces(chunk)
+        its, claims = self._chunks, decoding.claims
+        shard, pieces = int(its.shard[chunk]), its.pieces(chunk)
         sizes = [stop - start for start, stop in pieces]
         decoding.target = pages(sum(sizes))
-        num_bytes = decoding.target + pages(int(index.chunk_bytes[chunk]))
+        num_bytes = decoding.target + pages(int(its.chunk_bytes[chunk]))
         try:
             async with self._room.exchanges.hold(num_bytes, claims) as exchange:
                 ends = np.cumsum(sizes).tolist()
@@ -176,13 +176,13 @@ class DecodedStorage:
                 )
                 listed = self._source.shards[shard]
                 request = DecodeRequest(
-                    index.decode(chunk),
-                    index.noun,
-                    index.number(chunk),
+                    its.decode(chunk),
+                    its.noun,
+                    its.number(chunk),
                     listed.size_bytes,
-                    index.parameters(chunk),
+                    its.parameters(chunk),
                     pieces,
-                    index.expected(chunk),
+                    its.expected(chunk),
                     decoding.target,
                     exchange.num_bytes,
                 )
@@ -196,7 +196,7 @@ class DecodedStorage:
     async def _copy(self, chunk: int, exchange: Exchange, target: int, reads: Reads) -> None:
         """Copy ranges of a decoded chunk, in a thread."""
         memory = exchange.memory
-        begin = reads.start - int(self._index.base[chunk]) + target
+        begin = reads.start - int(self._chunks.base[chunk]) + target
         sources = begin.astype(np.uint64) + np.uint64(memory.ctypes.data)
         work = partial(self._copy_all, memory, sources, reads)
         await self._room.workers.run(reads.flow, reads.num_bytes, reads.urgency, work)

@@ -1,4 +1,4 @@
-"""Finds the chunks of a dataset that cannot be decoded, and keeps what was found.
+"""Finds the chunks of a dataset that cannot be decoded, and stores their numbers.
 
 A shard's chunks are tried once for each version of it. Each is decoded as for a job.
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads, Storage
@@ -28,12 +28,12 @@ class ChunkFailures:
         """Try nothing yet.
 
         Args:
-            sidecars: any kind; what was found is kept in the same folders.
+            sidecars: any kind; the findings are kept in the same folders.
         """
         self._sidecars = sidecars.sibling(CHUNKS_SUFFIX)
 
     async def samples(
-        self, location: str, source: Storage, decoded: DecodedStorage, index: ChunkedIndex
+        self, location: str, source: Storage, decoded: DecodedStorage, index: SampleIndex
     ) -> list[DamagedSample]:
         """All samples of chunks that cannot be decoded, in the order of their ids.
 
@@ -41,23 +41,24 @@ class ChunkFailures:
             location: of the dataset, redacted.
             source: its shards, as they are stored.
             decoded: the same, decoded.
-            index: of their chunks.
+            index: of rows of their chunks.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
         """
         turns = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         found: list[DamagedSample] = []
-        table = index.blocks(0)
-        for shard in np.unique(index.shard).tolist():
-            chunks = np.flatnonzero(index.shard == shard)
+        table, all_chunks = index.blocks(0), chunks_of(index)
+        assert all_chunks is not None
+        for shard in np.unique(all_chunks.shard).tolist():
+            chunks = np.flatnonzero(all_chunks.shard == shard)
             listed = source.shards[shard]
             kind = f"chunks/1 {index.digest().hex()}"
             key = SidecarKey(location, listed.name, listed.size_bytes, listed.version, kind)
             check, local = partial(_check, len(chunks)), source.local_file(shard)
             arrays = await self._sidecars.load(key, local, check)
             if arrays is None:
-                arrays = to_arrays(await _try_all(decoded, index, chunks.tolist(), turns))
+                arrays = to_arrays(await _try_all(decoded, all_chunks, chunks.tolist(), turns))
                 await self._sidecars.try_to_save(key, local, arrays)
             for damage in from_arrays(arrays, len(chunks)):
                 chunk = int(chunks[damage.sample])
@@ -70,16 +71,16 @@ class ChunkFailures:
 
 
 async def _try_all(
-    decoded: DecodedStorage, index: ChunkedIndex, chunks: Sequence[int], turns: asyncio.Semaphore
+    decoded: DecodedStorage, its: Chunks, chunks: Sequence[int], turns: asyncio.Semaphore
 ) -> list[Damage]:
     """Why chunks of a shard cannot be decoded, by their number among these."""
 
     async def attempt(number: int, chunk: int) -> Damage | None:
         async with turns:
-            if not index.chunk_bytes[chunk]:
+            if not its.chunk_bytes[chunk]:
                 return None
             target = np.empty(1, np.uint8)  # the whole chunk is decoded for it
-            shard, base = int(index.shard[chunk]), int(index.base[chunk])
+            shard, base = int(its.shard[chunk]), int(its.base[chunk])
             try:
                 await decoded.read(Reads.into([target], [shard], [base]))
             except ExceptionGroup as errors:
@@ -87,7 +88,7 @@ async def _try_all(
                 if not isinstance(error, CorruptSample):
                     raise
                 reason = str(error.facts.get("reason", error))
-                return Damage(number, index.pieces(chunk)[-1][0], reason)
+                return Damage(number, its.pieces(chunk)[-1][0], reason)
             return None
 
     async with asyncio.TaskGroup() as group:

@@ -11,7 +11,7 @@ from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex, SomeChunks
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -46,9 +46,7 @@ def apply_filter(
         )
     if len(kept) == index.num_samples:
         return index, kept
-    if isinstance(index, ChunkedIndex):
-        return FilteredChunks(index, kept), kept
-    return Filtered(index, kept), kept
+    return Filtered(index, kept, drops_chunks=True), kept
 
 
 def numbered(sample_ids: Int64Array, kept: Int64Array) -> Int64Array:
@@ -61,14 +59,20 @@ def numbered(sample_ids: Int64Array, kept: Int64Array) -> Int64Array:
 class Filtered(SampleIndex):
     """A `SampleIndex` of M samples of another one."""
 
-    def __init__(self, index: SampleIndex, kept: Int64Array) -> None:
+    def __init__(self, index: SampleIndex, kept: Int64Array, *, drops_chunks: bool) -> None:
         """Keep which samples they are.
 
         Args:
             index: of all samples.
             kept: int64 [M], ids in rising order; at least one.
+            drops_chunks: whether decoded shards lack the chunks without any of them.
         """
-        self._index, self._kept = index, kept
+        self._index, self._kept, self.chunks = index, kept, None
+        chunks = chunks_of(index) if drops_chunks else None
+        if chunks:
+            chosen = np.unique(index.blocks(0).block_of(kept))
+            self.chunks = chunks.some(chosen)
+            self._moved = self.chunks.base - chunks.base[chosen]
         self._bounds = located_bounds(self)
         self._blocks = BlockTables(self._make_blocks)
 
@@ -93,7 +97,11 @@ class Filtered(SampleIndex):
 
     def locate(self, sample_ids: Int64Array) -> Extents:
         """See `SampleIndex.locate`."""
-        return self._index.locate(self._kept[sample_ids])
+        extents = self._index.locate(self._kept[sample_ids])
+        if not self.chunks:
+            return extents
+        moved = self._moved[self.blocks(0).block_of(sample_ids)]
+        return replace(extents, start=extents.start + moved[:, None])
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
@@ -113,19 +121,3 @@ class Filtered(SampleIndex):
         table = self._index.blocks(io_block_bytes)
         first = table.first_sample(np.arange(table.num_blocks + 1))
         return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
-
-
-class FilteredChunks(Filtered, SomeChunks):
-    """The same, of rows of chunks; chunks without any row left are as if they were not there."""
-
-    def __init__(self, index: ChunkedIndex, kept: Int64Array) -> None:
-        """Choose the chunks; see `Filtered`."""
-        Filtered.__init__(self, index, kept)
-        SomeChunks.__init__(self, index, np.unique(index.blocks(0).block_of(kept)))
-        self._moved = self.base - index.base[self._chosen]
-
-    def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`: in decoded shards that lack the other chunks."""
-        extents = super().locate(sample_ids)
-        moved = self._moved[self.blocks(0).block_of(sample_ids)]
-        return replace(extents, start=extents.start + moved[:, None])

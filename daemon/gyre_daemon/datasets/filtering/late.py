@@ -123,7 +123,7 @@ def apply_late(
     identity.update(dataset.fingerprint.encode() + kept.astype("<i8").tobytes())
     left = replace(
         dataset,
-        index=Filtered(index, kept),
+        index=Filtered(index, kept, drops_chunks=False),
         corrupt=numbered(dataset.corrupt, kept),
         fingerprint=identity.hexdigest(),
         num_left_out=dataset.num_left_out + index.num_samples - len(kept),

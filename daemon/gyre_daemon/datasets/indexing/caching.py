@@ -5,7 +5,7 @@ import numpy as np
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -29,11 +29,11 @@ def behind_cache(
     Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
     """
     cache = node_cache if opening.config.cache else None
-    if isinstance(index, ChunkedIndex):
-        decoded = DecodedStorage(storage, index, decoding)
+    if chunks := chunks_of(index):
+        decoded = DecodedStorage(storage, chunks, index.digest(), decoding)
         if cache is None:
             return decoded
-        size = int(index.chunk_bytes.max())
+        size = int(chunks.chunk_bytes.max())
         identity = f"{opening.identity} decoded"
         return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
     if cache is None:

@@ -14,7 +14,7 @@ from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.failures import ChunkFailures
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.base import DamagedSample
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import chunks_of
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
@@ -70,9 +70,9 @@ class CorruptFinder:
                 "for their report"
             )
         decoded: DecodedShards | None = None
-        if isinstance(index, ChunkedIndex):
-            storage = DecodedStorage(served, index, self._decoding)
-            decoded = DecodedShards(storage, index)
+        if chunks := chunks_of(index):
+            storage = DecodedStorage(served, chunks, index.digest(), self._decoding)
+            decoded = DecodedShards(storage, chunks)
             damaged = await self._failures.samples(opening.location, served, storage, index)
         corrupt = [
             CorruptRecord(

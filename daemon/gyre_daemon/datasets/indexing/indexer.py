@@ -30,19 +30,30 @@ from gyre_daemon.datasets.filtering.index import apply_filter, numbered
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.datasets.formats import (
     FORMATS,
+    Format,
     ListedFormat,
     SampleIndex,
     make_format,
     shown_format,
 )
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
-from gyre_daemon.datasets.formats.indexes.cast_index import with_casts
+from gyre_daemon.datasets.formats.indexes.union_index import (
+    IndexedField,
+    with_fields,
+    with_folders,
+)
 from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
 from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
 from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.discovery.partitions import (
+    Nested,
+    find_nested,
+    open_partitions,
+    partitions_of,
+)
 from gyre_daemon.datasets.indexing.discovery.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
 from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
@@ -112,6 +123,22 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = await compute(parse_location, config.uri)  # it may name 100,000 shards
+        try:
+            return await self._begin(name, config, Nested(location))
+        except ShardMissing as missing:
+            nested = await find_nested(self._opener, location, config)
+            while nested:
+                try:
+                    return await self._begin(name, config, nested)
+                except ShardMissing:
+                    nested = await find_nested(self._opener, nested.location, config)
+            raise missing
+
+    async def _begin(
+        self, name: str | None, config: DatasetConfig, nested: Nested
+    ) -> OpeningDataset:
+        """See `begin`; the location may be in folders of another one."""
+        location = nested.location
         listed = await find_shard_list(self._opener, location, config)
         if listed:
             config = replace(config, format=listed.format)
@@ -122,6 +149,7 @@ class Indexer:
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
         source: Storage
+        columns: list[IndexedField] = []
         if isinstance(dataset_format, ListedFormat):
             if config.append:
                 raise ConfigError(
@@ -134,6 +162,12 @@ class Indexer:
             source = dataset_format.storage
         elif listed:
             source = listed.storage
+        elif nested.root:
+            source = await open_partitions(
+                self._opener, nested, config, found.pattern or dataset_format.pattern
+            )
+            config, columns = partitions_of(nested.root, source).chosen(config)
+            dataset_format = cast("Format", make_format(name or config.uri, config))
         else:
             source = await self._open(location, config, found.pattern or dataset_format.pattern)
             await check_pattern(self._opener, location, config, source)
@@ -147,6 +181,7 @@ class Indexer:
             None,
             {},
             listed,
+            columns=columns,
         )
         if opening.scan and opening.scan.ahead:
             opening.beside = Beside(self._opener, source, opening.scan.ahead, config.storage)
@@ -197,7 +232,7 @@ class Indexer:
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         chosen = None if fields is index.fields else fields
         names = [spec.name for spec in index.fields]
-        index = with_casts(index, fields)
+        index = with_fields(index, fields)
         if not opening.config.append:  # an appended shard may have other lengths
             ragged = opening.scan.ragged if opening.scan else ()
             fields = await compute(with_lengths, index, fields, names, ragged)
@@ -257,7 +292,7 @@ class Indexer:
         index, _ = await self._assembled(opening, served, shards, refresh=False)
         fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         chosen = () if fields is index.fields else fields
-        index = with_casts(index, fields)
+        index = with_fields(index, fields)
         if opening.config.filter:
             index, _ = await compute(apply_filter, index, fields, opening.config.filter)
         corrupt = dataset.corrupt[: np.searchsorted(dataset.corrupt, index.num_samples)]
@@ -279,9 +314,12 @@ class Indexer:
         inspected = cast("list[Arrays]", opening.scans[: len(shards)])
         if opening.scan is None:
             inspected = await self.probed(opening, served, refresh=refresh, num_shards=len(shards))
+        damaged: Sequence[DamagedSample] = ()
         if opening.config.on_corrupt == "replace" and isinstance(opening.format, TolerantFormat):
-            return await compute(opening.format.assemble_tolerantly, shards, inspected)
-        return await compute(opening.format.assemble, shards, inspected), ()
+            index, damaged = await compute(opening.format.assemble_tolerantly, shards, inspected)
+        else:
+            index = await compute(opening.format.assemble, shards, inspected)
+        return with_folders(index, opening.columns), damaged
 
     async def probed(
         self,

@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
+from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
@@ -77,6 +78,7 @@ class OpeningDataset:
         beside: files beside the shards that tell what their scans will read; None if the format
             knows none.
         stopped: set when nobody waits for it any more; threads that work for it end then.
+        columns: of the folders of shards.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.
     """
@@ -92,6 +94,7 @@ class OpeningDataset:
     listed: ShardList | None = None
     beside: Beside | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
+    columns: Sequence[IndexedField] = ()
     damaged: dict[int, CorruptSample] | None = None
 
     @property

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -33,8 +32,8 @@ from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 
-class ChunkedIndex(SampleIndex, ABC):
-    """A `SampleIndex` of rows of C chunks; see [Note: Rows of chunks] in `chunks`.
+class Chunks:
+    """The C chunks of an index, whose samples are their rows.
 
     Attributes:
         noun: the format's name for a chunk.
@@ -44,75 +43,95 @@ class ChunkedIndex(SampleIndex, ABC):
         chunk_bytes: int64 [C], its size there.
     """
 
-    noun: str
-    num_chunks: int
-    shard: Int64Array
-    base: Int64Array
-    chunk_bytes: Int64Array
-
-    @abstractmethod
-    def decode(self, chunk: int) -> Decode:
-        """The decoder of a chunk."""
-
-    @abstractmethod
-    def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
-
-    @abstractmethod
-    def number(self, chunk: int) -> int:
-        """The number of a chunk in its shard."""
-
-    @abstractmethod
-    def parameters(self, chunk: int) -> tuple[int, ...]:
-        """Numbers of the scan that a chunk's decoder needs."""
-
-    @abstractmethod
-    def expected(self, chunk: int) -> list[Expected]:
-        """The size and checksums of each stored field of a decoded chunk."""
-
-
-class SomeChunks(ChunkedIndex):
-    """Chunks of another index. A subclass says which samples of them it has."""
-
-    def __init__(self, chunks: ChunkedIndex, chosen: Int64Array) -> None:
-        """Choose chunks.
+    def __init__(
+        self,
+        scanned: Sequence["ChunkIndex"],
+        owner: Int64Array,
+        place: Int64Array,
+        shard: Int64Array,
+    ) -> None:
+        """Take chunks of one or more scanned schemas.
 
         Args:
-            chunks: the other index.
-            chosen: int64 [C], chunks of it in rising order.
+            scanned: know how chunks are decoded.
+            owner: int64 [C], which of them knows each chunk.
+            place: int64 [C], the number of the chunk there.
+            shard: int64 [C], in rising order.
         """
-        self._chunks, self._chosen, self.noun = chunks, chosen, chunks.noun
-        self.num_chunks = len(chosen)
-        self.shard = chunks.shard[chosen]
-        self.chunk_bytes = chunks.chunk_bytes[chosen]
+        self._scanned, self._owner, self._place, self.shard = scanned, owner, place, shard
+        self.noun, self.num_chunks = scanned[0].noun, len(shard)
+        self.chunk_bytes = np.zeros(len(shard), np.int64)
+        for number, index in enumerate(scanned):
+            some = owner == number
+            self.chunk_bytes[some] = index.chunk_bytes[place[some]]
         before = np.cumsum(self.chunk_bytes) - self.chunk_bytes
-        self.base = before - before[np.searchsorted(self.shard, self.shard)]
+        self.base: Int64Array = before - before[np.searchsorted(shard, shard)]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Chunks"], shards: Sequence[Sequence[int]]) -> "Chunks":
+        """The chunks of several indexes, given the numbers of their shards in the dataset."""
+        shard = np.concatenate(
+            [np.array(its)[part.shard] for part, its in zip(parts, shards, strict=True)]
+        )
+        in_order = np.argsort(shard, kind="stable")
+        first = np.cumsum([0, *(len(part._scanned) for part in parts)]).tolist()
+        owner = [part._owner + begin for part, begin in zip(parts, first, strict=False)]
+        place = [part._place for part in parts]
+        return cls(
+            [index for part in parts for index in part._scanned],
+            np.concatenate(owner)[in_order],
+            np.concatenate(place)[in_order],
+            shard[in_order],
+        )
+
+    def some(self, chosen: Int64Array) -> "Chunks":
+        """Some of the chunks, by rising numbers; decoded shards lack the others."""
+        return Chunks(self._scanned, self._owner[chosen], self._place[chosen], self.shard[chosen])
 
     def decode(self, chunk: int) -> Decode:
-        """See `ChunkedIndex.decode`."""
-        return self._chunks.decode(int(self._chosen[chunk]))
+        """The decoder of a chunk."""
+        return self._of(chunk)[0].decode
 
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """See `ChunkedIndex.pieces`."""
-        return self._chunks.pieces(int(self._chosen[chunk]))
+        """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
+        index, place = self._of(chunk)
+        return index.pieces(place)
 
     def number(self, chunk: int) -> int:
-        """See `ChunkedIndex.number`."""
-        return self._chunks.number(int(self._chosen[chunk]))
+        """The number of a chunk in its shard."""
+        index, place = self._of(chunk)
+        return int(index.numbers[place])
 
     def parameters(self, chunk: int) -> tuple[int, ...]:
-        """See `ChunkedIndex.parameters`."""
-        return self._chunks.parameters(int(self._chosen[chunk]))
+        """Numbers of the scan that a chunk's decoder needs."""
+        index, place = self._of(chunk)
+        return tuple(index.parameters[place])
 
     def expected(self, chunk: int) -> list[Expected]:
-        """See `ChunkedIndex.expected`."""
-        return self._chunks.expected(int(self._chosen[chunk]))
+        """The size and checksums of each stored field of a decoded chunk."""
+        index, place = self._of(chunk)
+        return index.expected(place)
+
+    def _of(self, chunk: int) -> tuple["ChunkIndex", int]:
+        return self._scanned[int(self._owner[chunk])], int(self._place[chunk])
 
 
-class ChunkIndex(ChunkedIndex):
-    """A `ChunkedIndex` of shards that have the same fields.
+def chunks_of(index: SampleIndex) -> Chunks | None:
+    """The chunks whose rows the samples are; None where samples are ranges of stored shards."""
+    return getattr(index, "chunks", None)
+
+
+class ChunkIndex(SampleIndex):
+    """A `SampleIndex` of rows of C chunks, of shards that have the same fields.
 
     It takes 4 bytes for each row and ragged field, and one for each row and field that rows lack.
+
+    Attributes:
+        noun: the format's name for a chunk.
+        decode: decodes a chunk.
+        numbers: int64 [C], of the chunks in their shards.
+        parameters: of each chunk, numbers of the scan that its decoder needs.
+        chunk_bytes: int64 [C], the size of each decoded chunk.
     """
 
     def __init__(
@@ -135,15 +154,14 @@ class ChunkIndex(ChunkedIndex):
         Raises:
             CorruptSample: a shard has other fields than the first with rows.
         """
-        self._decode, self.noun = decode, noun
+        self.decode, self.noun = decode, noun
         self._stored = _common_fields(shards, inspected)
         full = [(number, scan) for number, scan in enumerate(inspected) if len(scan["rows"])]
         scans = [scan for _, scan in full]
         num_chunks = [len(scan["rows"]) for scan in scans]
-        self.num_chunks = sum(num_chunks)
-        self.shard = np.repeat(np.array([number for number, _ in full], np.int64), num_chunks)
-        self._number = _joined([scan["numbers"] for scan in scans], np.int64)
-        self._parameters = [each for scan in scans for each in scan["parameters"].tolist()]
+        self._shard = np.repeat(np.array([number for number, _ in full], np.int64), num_chunks)
+        self.numbers = _joined([scan["numbers"] for scan in scans], np.int64)
+        self.parameters = [each for scan in scans for each in scan["parameters"].tolist()]
         self._rows = _joined([scan["rows"] for scan in scans], np.int64)
         self._pieces = _joined([scan["pieces"] for scan in scans], np.int64, 2)
         counts = _joined([scan["num_pieces"] for scan in scans], np.int64)
@@ -158,13 +176,15 @@ class ChunkIndex(ChunkedIndex):
         self._first = np.concatenate(([0], np.cumsum(self._rows))).astype(np.int64)
         self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
         self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
-        ends = np.cumsum(self.chunk_bytes)
-        starts = ends - self.chunk_bytes
-        first_of_shard = np.searchsorted(self.shard, self.shard)
-        self.base: Int64Array = starts - starts[first_of_shard]
-        self._field_start = self.base[:, None] + np.cumsum(self._field_bytes, axis=1)
+        self._field_start = self.chunks.base[:, None] + np.cumsum(self._field_bytes, axis=1)
         self._field_start -= self._field_bytes
         self._digest = self._make_digest(identity)
+
+    @property
+    def chunks(self) -> Chunks:
+        """All of its chunks; a new object each time, which keeps the index."""
+        places = np.arange(len(self._shard))
+        return Chunks([self], np.zeros_like(places), places, self._shard)
 
     @property
     def num_samples(self) -> int:
@@ -205,7 +225,7 @@ class ChunkIndex(ChunkedIndex):
                 size[:, place] = spec.element_bytes
                 start[:, place] += row * spec.element_bytes
         indexed = tuple(self._present[sample_ids, k] for k in range(len(self._optional)))
-        return Extents(self.shard[chunk], start, size, indexed=indexed)
+        return Extents(self._shard[chunk], start, size, indexed=indexed)
 
     @cached_property
     def _bounds(self) -> RaggedBounds:
@@ -236,26 +256,14 @@ class ChunkIndex(ChunkedIndex):
         """See `SampleIndex.digest`."""
         return self._digest
 
-    def decode(self, chunk: int) -> Decode:
-        """See `ChunkedIndex.decode`: the same for all."""
-        return self._decode
-
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """See `ChunkedIndex.pieces`."""
-        start, stop = self._shared[int(self.shard[chunk])]
+        """See `Chunks.pieces`."""
+        start, stop = self._shared[int(self._shard[chunk])]
         some = self._pieces[self._first_piece[chunk] : self._first_piece[chunk + 1]].tolist()
         return [(start, stop)] * (start < stop) + [(begin, end) for begin, end in some]
 
-    def number(self, chunk: int) -> int:
-        """See `ChunkedIndex.number`."""
-        return int(self._number[chunk])
-
-    def parameters(self, chunk: int) -> tuple[int, ...]:
-        """See `ChunkedIndex.parameters`."""
-        return tuple(self._parameters[chunk])
-
     def expected(self, chunk: int) -> list[Expected]:
-        """See `ChunkedIndex.expected`."""
+        """See `Chunks.expected`."""
         rows = slice(int(self._first[chunk]), int(self._first[chunk + 1]))
         expected, ragged = [], 0
         for place, spec in enumerate(self._stored):
@@ -275,8 +283,8 @@ class ChunkIndex(ChunkedIndex):
             (spec.name, spec.dtype.str, spec.shape, spec.codec, spec.categories)
             for spec in self.fields
         ]
-        digest.update(json.dumps([described, self._parameters]).encode())
-        for table in (self.shard, self._rows, self._pieces, self._ends, self._present):
+        digest.update(json.dumps([described, self.parameters]).encode())
+        for table in (self._shard, self._rows, self._pieces, self._ends, self._present):
             digest.update(np.ascontiguousarray(table).data)
         return digest.digest()
 

@@ -1,4 +1,4 @@
-"""The index of shards with different schemas; see `schemas`. Pure.
+"""The index of a dataset's fields: joined from schemas, cast, and with columns of folders. Pure.
 
 [Note: Shards with different schemas]
 
@@ -7,12 +7,16 @@ any. A `UnionIndex` joins the parts: it maps each sample to its part, and the fi
 those of the dataset. Fields that one shard stores in another way are not converted here. A
 field says how each schema stores it (`FieldSpec.forms`), and `Extents.schema` which one a sample
 has; a column that a schema lacks takes no stored bytes.
+
+The same with one part serves an index under other names and dtypes, and adds the columns of the
+shards' folders. Only the lengths of lists change then, so the digest is that of the part.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,9 +31,8 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.chunks import Decode, Expected
-from gyre_daemon.datasets.formats.indexes.bounds import located_bounds
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds, located_bounds
+from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
     SchemaOptions,
@@ -57,6 +60,37 @@ class Part:
     index: SampleIndex
     shards: Sequence[int]
     counts: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedField:
+    """Where the values of an indexed field come from.
+
+    Attributes:
+        spec: the field.
+        places: of each part, the place among its indexed fields; None if it lacks the field.
+        fills: of each part, the value of all its samples then.
+        of_shards: the value of each shard of the dataset, instead.
+    """
+
+    spec: FieldSpec
+    places: Sequence[int | None] = ()
+    fills: Sequence[bool] = ()
+    of_shards: npt.NDArray[np.generic] | None = None
+
+    def of_some(self, shards: Sequence[int]) -> "IndexedField":
+        """The same of some shards, which are numbered anew."""
+        assert self.of_shards is not None
+        return replace(self, of_shards=self.of_shards[list(shards)])
+
+    def values(self, part: int, extents: Extents) -> npt.NDArray[np.generic]:
+        """Of samples of a part, whose shards are numbered as in the dataset."""
+        if self.of_shards is not None:
+            return self.of_shards[extents.shard]
+        place = self.places[part]
+        if place is None:
+            return np.full(len(extents.shard), self.fills[part], self.spec.dtype)
+        return extents.indexed[place]
 
 
 def assemble_union(
@@ -95,103 +129,155 @@ def assemble_union(
         parts.append(Part(index, its, np.array([num_samples(scan) for scan in scans], np.int64)))
     if not parts:
         return assemble(shards, inspected)
-    are_chunked = [isinstance(part.index, ChunkedIndex) for part in parts]
+    are_chunked = [chunks_of(part.index) is not None for part in parts]
     if any(are_chunked) != all(are_chunked):
         compressed = parts[are_chunked.index(True)].shards[0]
         raise ConfigError(
             f"some shards are compressed, such as {shards[compressed].name}, and some are not; "
             "serve them as two datasets"
         )
-    make = ChunkedUnion if all(are_chunked) else UnionIndex
-    return make(shards, parts, order, options.defaults)
+    stored, indexed = _fields_of(shards, parts, order, options.defaults)
+    found = [_in_parts(spec, parts, options.defaults) for spec in indexed]
+    return UnionIndex(parts, stored, found, _digest(parts, stored, found), len(shards))
 
 
-class UnionIndex(SampleIndex):
-    """A `SampleIndex` of shards with different schemas."""
+def with_fields(index: SampleIndex, fields: Sequence[FieldSpec]) -> SampleIndex:
+    """The index, where lists have the dtypes of these fields; itself if no list is cast.
+
+    Args:
+        index: of the samples as they are stored.
+        fields: the same ones, renamed and cast.
+    """
+    stored = stored_fields(fields)
+    pairs = zip(stored_fields(index.fields), stored, strict=True)
+    if not any(old.ragged and new.ragged and old.dtype != new.dtype for old, new in pairs):
+        return index
+    indexed = [IndexedField(spec, [place]) for place, spec in enumerate(indexed_fields(fields))]
+    return UnionIndex([Part(index, (), _NO_COUNTS)], stored, indexed, index.digest())
+
+
+def with_folders(index: SampleIndex, columns: Sequence[IndexedField]) -> SampleIndex:
+    """The index with the columns of its shards' folders that it has not itself."""
+    names = {spec.name for spec in index.fields}
+    more = [
+        column for column in columns if column.spec.name.removesuffix(PRESENT_SUFFIX) not in names
+    ]
+    if not more:
+        return index
+    own = [IndexedField(spec, [place]) for place, spec in enumerate(indexed_fields(index.fields))]
+    parts = [Part(index, (), _NO_COUNTS)]
+    return UnionIndex(parts, stored_fields(index.fields), [*own, *more], index.digest())
+
+
+class UnionIndex:
+    """A `SampleIndex` of the samples of one or more others.
+
+    Attributes:
+        fields: the stored ones before the indexed ones.
+        chunks: see `chunks_of`.
+    """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
         parts: Sequence[Part],
-        order: Sequence[str],
-        defaults: Mapping[str, Any],
+        stored: Sequence[FieldSpec],
+        indexed: Sequence[IndexedField],
+        digest: bytes,
+        num_shards: int = 0,
     ) -> None:
         """Join the parts.
 
         Args:
-            shards: of the dataset.
-            parts: at least one.
-            order: see `assemble_union`.
-            defaults: see `SchemaOptions`.
+            parts: at least one. The only one may leave out `shards` and `counts`.
+            stored: the stored fields. A part has them under the same names, unless it is the only
+                one, which has all of them in this order.
+            indexed: the indexed fields.
+            digest: see `SampleIndex.digest`.
+            num_shards: of the dataset, where there are several parts.
         """
-        self._parts = parts
-        counts = np.zeros(len(shards), np.int64)
-        self._part = np.zeros(len(shards), np.int64)
-        self._first_in_part = np.zeros(len(shards), np.int64)
-        for number, part in enumerate(parts):
-            counts[part.shards] = part.counts
-            self._part[part.shards] = number
-            self._first_in_part[part.shards] = np.cumsum(part.counts) - part.counts
-        self._first = np.concatenate(([0], np.cumsum(counts)))
-        self._stored, self._indexed = _fields_of(shards, parts, order, defaults)
-        self._places = [_places(self._stored, part.index) for part in parts]
-        self._values = [
-            [_IndexedField.of(spec, part.index, defaults) for spec in self._indexed]
-            for part in parts
-        ]
-        self._bounds = located_bounds(self)
+        self.fields = [*stored, *(each.spec for each in indexed)]
+        self._parts, self._indexed, self._digest = parts, indexed, digest
+        self._maps = [_PartMap.of(part, number, stored) for number, part in enumerate(parts)]
+        self.num_samples = sum(part.index.num_samples for part in parts)
+        if parts[0].shards:
+            counts = np.zeros(num_shards, np.int64)
+            self._part = np.zeros(num_shards, np.int64)
+            self._first_in_part = np.zeros(num_shards, np.int64)
+            for number, part in enumerate(parts):
+                counts[part.shards] = part.counts
+                self._part[part.shards] = number
+                self._first_in_part[part.shards] = np.cumsum(part.counts) - part.counts
+            self._first = np.concatenate(([0], np.cumsum(counts)))
         self._blocks = BlockTables(self._make_blocks)
-        self._digest = self._make_digest()
 
-    @property
-    def num_samples(self) -> int:
-        """See `SampleIndex.num_samples`."""
-        return int(self._first[-1])
-
-    @property
-    def fields(self) -> Sequence[FieldSpec]:
-        """See `SampleIndex.fields`; a field that a shard lacks has one more, `NAME.present`."""
-        return [*self._stored, *self._indexed]
+    @cached_property
+    def chunks(self) -> Chunks | None:
+        """See `chunks_of`: those of all parts."""
+        found = [its for part in self._parts if (its := chunks_of(part.index))]
+        if not found or not self._parts[0].shards:
+            return found[0] if found else None
+        return Chunks.joined(found, [part.shards for part in self._parts])
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
         """See `SampleIndex.locate`."""
-        shape = len(sample_ids), len(self._stored)
+        if len(self._parts) == 1:
+            its = self._parts[0].index.locate(sample_ids)
+            return self._served(0, its)
+        count, num_stored = len(sample_ids), len(self.fields) - len(self._indexed)
         shard = np.searchsorted(self._first, sample_ids, side="right") - 1
         schema = self._part[shard]
-        start, size, lengths = (np.zeros(shape, np.int64) for _ in range(3))
-        absent = np.zeros(shape, np.bool_)
-        indexed = tuple(np.zeros(len(sample_ids), _BOOL) for _ in self._indexed)
+        start, size, lengths = (np.zeros((count, num_stored), np.int64) for _ in range(3))
+        absent = np.zeros((count, num_stored), np.bool_)
+        indexed = tuple(np.zeros(count, each.spec.dtype) for each in self._indexed)
         own_ids = sample_ids - self._first[shard] + self._first_in_part[shard]
         for number, part in enumerate(self._parts):
             some = np.flatnonzero(schema == number)
             if not len(some):
                 continue
-            its = part.index.locate(own_ids[some])
-            if its.start.shape[1]:  # an absent field takes no bytes of its range
-                start[some] = its.start.min(axis=1)[:, None]
-            for column, (spec, place) in enumerate(
-                zip(self._stored, self._places[number], strict=True)
-            ):
-                if place is None:
-                    lengths[some, column] = len(spec.form(number).default)
-                    continue
-                start[some, column] = its.start[:, place]
-                size[some, column] = its.size[:, place]
-                lengths[some, column] = _widened(spec.form(number), its.tensor_bytes[:, place])
-                if its.absent is not None:
-                    absent[some, column] = its.absent[:, place]
-            for values, found in zip(indexed, self._values[number], strict=True):
-                values[some] = found.values(its)
+            its = self._served(number, part.index.locate(own_ids[some]))
+            start[some], size[some], lengths[some] = its.start, its.size, its.tensor_bytes
+            if its.absent is not None:
+                absent[some] = its.absent
+            for values, found in zip(indexed, its.indexed, strict=True):
+                values[some] = found
         return Extents(
             shard, start, size, lengths, absent if absent.any() else None, indexed, schema
         )
+
+    def _served(self, number: int, its: Extents) -> Extents:
+        """The extents of samples of a part, as those of the dataset's fields and shards."""
+        fields, part = self._maps[number], self._parts[number]
+        if part.shards:
+            its = replace(its, shard=np.array(part.shards)[its.shard])
+        indexed = tuple(each.values(number, its) for each in self._indexed)
+        if fields.keeps_all:
+            return replace(its, indexed=indexed)
+        tables = its.start, its.size, its.tensor_bytes
+        if not its.start.shape[1]:
+            tables = (np.zeros((len(its.shard), 1), np.int64),) * 3
+        start, size, lengths = (table[:, fields.places] for table in tables)
+        lengths = lengths // fields.before * fields.after
+        absent = None if its.absent is None else its.absent[:, fields.places]
+        if len(fields.lacking):  # these take no bytes of the sample's range
+            start[:, fields.lacking] = tables[0].min(axis=1, keepdims=True)
+            size[:, fields.lacking] = 0
+            lengths[:, fields.lacking] = fields.default_bytes
+            if absent is not None:
+                absent[:, fields.lacking] = False
+        return replace(its, start=start, size=size, lengths=lengths, absent=absent, indexed=indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`."""
         return self._bounds.largest(num_samples)
 
+    @cached_property
+    def _bounds(self) -> RaggedBounds:
+        return located_bounds(self)
+
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: those of the parts, in the order of the shards."""
+        if len(self._parts) == 1:
+            return self._parts[0].index.blocks(io_block_bytes)
         return self._blocks.of(io_block_bytes)
 
     def digest(self) -> bytes:
@@ -208,101 +294,79 @@ class UnionIndex(SampleIndex):
             firsts.append(self._first[np.array(part.shards)[shard]] + first - own[shard])
         return blocks_that_begin_at(np.sort(np.concatenate(firsts)))
 
-    def _make_digest(self) -> bytes:
-        described = [
-            [spec.name, spec.dtype.str, spec.shape, spec.ragged, spec.codec, spec.categories]
-            + [[form.codec, str(form.cast_from), form.default.hex()] for form in spec.forms]
-            for spec in self.fields
-        ]
-        digest = hashlib.blake2b(b"union " + json.dumps(described).encode(), digest_size=16)
-        for number, part in enumerate(self._parts):
-            fills = [found.fill for found in self._values[number]]
-            digest.update(json.dumps([list(part.shards), fills]).encode())
-            digest.update(part.index.digest())
-        return digest.digest()
 
-
-class ChunkedUnion(UnionIndex, ChunkedIndex):
-    """The same, of shards of chunks."""
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        parts: Sequence[Part],
-        order: Sequence[str],
-        defaults: Mapping[str, Any],
-    ) -> None:
-        """Join the chunks of the parts, too; see `UnionIndex`."""
-        super().__init__(shards, parts, order, defaults)
-        indexes = [part.index for part in parts if isinstance(part.index, ChunkedIndex)]
-        self._indexes, self.noun = indexes, indexes[0].noun
-        shard = np.concatenate(
-            [np.array(part.shards)[its.shard] for part, its in zip(parts, indexes, strict=True)]
-        )
-        in_order = np.argsort(shard, kind="stable")
-        counts = [its.num_chunks for its in indexes]
-        self._owner = np.repeat(np.arange(len(parts)), counts)[in_order]
-        self._own_chunk = np.concatenate([np.arange(count) for count in counts])[in_order]
-        self.num_chunks = len(shard)
-        self.shard = shard[in_order]
-        self.base = np.concatenate([its.base for its in indexes])[in_order]
-        self.chunk_bytes = np.concatenate([its.chunk_bytes for its in indexes])[in_order]
-
-    def decode(self, chunk: int) -> Decode:
-        """See `ChunkedIndex.decode`."""
-        index, own = self._of(chunk)
-        return index.decode(own)
-
-    def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """See `ChunkedIndex.pieces`."""
-        index, own = self._of(chunk)
-        return index.pieces(own)
-
-    def number(self, chunk: int) -> int:
-        """See `ChunkedIndex.number`."""
-        index, own = self._of(chunk)
-        return index.number(own)
-
-    def parameters(self, chunk: int) -> tuple[int, ...]:
-        """See `ChunkedIndex.parameters`."""
-        index, own = self._of(chunk)
-        return index.parameters(own)
-
-    def expected(self, chunk: int) -> list[Expected]:
-        """See `ChunkedIndex.expected`."""
-        index, own = self._of(chunk)
-        return index.expected(own)
-
-    def _of(self, chunk: int) -> tuple[ChunkedIndex, int]:
-        """The index of a part, and the chunk's number there."""
-        return self._indexes[int(self._owner[chunk])], int(self._own_chunk[chunk])
+_NO_COUNTS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _IndexedField:
-    """Where the values of an indexed field come from in one part.
+class _PartMap:
+    """Where the F stored fields of a dataset are among those of a part.
 
     Attributes:
-        place: among the indexed fields of the part; None if it lacks the field.
-        fill: the value of all its samples then.
+        places: int64 [F]; 0 for lacking ones.
+        before, after: int64 [F], the bytes of an element of a list there and in the dataset; 1 for
+            other fields.
+        lacking: int64 [L], the fields that the part lacks.
+        default_bytes: int64 [L], the bytes of each in a tensor.
+        keeps_all: whether nothing differs.
     """
 
-    place: int | None
-    fill: bool
+    places: Int64Array
+    before: Int64Array
+    after: Int64Array
+    lacking: Int64Array
+    default_bytes: Int64Array
+    keeps_all: bool
 
     @classmethod
-    def of(
-        cls, spec: FieldSpec, index: SampleIndex, defaults: Mapping[str, Any]
-    ) -> "_IndexedField":
-        names = [each.name for each in indexed_fields(index.fields)]
-        place = names.index(spec.name) if spec.name in names else None
-        owner = spec.name.removesuffix(PRESENT_SUFFIX)
-        if owner != spec.name:
-            return cls(place, owner in [each.name for each in index.fields])
-        return cls(place, any(default_bytes(spec, defaults)))
+    def of(cls, part: Part, number: int, stored: Sequence[FieldSpec]) -> "_PartMap":
+        own = list(stored_fields(part.index.fields))
+        names = [spec.name for spec in (own if part.shards else stored)]
+        places, before, after, lacking, defaults = [], [], [], [], []
+        for place, spec in enumerate(stored):
+            is_there = spec.name in names
+            its = names.index(spec.name) if is_there else 0
+            is_list = is_there and spec.ragged and own[its].ragged
+            places.append(its)
+            before.append(own[its].dtype.itemsize if is_list else 1)
+            after.append(spec.dtype.itemsize if is_list else 1)
+            if not is_there:
+                lacking.append(place)
+                defaults.append(len(spec.form(number).default))
+        keeps_all = not lacking and before == after and places == list(range(len(own)))
+        found = [np.array(each, np.int64) for each in (places, before, after, lacking, defaults)]
+        return cls(found[0], found[1], found[2], found[3], found[4], keeps_all)
 
-    def values(self, extents: Extents) -> npt.NDArray[np.generic] | bool:
-        return self.fill if self.place is None else extents.indexed[self.place]
+
+def _digest(
+    parts: Sequence[Part], stored: Sequence[FieldSpec], indexed: Sequence[IndexedField]
+) -> bytes:
+    described = [
+        [spec.name, spec.dtype.str, spec.shape, spec.ragged, spec.codec, spec.categories]
+        + [[form.codec, str(form.cast_from), form.default.hex()] for form in spec.forms]
+        for spec in (*stored, *(each.spec for each in indexed))
+    ]
+    digest = hashlib.blake2b(b"union " + json.dumps(described).encode(), digest_size=16)
+    for number, part in enumerate(parts):
+        fills = [each.fills[number] for each in indexed]
+        digest.update(json.dumps([list(part.shards), fills]).encode())
+        digest.update(part.index.digest())
+    return digest.digest()
+
+
+def _in_parts(spec: FieldSpec, parts: Sequence[Part], defaults: Mapping[str, Any]) -> IndexedField:
+    """Where the values of an indexed field come from in each part."""
+    places: list[int | None] = []
+    fills = []
+    owner = spec.name.removesuffix(PRESENT_SUFFIX)
+    for part in parts:
+        names = [each.name for each in indexed_fields(part.index.fields)]
+        places.append(names.index(spec.name) if spec.name in names else None)
+        if owner != spec.name:
+            fills.append(owner in [each.name for each in part.index.fields])
+        else:
+            fills.append(any(default_bytes(spec, defaults)))
+    return IndexedField(spec, places, fills)
 
 
 def _fields_of(
@@ -350,16 +414,3 @@ def _fields_of(
         for name in lacking
     ]
     return list(stored_fields(found)), [*indexed_fields(found), *present]
-
-
-def _places(fields: Sequence[FieldSpec], index: SampleIndex) -> list[int | None]:
-    """Where each stored field is among those of a part; None where that lacks it."""
-    names = [spec.name for spec in stored_fields(index.fields)]
-    return [names.index(spec.name) if spec.name in names else None for spec in fields]
-
-
-def _widened(form: FieldSpec, num_bytes: Int64Array) -> Int64Array:
-    """The bytes of a ragged field once its elements have the dtype of the dataset."""
-    if not form.ragged or not form.cast_from:
-        return num_bytes
-    return num_bytes // form.cast_from[1].itemsize * form.dtype.itemsize
