@@ -151,7 +151,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     check_patterns(config)
     check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
     for name, dataset in config.datasets.items():
-        if dataset.mixture:  # it has no shards of its own
+        if dataset.mixture:  # it has no shards
             continue
         if dataset.format:
             make_format(name, dataset)

@@ -65,7 +65,6 @@ from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
-from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
@@ -167,7 +166,6 @@ async def serve(
             fallback_index_dir,
             own_folder,
             await _open_disk_cache(config),
-            await _weight_changes(own_folder / "mixtures"),
             executor,
             listeners,
             copy_workers,
@@ -187,7 +185,6 @@ class _Daemon:
         fallback_index_dir: Path,
         own_folder: Path,
         disk: DiskCache | None,
-        changes: WeightChanges,
         executor: DaemonThreads,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
@@ -255,7 +252,6 @@ class _Daemon:
             copy_workers,
             self._transforms,
             self._measurer,
-            changes,
             config.prefetch_batches,
             self._ask_to_stop,
         )
@@ -428,21 +424,6 @@ async def _open_disk_cache(config: DaemonConfig) -> DiskCache | None:
         facts = {"folder": folder, "reason": error.strerror}
         log_event("no disk cache", facts, logging.WARNING)
         return None
-
-
-async def _weight_changes(folder: Path) -> WeightChanges:
-    """See `WeightChanges`.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    try:
-        return await MOUNTS.answered(folder, WeightChanges, folder)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"the changes of weights in {folder} cannot be read: {error.strerror}. Set `index_dir` "
-            "to a folder of this machine."
-        ) from error
 
 
 def _make_cache(

@@ -266,6 +266,7 @@ class BatchStream:
         # from now on the cursor says where to go on, and with which samples and transforms
         self._request.ClearField("step")
         self._request.ClearField("grow")
+        self._request.ClearField("weights")
         self._request.changed_transforms = False
         self.position = Position(opened.cursor, opened.first_step)
         self._opened_s = time.monotonic()

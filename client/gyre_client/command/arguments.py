@@ -9,7 +9,6 @@ from fractions import Fraction
 import shtab
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.errors import InvalidRequest
 from gyre_client.messages.requests import dataset_ref
 
 _MAX_INTERVAL_S = 3600
@@ -20,8 +19,8 @@ _DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**
 _UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 
-class Addresses(argparse.Action):
-    """Keeps the first value as `address`, and those that follow it as `more_addresses`."""
+class OneAddress(argparse.Action):
+    """Keeps the value as `address`, and refuses a second one."""
 
     def __call__(
         self,
@@ -31,25 +30,9 @@ class Addresses(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """See `argparse.Action`."""
-        if namespace.address is None:
-            namespace.address = values
-        else:
-            namespace.more_addresses = [*more_addresses(namespace), str(values)]
-
-
-def more_addresses(args: argparse.Namespace) -> list[str]:
-    """Returns the addresses after the first one."""
-    return list(getattr(args, "more_addresses", ()))
-
-
-def refuse_more_addresses(args: argparse.Namespace) -> None:
-    """Checks that one address was given at most.
-
-    Raises:
-        InvalidRequest: There were several.
-    """
-    if more_addresses(args):
-        raise InvalidRequest("this command asks one daemon: give --address once")
+        if namespace.address is not None:
+            parser.error("--address: several daemons (got a second one). Give it once.")
+        namespace.address = values
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:

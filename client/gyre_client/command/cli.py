@@ -14,10 +14,9 @@ import shtab
 
 from gyre_client import __version__
 from gyre_client.command.arguments import (
-    Addresses,
+    OneAddress,
     add_dataset_arguments,
     interval_s,
-    refuse_more_addresses,
 )
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
@@ -27,7 +26,6 @@ from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
-from gyre_client.command.mix import add_mix_arguments, mix
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.rewind import add_rewind_arguments, rewind
 from gyre_client.command.status import status
@@ -66,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> CommandOutput | None:
     """Returns None for a command that prints its output itself."""
-    if args.run is not mix:
-        refuse_more_addresses(args)
     if "prepare" in args:
         args.prepare(args)
     target = _target(args)
@@ -105,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--address",
-        action=Addresses,
+        action=OneAddress,
         help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent",
     )
     common.add_argument(
@@ -152,7 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     live.add_argument("--once", action="store_true", help="one look, and end")
     add_plan_arguments(add(plan, shuffle, "samples of a step, or the cost of each order"))
-    add_mix_arguments(add(mix, dataset, "give the running job on a mixture other weights"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     about = "the samples behind steps of a run, for a loss that jumped"
     add_rewind_arguments(add(rewind, common, about))

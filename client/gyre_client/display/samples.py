@@ -114,7 +114,6 @@ def sample_of_step(
     asked = pb.OpenSessionRequest(
         dataset=request.dataset,
         order=located.order,
-        join=located.join,
         cursor=request.cursor,
         step=located.batch,
         reader=reader(None, row, located.order.global_batch_size),

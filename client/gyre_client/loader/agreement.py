@@ -34,6 +34,7 @@ def arguments_that_agree(request: pb.OpenSessionRequest, num_epochs: int | None)
     )
     told = {_NAMES.get(name, name): str(value) for name, value in order.items()}
     told["pack"] = str(MessageToDict(request.dataset.pack))
+    told["weights"] = str(sorted(request.weights.items()))
     told["skip_steps"] = str(MessageToDict(request.skip_steps))
     return told | {"epochs": str(num_epochs)}
 

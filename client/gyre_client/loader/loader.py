@@ -42,8 +42,8 @@ from gyre_client.loader.ranks import join_run, ranks_of_loader
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.loader.sequence_cut import cut_of
 from gyre_client.loader.steps import LoaderSteps
-from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
-from gyre_client.messages.requests import JOINS, dataset_ref, reader, skipped_steps
+from gyre_client.messages.arguments import MAX_UINT32, flag, seconds, whole
+from gyre_client.messages.requests import dataset_ref, reader, skipped_steps, source_weights
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import dataset_or_path, target_of_dataset
 from gyre_client.tracebacks import fold, folded
@@ -120,7 +120,6 @@ class Loader(LoaderSteps):
         order: str = "full",
         io_block_bytes: int = 0,
         window_blocks: int = 0,
-        join: str = "alone",
         epochs: int | None = 1,
         restart: bool = False,
         job: str | None = None,
@@ -138,6 +137,7 @@ class Loader(LoaderSteps):
         bucket: Mapping[str, object] | None = None,
         transform: Sequence[Mapping[str, object] | Callable[..., Any]] | None = None,
         skip_steps: Sequence[tuple[int, int]] | None = None,
+        weights: Mapping[str, float] | None = None,
         **unknown: object,
     ) -> None:
         """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
@@ -185,10 +185,6 @@ class Loader(LoaderSteps):
                 window fits into 512 MiB.
             window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times
                 `batch_size`.
-            join: `alone` begins at the first sample of the order. `rotate` begins where a running
-                job with the same order of the same data reads now, so that the data is read once
-                for both; every epoch then begins and ends there. With several ranks, load rank 0's
-                state on all other ranks.
             epochs: How many epochs one iteration passes over; None for an iteration without an end.
             restart: Every iteration begins at the first batch, and nothing is read beyond its end.
                 Use it for validation, with order="sequential" and tail="pad".
@@ -230,6 +226,9 @@ class Loader(LoaderSteps):
             skip_steps: Steps to leave out on all ranks: `[(A, B)]` for A to before B. Every
                 other step keeps its number and its samples; see docs/loader.md. The state keeps
                 them, so None goes on with those of a state.
+            weights: Of a mixture's sources, {"web": 0.5, "code": 0.5}, from the step on at which
+                the job begins or a state is loaded; a source that is absent is not read. The state
+                keeps them, so None goes on with those of a state; see docs/mixtures.md.
             unknown: Not accepted. For a keyword of torch's DataLoader, the error says the
                 alternative.
 
@@ -245,8 +244,6 @@ class Loader(LoaderSteps):
         explicit = rank, world_size, peer, cp_rank, cp_size
         ranks = ranks_of_loader(mesh, data_dims, cp_dim, explicit)
         rank, world_size = ranks.rank, ranks.world_size
-        # A job that joins another one has no peers unless they are given.
-        its_peer = None if join == "rotate" and peer is None and mesh is None else ranks.peer
         if rank == 0 and not ranks.peer:
             _warn_of_foreign_command()
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
@@ -263,13 +260,13 @@ class Loader(LoaderSteps):
             order=order_spec(
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
-            reader=reader(job, ranks.rank, world_size, its_peer, ranks.num_local),
+            reader=reader(job, ranks.rank, world_size, ranks.peer, ranks.num_local),
             # 0: the daemon reads ahead beyond the end of an iteration
             num_epochs=(self._num_epochs or 0) if restart else 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
-            join=choice("join", join, JOINS),
             transforms=self._declared,
             skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
+            weights=source_weights(weights),
         )
         key = join_run(self._request, is_named=bool(job))
         arguments = arguments_that_agree(self._request, self._num_epochs)

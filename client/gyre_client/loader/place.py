@@ -132,10 +132,13 @@ class Place:
     def _open(self, cursor: bytes, **where: object) -> Stream:
         """Opens a session there; an exception leaves the loader without one, where it was.
 
-        With `grow`, samples that were added since the cursor was saved come in later epochs.
+        With `grow`, samples that were added since the cursor was saved come in later epochs. The
+        weights of a mixture count where a job begins or resumes; afterwards the cursor has them.
         """
         request = pb.OpenSessionRequest()
         request.CopyFrom(self._request)
+        if cursor and not where.get("grow"):
+            request.ClearField("weights")
         request.MergeFrom(pb.OpenSessionRequest(cursor=cursor, **where))  # type: ignore[arg-type]
         resources = self._resources
         resources.finish()

@@ -1,5 +1,6 @@
 """Turns the user's arguments into protocol messages, and checks them where they are handed in."""
 
+import math
 import os
 import re
 import time
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -33,7 +35,6 @@ ORDERS = {
     "sequential": pb.ORDER_MODE_SEQUENTIAL,
 }
 TAILS = {"wrap": pb.TAIL_WRAP, "drop": pb.TAIL_DROP, "pad": pb.TAIL_PAD}
-JOINS = {"alone": pb.JOIN_ALONE, "rotate": pb.JOIN_ROTATE}
 
 
 def order(
@@ -79,6 +80,29 @@ def order(
     if bucket is not None:
         spec.bucket.CopyFrom(_bucket(bucket))
     return spec
+
+
+def source_weights(weights: Mapping[str, float] | None) -> dict[str, float]:
+    """The weights of a mixture's sources, by name; empty for those of a state.
+
+    Raises:
+        InvalidRequest: They are no weights.
+    """
+    if weights is None:
+        return {}
+    if not isinstance(weights, Mapping) or not weights:
+        raise InvalidRequest(
+            f"weights: expected a dict of sources (got {weights!r:.100}). Pass {{'web': 0.5}}."
+        )
+    given: Mapping[Any, Any] = weights
+    for name, weight in given.items():
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not isinstance(name, str) or not is_number or not 0 <= float(weight) < math.inf:
+            raise InvalidRequest(
+                f"weights: {name!r:.100} has no weight (got {weight!r:.100}). Pass a number of at "
+                "least 0."
+            )
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def skipped_steps(ranges: Sequence[object]) -> pb.SkippedSteps:

@@ -252,10 +252,6 @@ class Connection:
         """Returns the samples from each source of a mixture up to some steps."""
         return self._call(self._stub.PlanMixture, request, OPEN_TIMEOUT_S)
 
-    def change_weights(self, request: pb.ChangeWeightsRequest) -> pb.ChangeWeightsResponse:
-        """Gives a running job on a mixture other weights."""
-        return self._call(self._stub.ChangeWeights, request, OPEN_TIMEOUT_S)
-
     def open_session(
         self,
         request: pb.OpenSessionRequest,

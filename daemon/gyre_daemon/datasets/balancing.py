@@ -14,7 +14,7 @@ from gyre_daemon.order.planner import Order
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
 _DIFFER = {"balance": "cost differently", "bucket": "can be sorted"}
-_AT_ONCE = 1 << 16  # samples that are looked up together, for the sake of memory
+_AT_ONCE = 1 << 16  # samples looked up together, for the sake of memory
 
 
 def balance_of(dataset: Dataset, rule: CostRule) -> Balance:

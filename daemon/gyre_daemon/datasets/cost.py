@@ -24,7 +24,7 @@ from gyre_daemon.storage.base import MAX_GAP_BYTES
 # up quality to save requests; a higher one would ask for windows that take more memory.
 GOOD_QUALITY = 0.95
 
-# Samples and blocks that are looked at. The estimates of sizes that vary by their own mean are then
+# Samples and blocks looked at. The estimates of sizes that vary by their own mean are then
 # right to about 2 %; four times as many would halve that and take four times as long.
 _NUM_SAMPLED = 4096
 # With fewer samples in a block, its one request saves too little to give up a global shuffle.

@@ -28,11 +28,11 @@ class Dataset:
     Attributes:
         name: the operator's name for it.
         format: the name of its format.
-        uri: where it lies, without credentials.
+        uri: where it is, without credentials.
         storage: its shards.
         shards: as they are stored, or unpacked; `storage` may have them decoded.
         index: its samples.
-        fingerprint: hexadecimal; equal for equal data, wherever it lies.
+        fingerprint: hexadecimal; equal for equal data, wherever it is.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
         chosen: the fields, where they may differ from those of the index: the operator renames or
             casts some, or all samples have one length; None for those of the index.

@@ -101,7 +101,7 @@ def pack_sources(
 
 
 def _ranges(mixture: Mixture, first_id: int) -> Iterator[tuple[int, int]]:
-    """The documents `[first, stop)` of each dataset that has documents of its own."""
+    """The documents `[first, stop)` of each dataset with its own documents."""
     for source in mixture.sources:
         begin = first_id + source.first_id
         if isinstance(source.ordered, Mixture):

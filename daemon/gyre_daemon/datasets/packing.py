@@ -241,7 +241,7 @@ def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
     spec = named[0]
     if spec.name in (POSITION, LOSS_MASK, DOCUMENT_ID, CU_SEQLENS):
         raise InvalidRequest(
-            f"a packed dataset has a field {spec.name!r} of its own; give the one that is packed "
+            f"a packed dataset has its own field {spec.name!r}; give the one that is packed "
             "another name with `rename`"
         )
     if config.overlong in ("split", "truncate") and spec.codec == "npy":

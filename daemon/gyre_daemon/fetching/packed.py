@@ -32,7 +32,7 @@ from gyre_daemon.fetching.layout import (
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import BatchPlan, GroupPlan
 
-# What the daemon keeps of each part of a document, beside the batch: its number, where it lies and
+# What the daemon keeps of each part of a document, beside the batch: its number, its place and
 # where it goes.
 _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 

@@ -11,7 +11,7 @@ existed.
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import get_args
 
@@ -20,7 +20,7 @@ from gyre_common.counts import counted
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
 from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
-from gyre_daemon.order.planner import MAX_START_POSITION, Order, OrderMode, Tail
+from gyre_daemon.order.planner import MAX_POSITION, Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words
 from gyre_daemon.order.stages import Stage, is_growth
@@ -150,6 +150,12 @@ def decode_cursor(data: bytes) -> Cursor:
         stages = tuple(Stage(*each) for each in values.get("stages", ()))
         mixture = decoded(values["mixture"]) if values.get("mixture") else None
         order = values["order"]
+        if order.get("start_position"):
+            raise CursorRejected(
+                'the cursor is of a job that joined another one (join="rotate"), which this daemon '
+                "does no more; begin a new run",
+                {"differs": "the position of another job at which it joined"},
+            )
         skipped = tuple((first, stop) for first, stop in order.get("skipped", ()))
         bucket = BucketRule(**order["bucket"]) if order.get("bucket") else None
         order = Order(**{**order, "skipped": skipped, "bucket": bucket})
@@ -195,11 +201,6 @@ def check_cursor(
         ("the global batch size", cursor.order.global_batch_size, order.global_batch_size),
         ("the block size (io_block) in bytes", cursor.order.io_block_bytes, order.io_block_bytes),
         ("the window in blocks", cursor.order.window_blocks, order.window_blocks),
-        (
-            "the position of another job at which it joined",
-            cursor.order.start_position,
-            order.start_position,
-        ),
         ("the buckets", _in_words(cursor.order.bucket), _in_words(order.bucket)),
     ]
     if cursor.fingerprint != fingerprint:
@@ -255,7 +256,7 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
             "before it. Resume from an earlier state, or leave out steps from there on.",
             {"differs": "the skipped steps"},
         )
-    if wanted[-1][1] * size > MAX_START_POSITION:
+    if wanted[-1][1] * size > MAX_POSITION:
         raise InvalidRequest(
             f"skip_steps is {in_words(wanted)}, which is beyond any training; positions end at "
             "2**62"
@@ -266,6 +267,30 @@ def skipping(cursor: Cursor, wanted: SkippedSteps | None) -> Cursor:
             f"a state has no room for {len(wanted)} ranges of skipped steps; leave out fewer, "
             "longer ones"
         )
+    return more
+
+
+def with_weights(cursor: Cursor, weights: Mapping[str, float], dataset_name: str) -> Cursor:
+    """A cursor whose job reads the sources of its mixture with other weights from there on.
+
+    Args:
+        cursor: where the job begins or goes on.
+        weights: of sources by name; empty for those of the cursor.
+        dataset_name: for the error.
+
+    Raises:
+        InvalidRequest: it reads no mixture, or `MixtureState.with_weights` refuses them.
+    """
+    if not weights:
+        return cursor
+    if not cursor.mixture:
+        raise InvalidRequest(
+            f"weights: `{dataset_name}` is no mixture, and has no sources to weigh. Leave them out."
+        )
+    step = cursor.position // cursor.order.global_batch_size
+    more = replace(cursor, mixture=cursor.mixture.with_weights(weights, step))
+    if not more.fits:
+        raise InvalidRequest("weights: a state has no room for more of them. Begin a new run.")
     return more
 
 
@@ -292,15 +317,6 @@ def check_transforms(cursor: Cursor, transforms: str, what_to_do: str = "") -> N
         )
 
 
-def joined_at(data: bytes) -> int:
-    """The start position of a cursor's job, which it keeps when it resumes.
-
-    Raises:
-        CursorRejected: see `decode_cursor`.
-    """
-    return decode_cursor(data).order.start_position
-
-
 def _in_words(bucket: BucketRule | None) -> str:
     return f"{counted(bucket.window_batches, 'batch')} by `{bucket.field}`" if bucket else "none"
 
@@ -319,17 +335,17 @@ def _is_possible(cursor: Cursor) -> bool:
     order, position, num_substitutes = cursor.order, cursor.position, cursor.num_substitutes
     if type(cursor.transforms) is not str:
         return False
-    size, start = order.global_batch_size, order.start_position
-    of_order = (order.seed, size, order.io_block_bytes, order.window_blocks, start)
+    size = order.global_batch_size
+    of_order = (order.seed, size, order.io_block_bytes, order.window_blocks)
     if not all(
         type(number) is int for number in (cursor.algorithm, position, num_substitutes, *of_order)
     ):
         return False
-    if not 0 <= start <= MAX_START_POSITION or not are_skipped(order.skipped):
+    if not are_skipped(order.skipped):
         return False
     if order.bucket and [*map(type, astuple(order.bucket))] != [str, int]:
         return False
-    if order.skipped and order.skipped[-1][1] * size > MAX_START_POSITION:
+    if order.skipped and order.skipped[-1][1] * size > MAX_POSITION:
         return False
     return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0
 

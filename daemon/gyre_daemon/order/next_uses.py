@@ -21,17 +21,15 @@ _Span = tuple[Int64Array, Int64Array]  # places [first, end)
 class NextUses:
     """Looks for samples and blocks in the epochs to come of one job."""
 
-    def __init__(self, stages: Stages, epochs: EpochOrders, start_place: int) -> None:
+    def __init__(self, stages: Stages, epochs: EpochOrders) -> None:
         """Look at nothing yet.
 
         Args:
             stages: of the job.
             epochs: the orders of its epochs.
-            start_place: the place at which each of its epochs begins; see `planner`.
         """
         self._stages = stages
         self._epochs = epochs
-        self._start_place = start_place
 
     def of_samples(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """See `BatchPlanner.next_use`."""
@@ -85,19 +83,17 @@ class NextUses:
         """The first position of an epoch in each span of places, or NEVER.
 
         Args:
-            span: places of the running job's epoch.
-            epoch: of this job.
-            after: the least place of this job's epoch.
+            span: places of the epoch.
+            epoch: of the job.
+            after: the least place.
         """
         first = np.full(len(span[0]), NEVER)
-        length, start = self._stages.length(epoch), self._start_place
+        length = self._stages.length(epoch)
         position, num_samples = self._stages.begin(epoch), self._stages.num_samples(epoch)
         for padding in range(0, length, num_samples):  # padding reads samples again
-            for begin, end, moved in ((start, length, -start), (0, start, length - start)):
-                low = np.maximum(np.maximum(span[0] + padding, begin) + moved, after)
-                high = np.minimum(span[1] + padding, end) + moved
-                usable = low < high
-                first[usable] = np.minimum(first[usable], position + low[usable])
-            if not start and (first != NEVER).all():  # later padding is read later
+            low = np.maximum(span[0] + padding, max(after, 0))
+            usable = low < np.minimum(span[1] + padding, length)
+            first[usable] = np.minimum(first[usable], position + low[usable])
+            if (first != NEVER).all():  # later padding is read later
                 break
         return first

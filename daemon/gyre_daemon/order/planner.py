@@ -40,7 +40,7 @@ from gyre_daemon.order.substitutes import NO_SAMPLES, JobSubstitutes
 OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
 
-MAX_START_POSITION = 1 << 62
+MAX_POSITION = 1 << 62
 
 # The cost of one epoch's permutation in a plan, in positions. In the order `block` this is 0.5 ms,
 # and a position takes some 50 ns.
@@ -64,8 +64,6 @@ class Order:
         global_batch_size: G, samples per step over all ranks.
         io_block_bytes: about the size of a block; 0 except in `block`.
         window_blocks: how many blocks are mixed with each other; 0 except in `block`.
-        start_position: where this job begins, as a position of a running job of the same order that
-            began at 0; 0 for a job that joins none.
         skipped: steps that the job leaves out; see [Note: Steps and batches] in `skipping`.
         bucket: makes batches of samples of similar lengths; None for samples as they come.
     """
@@ -76,7 +74,6 @@ class Order:
     global_batch_size: int
     io_block_bytes: int = 0
     window_blocks: int = 0
-    start_position: int = 0
     skipped: SkippedSteps = ()
     bucket: BucketRule | None = None
 
@@ -157,11 +154,9 @@ class BatchPlanner:
         self._balance = balance
         self._lengths_of = lengths_of
         self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
-        self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
         self._epochs = EpochOrders(self._make_epoch_order)
-        start = self._start_epoch, self._start_place
-        self._substitutes = JobSubstitutes(corrupt, order.seed, self.stages, self._epochs, start)
-        self._uses = NextUses(self.stages, self._epochs, self._start_place)
+        self._substitutes = JobSubstitutes(corrupt, order.seed, self.stages, self._epochs)
+        self._uses = NextUses(self.stages, self._epochs)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
         """The samples of a rank in a step; see `check_ranks` for its number."""
@@ -254,7 +249,7 @@ class BatchPlanner:
         """Split the positions `position + ahead`, which ascend, into epochs.
 
         Yields:
-            An epoch, its slice of the positions, and their places in the running job's epoch.
+            An epoch, its slice of the positions, and their places in the epoch.
         """
         begin = 0
         while begin < len(ahead):
@@ -263,13 +258,11 @@ class BatchPlanner:
             length = self.stages.length(epoch)
             end = int(np.searchsorted(ahead, first + length - place))
             places = ahead[begin:end] + (place - first)
-            if self._start_place:
-                places = (places + self._start_place) % length
             yield epoch, slice(begin, end), places
             begin = end
 
     def epochs(self, first_step: int, num_steps: int, rank: int, world_size: int) -> Int64Array:
-        """The running job's epoch of each sample of `batches`, int64 [num_steps, B]."""
+        """The epoch of each sample of `batches`, int64 [num_steps, B]."""
         if self._balance and world_size > 1 and num_steps:
             parts = self._in_parts(first_step, num_steps)
             if len(parts) > 1:
@@ -281,8 +274,8 @@ class BatchPlanner:
         return self.epochs_at(position, ahead.reshape(-1)).reshape(ahead.shape)
 
     def epochs_at(self, position: int, ahead: Int64Array) -> Int64Array:
-        """The running job's epochs of the samples of `samples_at`, int64 [n]."""
-        return self._start_epoch + self.stages.epochs(position, ahead)
+        """The epochs of the samples of `samples_at`, int64 [n]."""
+        return self.stages.epochs(position, ahead)
 
     def num_substitutes(self, position: int) -> int:
         """How many corrupt samples the job replaced at positions before this one.
@@ -311,31 +304,14 @@ class BatchPlanner:
         )
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
-        """The samples at places `[0, N)` of the first epoch, regardless of tail and start."""
+        """The samples at places `[0, N)` of the first epoch, regardless of the tail."""
         return self._epochs.of(0)(places)
 
-    def running_position(self, step: int) -> int:
-        """Where a step begins, as a position of a job that started at 0.
-
-        A job that joins there reads the same samples. There is one stage.
-        """
-        epoch, place = self._running_place(step)
-        return epoch * self.epoch_length + place
-
     def first_place(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The place in the running job's epoch at which a rank's part of a step begins.
-
-        With it comes N of that epoch.
-        """
+        """The place in its epoch at which a rank's part of a step begins, and N of that epoch."""
         part = rank * (self.order.global_batch_size // world_size)
-        epoch = self.stages.at(self.order.position_of(step))[0]
-        place = self._running_place(step)[1] + part
-        return place % self.stages.length(epoch), self.stages.num_samples(epoch)
-
-    def _running_place(self, step: int) -> tuple[int, int]:
-        """The running job's epoch in which a step begins, and its place there."""
         epoch, place = self.stages.at(self.order.position_of(step))
-        return self._start_epoch + epoch, (place + self._start_place) % self.stages.length(epoch)
+        return (place + part) % self.stages.length(epoch), self.stages.num_samples(epoch)
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read.
@@ -376,18 +352,18 @@ class BatchPlanner:
         return position + np.where(found[at] == blocks, ahead[at], len(upcoming))
 
     def _make_epoch_order(self, epoch: int) -> EpochOrder:
-        order, running = self.order, self._start_epoch + epoch
+        order = self.order
         if order.mode == "block":
             table = self._tables[self.stages.number(epoch)]
             assert table is not None
-            return BlockOrder(order.seed, running, table, order.window_blocks)
+            return BlockOrder(order.seed, epoch, table, order.window_blocks)
         num_samples, plain = self.stages.num_samples(epoch), order.mode == "sequential"
-        key = epoch_key(order.seed, running)
+        key = epoch_key(order.seed, epoch)
         inner: EpochOrder = Sequential() if plain else Permutation(key, num_samples)
         if order.bucket is None or self._lengths_of is None:
             return inner
         shape = order.bucket.window_batches, order.global_batch_size
-        return BucketedOrder(inner, num_samples, shape, self._lengths_of, (order.seed, running))
+        return BucketedOrder(inner, num_samples, shape, self._lengths_of, (order.seed, epoch))
 
 
 def stages_of(order: Order, stages: Sequence[Stage]) -> Stages:

@@ -96,14 +96,7 @@ class JobSubstitutes:
     It is false where there is nothing to replace.
     """
 
-    def __init__(
-        self,
-        corrupt: Int64Array,
-        seed: int,
-        stages: Stages,
-        epochs: EpochOrders,
-        start: tuple[int, int],
-    ) -> None:
+    def __init__(self, corrupt: Int64Array, seed: int, stages: Stages, epochs: EpochOrders) -> None:
         """Compute nothing yet.
 
         Args:
@@ -111,13 +104,11 @@ class JobSubstitutes:
             seed: of the order.
             stages: of the job.
             epochs: the orders of the job's epochs.
-            start: the running job's epoch in which this job begins, and its place there.
 
         Raises:
             InvalidRequest: more than half of the samples of a stage are corrupt.
         """
         self._seed, self._stages, self._epochs = seed, stages, epochs
-        self._start_epoch, self._start_place = start
         self._by_stage = [self._of_stage(corrupt, stage.num_samples) for stage in stages.all]
 
     def __bool__(self) -> bool:
@@ -147,7 +138,7 @@ class JobSubstitutes:
         substitutes = self._by_stage[self._stages.number(epoch)]
         if substitutes and len(which := substitutes.where(sample_ids)):
             is_substitute[which] = True
-            sample_ids[which] = substitutes.of(sample_ids[which], self._start_epoch + epoch)
+            sample_ids[which] = substitutes.of(sample_ids[which], epoch)
 
     def num_before(self, position: int) -> int:
         """How many corrupt samples the job replaced at positions before this one."""
@@ -165,10 +156,7 @@ class JobSubstitutes:
         """See `Substitutes.num_before`, whose places are those before a window was sorted."""
         count, order = substitutes.num_before(epoch, place), self._epochs.of(epoch)
         if isinstance(order, BucketedOrder):
-            start, length = self._start_place, self._stages.length(epoch)
-            corrupt = (substitutes.places(epoch) + start) % length
-            count += order.more_before((start + place) % length, corrupt)
-            count -= order.more_before(start, corrupt)
+            count += order.more_before(place, substitutes.places(epoch))
         return count
 
     def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
@@ -179,7 +167,7 @@ class JobSubstitutes:
         length, order = self._stages.length(epoch), self._epochs.of(epoch)
         inner = order.inner if isinstance(order, BucketedOrder) else order
         places = inner.inverse(sample_ids)
-        return (places[places < length] - self._start_place) % length
+        return places[places < length]
 
 
 class _Kept:

@@ -36,7 +36,6 @@ from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import spreads_of, take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
-from gyre_daemon.sessions.weight_changes import WeightChanges
 from gyre_daemon.storage.location import parse_location, shown_uri
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.transforms.declared import Transforms
@@ -59,11 +58,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         copy_workers: CopyWorkers,
         transforms: Transforms,
         measurer: Measurer,
-        changes: WeightChanges,
         prefetch_batches: int,
         drain: Callable[[], float],
     ) -> None:
-        """Serve the parts below.
+        """Serve the datasets of a catalog.
 
         Args:
             catalog: the datasets.
@@ -73,7 +71,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             copy_workers: counted in the status.
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
-            changes: weights that running jobs on mixtures were given.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
@@ -83,9 +80,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._policy = policy
         self._copy_workers = copy_workers
         self._opener = SessionOpener(
-            catalog, sessions, policy, transforms, measurer, prefetch_batches, changes
+            catalog, sessions, policy, transforms, measurer, prefetch_batches
         )
-        self._mixtures = MixtureService(sessions, policy, changes)
+        self._mixtures = MixtureService(sessions, policy)
         self._long_calls = LongCalls()
         self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
         self._planner = StepPlanner(catalog, self._opener)
@@ -185,14 +182,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         return await self._mixtures.plan(caller, dataset, request)
 
     @answers_errors
-    async def ChangeWeights(
-        self, request: pb.ChangeWeightsRequest, context: Context
-    ) -> pb.ChangeWeightsResponse:
-        """Give a running job other weights."""
-        caller = self._callers.identify(context)
-        dataset = await self._opener.open_ordered(request.dataset, caller)
-        await self._mixtures.check_answers()
-        return self._mixtures.change(caller, dataset, request)
+    async def ChangeWeights(self, request: bytes, context: Context) -> bytes:
+        """Refuse a call of earlier clients, and say how weights change now."""
+        raise InvalidRequest(
+            "the weights of a running job do not change: end it, and resume it with "
+            "Loader(weights=...)"
+        )
 
     @answers_errors
     async def OpenSession(
@@ -379,7 +374,9 @@ def register(service: LoaderService, server: grpc.aio.Server) -> None:
         response_serializer=None,
     )
     pb_grpc.add_LoaderServicer_to_server(service, server)
-    server.add_registered_method_handlers(SERVICE_NAME, {"ReadPayload": payload})  # type: ignore[attr-defined]
+    changes = grpc.unary_unary_rpc_method_handler(service.ChangeWeights, bytes, bytes)
+    handlers = {"ReadPayload": payload, "ChangeWeights": changes}
+    server.add_registered_method_handlers(SERVICE_NAME, handlers)  # type: ignore[attr-defined]
 
 
 def _chunk(data: memoryview) -> bytes:

@@ -98,7 +98,6 @@ def _located(
     )
     answer.sources.extend(source.name for source in sources if source.name)
     answer.order.CopyFrom(convert.from_order(order))
-    answer.join = pb.JOIN_ROTATE if order.start_position else pb.JOIN_ALONE
     if skipped := convert.from_skipped(order.skipped):
         answer.skip_steps.CopyFrom(skipped)
     if by_step and answer.step != request.step:

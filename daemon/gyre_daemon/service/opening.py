@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -14,16 +13,13 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.fetching.measuring.lengths import Measurer
 from gyre_daemon.fetching.opening import DatasetOpener
-from gyre_daemon.order.cursor import joined_at, skipping
-from gyre_daemon.order.planner import Order
+from gyre_daemon.order.cursor import skipping, with_weights
 from gyre_daemon.service import requests
 from gyre_daemon.service.audit import audit_hidden
-from gyre_daemon.service.mixtures import job_on
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import Result, SessionTable
-from gyre_daemon.sessions.weight_changes import JobOnMixture, WeightChanges
 from gyre_daemon.transforms.declared import Transforms
 
 
@@ -38,7 +34,6 @@ class SessionOpener(DatasetOpener):
         transforms: Transforms,
         measurer: Measurer,
         prefetch_batches: int,
-        changes: WeightChanges,
     ) -> None:
         """Open nothing yet.
 
@@ -49,10 +44,8 @@ class SessionOpener(DatasetOpener):
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
-            changes: weights that running jobs on mixtures were given.
         """
         super().__init__(catalog, transforms, measurer)
-        self._changes = changes
         self._sessions = sessions
         self._policy = policy
         self._prefetch_batches = prefetch_batches
@@ -75,7 +68,6 @@ class SessionOpener(DatasetOpener):
         declared = requests.declared(request)
         dataset = await self.open_dataset(name, config, declared, owner)
         order = requests.fitted(order, request.order, dataset, request.cursor)
-        order = self._joined(owner, request, order, dataset)
         stored = dataset if dataset.packed else dataset.stored
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
             order,
@@ -85,15 +77,8 @@ class SessionOpener(DatasetOpener):
             changed_transforms=request.changed_transforms,
         )
         cursor = skipping(cursor, requests.to_skipped(request))
+        cursor = with_weights(cursor, request.weights, dataset.name)
         order = cursor.order
-        key = None
-        if dataset.mixture:
-            key = JobOnMixture(owner.name, reader.job, dataset.name, dataset.fingerprint)
-            if not request.cursor and self._changes.knows(key):
-                await self._changes.check_answers()
-            if not request.cursor and not any(job_on(each) == key for each in self._sessions):
-                self._changes.forget(key)
-            cursor = self._changes.applied(cursor, key)
         session = await self._sessions.open(
             SessionRequest(
                 owner,
@@ -108,8 +93,6 @@ class SessionOpener(DatasetOpener):
                 requests.to_balance(request.order, reader.world_size),
             )
         )
-        if key:
-            self._changes.was_opened(key)
         try:
             self._policy.check_session(owner, dataset.name, reader.job)
         except NotAllowed as reason:  # a reload has changed the rules meanwhile
@@ -161,7 +144,7 @@ class SessionOpener(DatasetOpener):
             raise
 
     def resolve_stored(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
-        """See `resolve`, for calls that look at shards: a mixture has none of its own."""
+        """See `resolve`, for calls about shards: a mixture has none."""
         name, config = self.resolve(ref, caller)
         if config.mixture:
             raise InvalidRequest(
@@ -204,26 +187,3 @@ class SessionOpener(DatasetOpener):
                     raise NotAllowed("only the owner of a private daemon may define datasets")
                 return name, config
         raise InvalidRequest("the request names no dataset")
-
-    def _joined(
-        self, owner: Principal, request: pb.OpenSessionRequest, order: Order, dataset: Dataset
-    ) -> Order:
-        """The order, starting where a running job reads if the request asks to join one."""
-        requests.check_join(request.join)
-        if dataset.mixture and request.join == pb.JOIN_ROTATE:
-            raise InvalidRequest(
-                f"a job cannot join another one on the mixture `{dataset.name}`, because its "
-                'sources begin again each by itself. Leave join="rotate" out.'
-            )
-        if request.join != pb.JOIN_ROTATE:
-            return order
-        if request.cursor:
-            return replace(order, start_position=joined_at(request.cursor))
-        if request.reader.rank or request.reader.peer:
-            peer = f", peer {request.reader.peer}," if request.reader.peer else ""
-            raise InvalidRequest(
-                f"rank {request.reader.rank}{peer} cannot choose where its job joins; "
-                "open rank 0 first and load its state_dict() on every rank"
-            )
-        may_read = partial(self._policy.may_read, owner)
-        return replace(order, start_position=self._sessions.hot_position(dataset, order, may_read))

@@ -44,7 +44,7 @@ _MODES: dict[int, OrderMode] = {
 _MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
 _MAX_WINDOW_BLOCKS = 1 << 16
 _MAX_JOB_CHARS = 200
-# Beyond it lies no Unix time in milliseconds, and a client could not tell it from a damaged one.
+# No Unix time in milliseconds is beyond it, and a client could not tell it from a damaged one.
 _MAX_GENERATION = 1 << 53
 # The options of an ad hoc dataset: a dozen scalars, a list of fields, and a table of storage
 # settings. These limits bound the cost of one request for the event loop to 1 ms.
@@ -207,16 +207,6 @@ def to_reader(message: pb.Reader) -> Reader:
     who = message.job, message.rank, world_size, message.generation
     num_local = min(message.num_local, world_size)
     return Reader(*who, peer, num_local, fence=message.fence or message.job)
-
-
-def check_join(join: int) -> None:
-    """Refuse a way to join that this daemon does not know.
-
-    Raises:
-        InvalidRequest: says which ones it knows.
-    """
-    if join not in pb.Join.values():
-        raise InvalidRequest(f"this daemon does not know join {join}; it knows alone and rotate")
 
 
 def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:

@@ -120,7 +120,7 @@ class Resumption:
         return cursor.num_shards or await remembered(self.dataset, cursor.fingerprint)
 
     async def _first_shards(self, cursor: Cursor) -> Prefix | None:
-        """The first shards of a dataset that has grown, if a cursor covers just these.
+        """The first shards of a grown dataset, if a cursor covers just these.
 
         Raises:
             CursorRejected: it is of more shards than there are, or their samples have other fields.

@@ -43,7 +43,7 @@ _MAX_CREDITS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Batches that are sent to a client together.
+    """Batches sent to a client together.
 
     Attributes:
         group: the batches, all in one slot.

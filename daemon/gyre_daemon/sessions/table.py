@@ -12,13 +12,11 @@ from gyre_common.counts import counted
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
-from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
-from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.planner import BatchPlanner
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.skipping import in_words
-from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.events import debug_event
@@ -135,31 +133,6 @@ class SessionTable:
             num_bytes: whose copying takes about as long.
         """
         return await self.resources.workers.run(Flow("", user), num_bytes, 0, work)
-
-    def hot_position(self, dataset: Dataset, order: Order, may_read: Callable[[str], bool]) -> int:
-        """Where a job that comes late should begin: its samples are at hand there.
-
-        This is the position, as that of a job which started at 0, where a stream of the same order
-        on the same data is furthest; 0 if there is none. Jobs that have grown are passed over.
-
-        Args:
-            dataset: that of the job.
-            order: how it goes through it.
-            may_read: whether its user may read a dataset; streams of others are not looked at.
-        """
-        order = replace(order, start_position=0)
-        return max(
-            (
-                streams.spec.planner.running_position(stream.next_to_begin)
-                for streams in self.resources.streams.values()
-                if streams.spec.dataset.fingerprint == dataset.fingerprint
-                and streams.spec.planner.stages.all == (Stage(0, dataset.num_samples),)
-                and may_read(streams.spec.dataset.name)
-                and replace(streams.spec.order, start_position=0, skipped=()) == order
-                for stream in streams.state.streams
-            ),
-            default=0,
-        )
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Count jobs with these weights from now on, those that already read too."""

@@ -144,51 +144,6 @@ TAIL_PAD: Tail.ValueType  # 3
 """the last batch is filled up; the tensor `mask` tells which samples count"""
 Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
-class _Join:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _JoinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Join.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    JOIN_UNSPECIFIED: _Join.ValueType  # 0
-    """alone"""
-    JOIN_ALONE: _Join.ValueType  # 1
-    """at the start of the job's first epoch"""
-    JOIN_ROTATE: _Join.ValueType  # 2
-    """where a running job with the same order and data reads now; each epoch wraps round from there"""
-
-class Join(_Join, metaclass=_JoinEnumTypeWrapper):
-    """Where a new job starts; a job with a cursor resumes at the cursor."""
-
-JOIN_UNSPECIFIED: Join.ValueType  # 0
-"""alone"""
-JOIN_ALONE: Join.ValueType  # 1
-"""at the start of the job's first epoch"""
-JOIN_ROTATE: Join.ValueType  # 2
-"""where a running job with the same order and data reads now; each epoch wraps round from there"""
-Global___Join: _TypeAlias = Join  # noqa: Y015
-
-class _WeightsAction:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _WeightsActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsAction.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    WEIGHTS_ACTION_GIVE: _WeightsAction.ValueType  # 0
-    WEIGHTS_ACTION_CHECK: _WeightsAction.ValueType  # 1
-    """whether they could be given; nothing is changed"""
-    WEIGHTS_ACTION_WITHDRAW: _WeightsAction.ValueType  # 2
-    """takes back a change that was given, or may have been; also where it was not"""
-
-class WeightsAction(_WeightsAction, metaclass=_WeightsActionEnumTypeWrapper): ...
-
-WEIGHTS_ACTION_GIVE: WeightsAction.ValueType  # 0
-WEIGHTS_ACTION_CHECK: WeightsAction.ValueType  # 1
-"""whether they could be given; nothing is changed"""
-WEIGHTS_ACTION_WITHDRAW: WeightsAction.ValueType  # 2
-"""takes back a change that was given, or may have been; also where it was not"""
-Global___WeightsAction: _TypeAlias = WeightsAction  # noqa: Y015
-
 class _Transport:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1500,7 +1455,7 @@ class MixturePhase(_message.Message):
     GIVEN_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     given: _builtins.bool
-    """to the running job; not by the mixture's definition"""
+    """to the job where it began or resumed; not by the mixture's definition"""
     @_builtins.property
     def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of each source; 1 in all"""
@@ -1541,99 +1496,6 @@ class SourceCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SourceCounts: _TypeAlias = SourceCounts  # noqa: Y015
-
-@_typing.final
-class ChangeWeightsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class WeightsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    DATASET_FIELD_NUMBER: _builtins.int
-    JOB_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    FROM_STEP_FIELD_NUMBER: _builtins.int
-    ACTION_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    """empty for the only one that reads the mixture"""
-    from_step: _builtins.int
-    action: Global___WeightsAction.ValueType
-    @_builtins.property
-    def dataset(self) -> Global___DatasetRef: ...
-    @_builtins.property
-    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """of sources; an absent one is not read"""
-
-    def __init__(
-        self,
-        *,
-        dataset: Global___DatasetRef | None = ...,
-        job: _builtins.str = ...,
-        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        from_step: _builtins.int = ...,
-        action: Global___WeightsAction.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "dataset", b"dataset", "from_step", b"from_step", "job", b"job", "weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ChangeWeightsRequest: _TypeAlias = ChangeWeightsRequest  # noqa: Y015
-
-@_typing.final
-class ChangeWeightsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    NUM_RANKS_FIELD_NUMBER: _builtins.int
-    EARLIEST_STEP_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    num_ranks: _builtins.int
-    """that read at this daemon"""
-    earliest_step: _builtins.int
-    """that would have been possible"""
-    world_size: _builtins.int
-    """of the job"""
-    @_builtins.property
-    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """that read at this daemon, rising"""
-
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        num_ranks: _builtins.int = ...,
-        earliest_step: _builtins.int = ...,
-        world_size: _builtins.int = ...,
-        ranks: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["earliest_step", b"earliest_step", "job", b"job", "num_ranks", b"num_ranks", "ranks", b"ranks", "world_size", b"world_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ChangeWeightsResponse: _TypeAlias = ChangeWeightsResponse  # noqa: Y015
 
 @_typing.final
 class PlanStepRequest(_message.Message):
@@ -1805,7 +1667,6 @@ class LocateStepResponse(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
-    JOIN_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
     ROW_LENGTH_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
@@ -1815,7 +1676,6 @@ class LocateStepResponse(_message.Message):
     """the job leaves this step out; `batch` is then the next one"""
     epoch: _builtins.int
     """of its first position"""
-    join: Global___Join.ValueType
     row_length: _builtins.int
     """of the global batch, where packed sequences have several lengths; else 0"""
     transforms: _builtins.str
@@ -1849,14 +1709,13 @@ class LocateStepResponse(_message.Message):
         shards: _abc.Iterable[_builtins.str] | None = ...,
         sources: _abc.Iterable[_builtins.str] | None = ...,
         order: Global___OrderSpec | None = ...,
-        join: Global___Join.ValueType = ...,
         skip_steps: Global___SkippedSteps | None = ...,
         row_length: _builtins.int = ...,
         transforms: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "join", b"join", "order", b"order", "row_length", b"row_length", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "epoch", b"epoch", "order", b"order", "row_length", b"row_length", "rows", b"rows", "shards", b"shards", "skip_steps", b"skip_steps", "skipped", b"skipped", "sources", b"sources", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2001,26 +1860,45 @@ Global___Reader: _TypeAlias = Reader  # noqa: Y015
 class OpenSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DATASET_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
-    JOIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     CHANGED_TRANSFORMS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     GROW_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
     """where to resume; empty: at the beginning"""
     prefetch_batches: _builtins.int
     """the prefetch window; 0: the daemon's default"""
-    join: Global___Join.ValueType
     step: _builtins.int
     """the first step, in place of the cursor's own"""
     changed_transforms: _builtins.bool
@@ -2041,6 +1919,12 @@ class OpenSessionRequest(_message.Message):
     def skip_steps(self) -> Global___SkippedSteps:
         """absent: those of the cursor"""
 
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of a mixture's sources, from where the session begins on; a source that is absent is not read. Empty: those of the cursor or, at the
+        beginning, of the mixture's definition.
+        """
+
     def __init__(
         self,
         *,
@@ -2050,17 +1934,17 @@ class OpenSessionRequest(_message.Message):
         num_epochs: _builtins.int = ...,
         cursor: _builtins.bytes = ...,
         prefetch_batches: _builtins.int = ...,
-        join: Global___Join.ValueType = ...,
         step: _builtins.int | None = ...,
         transforms: Global___TransformList | None = ...,
         changed_transforms: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
         grow: _builtins.bool = ...,
         skip_steps: Global___SkippedSteps | None = ...,
+        weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

@@ -74,11 +74,6 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureResponse.FromString,
                 _registered_method=True)
-        self.ChangeWeights = channel.unary_unary(
-                '/gyre_protos.v1.Loader/ChangeWeights',
-                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsRequest.SerializeToString,
-                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsResponse.FromString,
-                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/gyre_protos.v1.Loader/OpenSession',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.OpenSessionRequest.SerializeToString,
@@ -175,15 +170,6 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ChangeWeights(self, request, context):
-        """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
-        or takes a change back in the same way, as long as no rank has received the step.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def OpenSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -273,11 +259,6 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.PlanMixture,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureResponse.SerializeToString,
-            ),
-            'ChangeWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.ChangeWeights,
-                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsRequest.FromString,
-                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -531,33 +512,6 @@ class Loader:
             '/gyre_protos.v1.Loader/PlanMixture',
             gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.PlanMixtureResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ChangeWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/gyre_protos.v1.Loader/ChangeWeights',
-            gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsRequest.SerializeToString,
-            gyre__protos_dot_v1_dot_loader__pb2.ChangeWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

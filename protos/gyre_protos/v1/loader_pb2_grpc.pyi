@@ -91,11 +91,6 @@ class LoaderStub:
     """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]
     """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
-    ChangeWeights: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]
-    """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
-    or takes a change back in the same way, as long as no rank has received the step.
-    """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -131,11 +126,6 @@ class LoaderAsyncStub(LoaderStub):
     """Which samples a job read in one step, and where they are stored. The job is known by one of its cursors."""
     PlanMixture: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanMixtureRequest, _loader_pb2.PlanMixtureResponse]  # type: ignore[assignment]
     """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
-    ChangeWeights: _aio.UnaryUnaryMultiCallable[_loader_pb2.ChangeWeightsRequest, _loader_pb2.ChangeWeightsResponse]  # type: ignore[assignment]
-    """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-    sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
-    or takes a change back in the same way, as long as no rank has received the step.
-    """
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -216,17 +206,6 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanMixtureResponse, _abc.Awaitable[_loader_pb2.PlanMixtureResponse]]:
         """The samples that each source of a mixture contributes up to each of some steps. They are computed; no sample is read."""
-
-    @_abc_1.abstractmethod
-    def ChangeWeights(
-        self,
-        request: _loader_pb2.ChangeWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_loader_pb2.ChangeWeightsResponse, _abc.Awaitable[_loader_pb2.ChangeWeightsResponse]]:
-        """Gives a running job on a mixture other weights from a step on, which none of its ranks has received. It is recorded: the job's
-        sessions end with LEASE_EXPIRED and are opened again with the new weights in their cursors. Or checks whether this is possible,
-        or takes a change back in the same way, as long as no rank has received the step.
-        """
 
     @_abc_1.abstractmethod
     def OpenSession(

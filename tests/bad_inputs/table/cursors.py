@@ -138,8 +138,7 @@ BY_HAND: list[tuple[str, Make, str]] = [
     ("other tail", with_order("tail", "drop"), "the tail is drop there and wrap here"),
     ("batch size 4", with_order("global_batch_size", 4), "batch size is 4 there and 8 here"),
     ("batch size 0", with_order("global_batch_size", 0), DAMAGED),
-    ("a start beyond", with_order("start_position", 1 << 63), DAMAGED),
-    ("a negative start", with_order("start_position", -1), DAMAGED),
+    ("a job that joined", with_order("start_position", 8), 'join="rotate"'),
     ("blocks without block", with_order("window_blocks", 7), "the window in blocks is 7 there"),
 ]
 ROWS = [

@@ -127,13 +127,7 @@ OPENINGS: list[tuple[str, pb.OpenSessionRequest, tuple[str, str], str]] = [
     ("prefetch 1025", opening(prefetch_batches=1025), INVALID, "prefetch_batches is"),
     ("step 2^63", opening(step=BEYOND), INVALID, "is beyond any training"),
     ("step 2^64-1", opening(step=2**64 - 1), INVALID, "is beyond any training"),
-    (
-        "rank 1 joins",
-        opening(join=pb.JOIN_ROTATE, reader=pb.Reader(rank=1, world_size=2)),
-        INVALID,
-        "cannot choose where its job joins",
-    ),
-    ("join 9", opening(join=9), INVALID, "join 9"),
+    ("weights of no mixture", opening(weights={"a": 1}), INVALID, "is no mixture"),
     (
         "job with control characters",
         opening(reader=pb.Reader(job=f"a{UNPRINTABLE}")),

@@ -128,7 +128,6 @@ def changed(**fields: Any) -> pb.OpenSessionRequest:
     [
         (changed(order__mode=77), "order mode 77"),
         (changed(order__tail=-1), "tail -1"),
-        (changed(join=9), "join 9; it knows alone and rotate"),
         (changed(reader__job="a\x1b[31mb"), "characters that cannot be printed"),
         (changed(reader__job="a\nb"), "characters that cannot be printed"),
         (changed(reader__job="\u202egnp.exe"), "characters that cannot be printed"),

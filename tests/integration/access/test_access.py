@@ -50,10 +50,9 @@ def test_one_sees_what_one_may_read(node: Node, alice: User, bob: User) -> None:
         ("PlanCost", lambda name: pb.PlanCostRequest(dataset=ref(name), order=ORDER)),
         ("PlanMixture", lambda name: pb.PlanMixtureRequest(dataset=ref(name), order=ORDER)),
         ("LocateStep", lambda name: pb.LocateStepRequest(dataset=ref(name))),
-        ("ChangeWeights", lambda name: pb.ChangeWeightsRequest(dataset=ref(name), from_step=9)),
         ("ExplainStep", lambda name: pb.ExplainStepRequest(dataset=ref(name))),
         ("OpenSession", open_request),
-        ("OpenSession", lambda name: open_request(name, join=pb.JOIN_ROTATE)),
+        ("OpenSession", lambda name: open_request(name, weights={"open": 1})),
     ],
 )
 def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
@@ -82,7 +81,6 @@ def test_a_mixture_needs_the_rights_of_its_sources(node: Node, alice: User, bob:
         "PlanStep": lambda name: pb.PlanStepRequest(dataset=ref(name), order=ORDER),
         "PlanMixture": lambda name: pb.PlanMixtureRequest(dataset=ref(name), order=ORDER),
         "LocateStep": lambda name: pb.LocateStepRequest(dataset=ref(name)),
-        "ChangeWeights": lambda name: pb.ChangeWeightsRequest(dataset=ref(name), from_step=9),
     }
     node.daemon.reconfigure(to_toml(mixed))
     try:

@@ -234,19 +234,6 @@ def test_several_epochs_of_a_shuffled_restart(address: str, whole: list[list[int
     assert num_batches_sent(address) - num_before == 3 * 21, "nothing is read beyond its end"
 
 
-def test_joined_jobs_keep_their_place_when_they_are_sent(address: str) -> None:
-    with loader(address) as running:
-        ids(islice(running.stream(), 14))
-        with loader(address, join="rotate") as late:
-            first = ids(late)
-            late.reset()
-            assert ids(late) == first
-            late.set_epoch(4)
-            assert (late.epoch, len(ids(late))) == (4, 10)
-            late.set_epoch(0)
-            assert ids(late) == first
-
-
 def test_the_older_of_two_iterators_is_refused(address: str, whole: list[list[int]]) -> None:
     with loader(address) as reading:
         older = iter(reading)

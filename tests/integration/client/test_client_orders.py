@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.errors import CursorRejected, InvalidRequest
+from gyre_client.errors import CursorRejected
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 
@@ -139,59 +139,3 @@ def test_the_status_of_a_session_has_its_shuffle_quality(address: str) -> None:
         )
         < 0.1
     )
-
-
-@pytest.mark.parametrize("order", [{}, BLOCK], ids=["full", "block"])
-def test_a_late_job_joins_where_another_reads_and_goes_round(
-    address: str, order: dict[str, Any]
-) -> None:
-    with Loader(
-        "numbers", batch_size=20, seed=9, address=address, prefetch_batches=4, **order
-    ) as running:
-        theirs = ids(running, 20)
-        with Loader(
-            "numbers", batch_size=20, seed=9, address=address, join="rotate", **order
-        ) as late:
-            first = ids(late, 10)
-            state = late.state_dict()
-            rest = ids(late, 40)
-        theirs += ids(running, 30)
-    begin = theirs.index(first[0])
-    assert begin >= 400, "not before what the running job has read"
-    assert (first + rest)[: NUM_SAMPLES - begin] == theirs[begin:], (
-        "the same until that one's epoch ends"
-    )
-    assert sorted(first + rest) == list(range(NUM_SAMPLES)), "and then what it missed"
-    with Loader(
-        "numbers", batch_size=20, seed=9, address=address, join="rotate", **order
-    ) as resumed:
-        resumed.load_state_dict(state)
-        assert ids(resumed, 40) == rest, "with no other job there to join"
-
-
-def test_a_job_without_another_to_join_begins_at_the_start(address: str) -> None:
-    with Loader("numbers", batch_size=20, seed=9, address=address) as alone:
-        expected = ids(alone, 5)
-    with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate") as late:
-        assert ids(late, 5) == expected
-    with Loader("numbers", batch_size=20, seed=8, address=address) as other:
-        ids(other, 20)
-        with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate") as late:
-            assert ids(late, 5) == expected, "another seed is another order"
-
-
-def test_the_ranks_of_a_job_join_at_one_place(address: str) -> None:
-    common: dict[str, Any] = {"batch_size": 20, "seed": 9, "address": address}
-    with Loader("numbers", **common) as running:
-        ids(running, 12)
-        with Loader("numbers", **common, join="rotate", rank=0, world_size=2) as first:
-            state = first.state_dict()
-            with Loader("numbers", **common, join="rotate", rank=1, world_size=2) as second:
-                with pytest.raises(
-                    InvalidRequest,
-                    match=r"rank 1 cannot choose where its job joins; open rank 0 first",
-                ):
-                    next(iter(second))
-                second.load_state_dict(state)
-                both = sorted(ids(first, 50) + ids(second, 50))
-    assert both == list(range(NUM_SAMPLES))

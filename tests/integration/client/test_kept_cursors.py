@@ -18,6 +18,7 @@ KEPT = Path(__file__).parents[2] / "kept"
 @pytest.mark.parametrize("client", ["today's", "kept"])
 def test_kept_cursors_go_on_with_the_same_batches(gyred: StartDaemon, client: str) -> None:
     kept: dict[str, Any] = json.loads((KEPT / "cursors.json").read_text())
+    del kept["cases"]["joined"]["arguments"]["join"]  # today's Loader has no such argument
     for table in kept["datasets"].values():
         table["uri"] = str(KEPT / "data" / table["uri"])
     daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
@@ -34,4 +35,24 @@ def test_kept_cursors_go_on_with_the_same_batches(gyred: StartDaemon, client: st
     found = json.loads(done.stdout)
     assert (str(WHEEL) in found["client"]) == (client == "kept")
     wanted = {name: case["batches"] for name, case in kept["cases"].items()}
+    del wanted["joined"]
+    assert 'join="rotate"' in found["batches"].pop("joined")  # refused; no job joins any more
     assert found["batches"] == wanted
+
+
+def test_a_kept_client_is_told_that_weights_no_longer_change_in_a_running_job(
+    gyred: StartDaemon,
+) -> None:
+    daemon = gyred({})
+    command = ["-m", "gyre_client", "mix", "all", "--weights=a=1", "--from-step=9"]
+    done = subprocess.run(
+        [sys.executable, *command, "--address", daemon.address],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEEL), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "weights=" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -187,22 +187,6 @@ def test_a_peer_that_holds_batches_gets_them_all_after_the_others_have_left(
         assert all(right(daemon, each) for each in batches)
 
 
-def test_peers_join_a_running_job_together(daemon: Daemon) -> None:
-    arguments: dict[str, Any] = {
-        "rank": 0,
-        "world_size": 2,
-        "batch_size": BATCH,
-        "address": daemon.address,
-    }
-    with (
-        Loader("tokens", peer=0, join="rotate", job="late", **arguments) as first,
-        Loader("tokens", peer=1, join="rotate", job="late", **arguments) as second,
-    ):
-        next(first)
-        with pytest.raises(InvalidRequest, match="rank 0, peer 1, cannot choose"):
-            next(second)
-
-
 def test_sequences_that_do_not_divide_are_refused_when_the_loader_is_made(daemon: Daemon) -> None:
     with pytest.raises(InvalidRequest, match=f"{LENGTH} tokens do not divide into 3 chunks"):
         Loader(

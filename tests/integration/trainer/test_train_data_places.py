@@ -7,14 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_client.command.cli import main
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
-from gyre_protos.v1 import loader_pb2 as pb
 from gyre_trainer.training.records.history import committed
 
 from tests.conftest import StartDaemon
 from tests.train_jobs import DEADLINE_S, Job, Jobs, tiny_run
-from tests.waiting import until
 
 
 def configuration(folder: Path, data: Path, steps: int) -> str:
@@ -103,30 +99,21 @@ def test_a_rank_with_other_data_is_named_before_the_first_step(
 def test_ranks_with_other_weights_of_a_mixture_are_named_before_their_step(
     gyred: StartDaemon, tmp_path: Path, tiny_jobs: Jobs
 ) -> None:
-    """Two daemons, of which one has a change of weights that the other has not."""
+    """Two daemons, of which one has a change in its schedule that the other has not."""
     datasets = {}
     for name in ("one", "two"):
         write(tmp_path / f"{name}/0.bin", 64)
         table = {"format": "tokens", "dtype": "uint16", "sequence_length": 9}
         datasets[name] = {"uri": str(tmp_path / name), **table}
     mixture = {"weights": {"one": 0.5, "two": 0.5}, "block": 8}
-    daemons = [gyred({"datasets": datasets, "mixtures": {"all": mixture}}) for _ in range(2)]
+    later = {"schedule": [{"step": 3, "weights": {"one": 1}}]}
+    mixtures = [{"all": mixture}, {"all": mixture | later}]
+    addresses = [gyred({"datasets": datasets, "mixtures": each}).address for each in mixtures]
     config = tmp_path / "train.toml"
-    data = {"dataset": "all", "format": "", "options": {}, "prefetch_batches": 2}
-    config.write_text(tiny_run(tmp_path, run={"steps": 100_000, "log_every": 1}, data=data))
-    addresses = [each.address for each in daemons]
-    jobs = start_as_on_two_nodes(tiny_jobs, [config] * 2, GYRE_ADDRESS=addresses)
-    history = tmp_path / "run/history.jsonl"
-    until(lambda: history.exists() and committed(history))
-    with Connection(parse_address(daemons[0].address)) as connection:
-        request = pb.ChangeWeightsRequest(dataset=pb.DatasetRef(name="all"), weights={"one": 1})
-        request.action = pb.WEIGHTS_ACTION_CHECK
-        request.from_step = 1 << 30
-        request.from_step = connection.change_weights(request).earliest_step + 100
-        request.action = pb.WEIGHTS_ACTION_GIVE
-        connection.change_weights(request)
-    for job in jobs:
+    data = {"dataset": "all", "format": "", "options": {}}
+    config.write_text(tiny_run(tmp_path, run={"steps": 6, "log_every": 1}, data=data))
+    for job in start_as_on_two_nodes(tiny_jobs, [config] * 2, GYRE_ADDRESS=addresses):
         errors = job.errors(DEADLINE_S)
         assert job.wait(DEADLINE_S) == 2, errors
-        assert f"other weights of the mixture at step {request.from_step}: 1 differ" in errors
-    assert len(committed(history)) == request.from_step
+        assert "other weights of the mixture at step 3: 1 differ" in errors
+    assert len(committed(tmp_path / "run/history.jsonl")) == 3

@@ -8,16 +8,16 @@ their state. `tests/property/order/test_daemon_elastic.py` has the order alone, 
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
-from gyre_client.command.cli import main
 from gyre_client.loader.text import texts
 
 from tests.batches import Batch
@@ -106,16 +106,12 @@ def killed(
 
 @pytest.mark.parametrize("pack", [None, {"field": "text", "length": 40, "overlong": "split"}])
 def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
-    gyred: StartDaemon,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    pack: dict[str, Any] | None,
+    gyred: StartDaemon, tmp_path: Path, pack: dict[str, Any] | None
 ) -> None:
     datasets = write_sources(tmp_path / "data")
     for table in datasets.values():
         table["filter"] = "length(text) >= 5"
     daemon = gyred({"datasets": datasets, "mixtures": {"all": MIXTURE}})
-    change = ("mix", "all", "--weights=web=0.25,code=0.75", "--from-step=14")
 
     def arguments(name: str) -> dict[str, Any]:
         return {
@@ -129,27 +125,15 @@ def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
             "skip_steps": [(9, 11)],
         }
 
-    def job(name: str) -> OpenRank:
+    def job(name: str, change: Mapping[str, Any] = MappingProxyType({})) -> OpenRank:
         def open_rank(rank: int, num_ranks: int) -> Loader:
-            return Loader("all", rank=rank, world_size=num_ranks, **arguments(name))
+            return Loader("all", rank=rank, world_size=num_ranks, **arguments(name), **change)
 
         return open_rank
 
-    def read(name: str, *stages: Stage) -> tuple[list[list[Row]], dict[str, Any]]:
-        """The steps of a job; the change is asked for behind its first step."""
-        num_read = 0
-
-        def ask(ranks: list[Loader]) -> None:
-            nonlocal num_read
-            if num_read == 1:
-                flags = (f"--job={name}", f"--address={daemon.address}", *packed_flags(pack))
-                status = main([*change, *flags])
-                assert status == 0, capsys.readouterr()
-            num_read += 1
-
-        return in_stages(daemon, job(name), stages, all_rows, ask)
-
-    whole, _ = read("straight", Stage(1, 26))
+    change = {"weights": {"web": 0.25, "code": 0.75}}
+    whole, state = in_stages(daemon, job("straight"), [Stage(1, 12)], all_rows)
+    whole += in_stages(daemon, job("straight", change), [Stage(1, 14)], all_rows, state=state)[0]
     for _, source, its, _ in (each for step in whole for each in step):
         for value, text in its:
             assert len(text) >= 5
@@ -157,10 +141,11 @@ def test_kills_ranks_filters_balance_packing_and_a_change_of_weights(
             assert pack or source_of(value) == list(SIZES)[source]
     assert {source for step in whole[:12] for _, source, *_ in step} == {0, 1, 2}
     assert {source for step in whole[12:] for _, source, *_ in step} == {0, 1}  # from step 14 on
-    found, state = read("elastic", Stage(2, 2), Stage(2, 8, kill_before=4))
+    stages = [Stage(2, 2), Stage(2, 7, kill_before=4)]
+    found, state = in_stages(daemon, job("elastic"), stages, all_rows)
     more, state = killed(tmp_path / "killed", arguments("elastic"), state, 3)
-    stages = [Stage(4, 6, kill_before=3), Stage(1, 7)]
-    last, _ = in_stages(daemon, job("elastic"), stages, all_rows, state=state)
+    stages = [Stage(4, 6, kill_before=3), Stage(1, 8)]
+    last, _ = in_stages(daemon, job("elastic", change), stages, all_rows, state=state)
     assert found + more + last == whole
 
 
@@ -219,7 +204,3 @@ def test_random_transforms_draw_the_same_on_any_number_of_ranks(
     stages = [Stage(2, 6, kill_before=3), Stage(8, 6), Stage(1, 5, kill_before=1), Stage(4, 7)]
     found, _ = in_stages(daemon, open_rank, stages, all_crops)
     assert found == whole
-
-
-def packed_flags(pack: dict[str, Any] | None) -> list[str]:
-    return [f"--pack={key}={value}" for key, value in (pack or {}).items()]

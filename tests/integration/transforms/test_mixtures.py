@@ -1,7 +1,6 @@
 """Mixtures through real daemons: exact shares, every source's own epochs, any number of ranks."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from gyre_client.loader.text import texts
 
 from tests.batches import Batch, same, take
 from tests.conftest import Daemon, StartDaemon, to_toml
-from tests.elastic import Stage, in_stages
+from tests.elastic import OpenRank, Stage, in_stages
 from tests.mixtures import FIRST, SIZES, source_of, text_of, write_sources
 from tests.packing import check_packed, joined
 
@@ -172,7 +171,10 @@ def test_what_cannot_be_mixed_is_refused(gyred: StartDaemon, config: dict[str, A
     refused("rare", InvalidRequest, "less than one position in a block of 1024")
     refused("all", InvalidRequest, "no blocks", order="block")
     refused("all", InvalidRequest, "no end that could be padded", tail="pad")
-    refused("all", InvalidRequest, "cannot join", join="rotate")
+    refused("all", InvalidRequest, "no source 'nope'", weights={"nope": 1})
+    refused("all", InvalidRequest, "above", weights={"web": 0})
+    refused("all", InvalidRequest, "less than one position", weights={"web": 1, "code": 0.001})
+    refused("web", InvalidRequest, "`web` is no mixture", weights={"web": 1})
 
 
 def test_balanced_ranks_share_the_same_batches(gyred: StartDaemon, config: dict[str, Any]) -> None:
@@ -194,72 +196,49 @@ def printed(capsys: pytest.CaptureFixture[str], daemon: Daemon, *arguments: str)
     return status, found.out + found.err
 
 
-def test_a_running_job_gets_other_weights(
+def test_weights_change_where_a_job_begins_or_resumes(
     gyred: StartDaemon, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = gyred(config)
-    plain, _ = batches(daemon, "all", 40)
+    plain, _ = batches(daemon, "later", 30)
+    only_code = {"code": 1.0}
 
-    def open_rank(rank: int) -> Loader:
-        return Loader(
-            "all",
-            batch_size=G,
-            seed=5,
-            rank=rank,
-            world_size=2,
-            job="train",
-            address=daemon.address,
-            prefetch_batches=2,
-        )
+    def open_rank(weights: dict[str, float] | None) -> OpenRank:
+        def opened(rank: int, num_ranks: int) -> Loader:
+            ranks: dict[str, Any] = {"rank": rank, "world_size": num_ranks, "weights": weights}
+            return Loader("later", address=daemon.address, batch_size=G, seed=5, **ranks)
 
-    def step(iterators: Sequence[Iterator[Batch]]) -> list[int]:
-        return [value for each in iterators for value in next(each)["id"].tolist()]
+        return opened
 
-    with open_rank(0) as one, open_rank(1) as other:
-        loaders = [one, other]
-        iterators = [each.stream() for each in loaders]
-        read = [step(iterators) for _ in range(3)]
-        early = one.state_dict()
-        status, text = printed(capsys, daemon, "mix", "all", "--weights", "code=1", "--from-step=1")
-        assert status == 2
-        assert "earliest" in text
-        for weights, message in (("nope=1", "no source 'nope'"), ("code=0", "above")):
-            status, text = printed(
-                capsys, daemon, "mix", "all", f"--weights={weights}", "--from-step", "30"
-            )
-            assert (status, message in text) == (2, True)
-        status, text = printed(capsys, daemon, "mix", "all", "--weights=code=1", "--from-step=30")
-        assert (status, "2 ranks of the job train" in text) == (0, True), text
-        read += [step(iterators) for _ in range(3, 36)]
-        late = one.state_dict()
-        plan = (*PLAN, "all", "--step", "28:32", "--job")
-        status, text = printed(capsys, daemon, *plan, "train")
-        assert (status, "from step 30 (given to the job): web 0.00%, code 100.00%" in text) == (
+    first, state = in_stages(daemon, open_rank(None), [Stage(2, 3)], joined)
+    # other ranks, other weights: from step 3 on, to the step of the schedule
+    stages = [Stage(4, 2, kill_before=1)]
+    more, changed = in_stages(daemon, open_rank(only_code), stages, joined, state=state)
+    # the same weights again change nothing, and neither does leaving them out: the state has them
+    for weights in (only_code, None):
+        rest, late = in_stages(daemon, open_rank(weights), [Stage(1, 25)], joined, state=changed)
+        read = [[source_of(each) for each in values([batch])] for batch in rest]
+        assert {source for batch in read[:1] for source in batch} == {"code"}
+        if weights is None:
+            assert {"web", "code"} == {source for batch in read[1:] for source in batch}
+    assert values(first) == values(plain[:3])
+    assert {source_of(each) for each in values(more)} == {"code"}
+    for name in ("web", "code"):  # each source goes on in its epoch
+        ids = [each for each in values(first + more + rest) if source_of(each) == name]
+        assert len(set(ids[: SIZES[name]])) == min(len(ids), SIZES[name])
+    with Loader("later", address=daemon.address, batch_size=G, seed=5, job="run") as loader:
+        loader.load_state_dict(late)
+        next(loader)
+        plan = (*PLAN, "later", "--step", "0:40", "--job", "run")
+        status, text = printed(capsys, daemon, *plan)
+        assert (status, "from step 3 (given to the job): web 0.00%, code 100.00%" in text) == (
             0,
             True,
         ), text
-        read_by = [source_of(value) for batch in read[28:32] for value in batch]
-        counts = json.loads(printed(capsys, daemon, *plan, "train", "--json")[1])["counts"]
-        both = zip(counts[0]["num_samples"], counts[-1]["num_samples"], strict=True)
-        assert [after - before for before, after in both] == [*map(read_by.count, WEIGHTS)]
-        status, text = printed(capsys, daemon, *plan, "absent")
-        assert (status, "no job of yours named 'absent' reads the mixture" in text) == (2, True)
-    assert read[:30] == [batch["id"].tolist() for batch in plain[:30]]
-    assert all(source_of(value) == "code" for batch in read[30:] for value in batch)
-    _, text = printed(capsys, daemon, *PLAN, "all", "--step", "0:40", "--seed", "5")
-    assert "from step 0: web 50.00%, code 30.00%, books 20.00%" in text
-    assert text.count("steps ") == 20
-    daemon.kill()
-    daemon.start()
-    # the state has the change, or the daemon's record does; a state of another job has none
-    again, _ = batches(daemon, "all", 4, late)
-    assert all(source_of(value) == "code" for value in values(again))
-    again, _ = batches(daemon, "all", 33, early, job="train")
-    assert values(again) == [value for batch in read[3:] for value in batch]
-    again, _ = batches(daemon, "all", 37, early, job="another")
-    assert values(again) == values(plain[3:])
-    again, _ = batches(daemon, "all", 40, job="train")  # it begins again: it was given nothing
-    assert values(again) == values(plain)
+        status, text = printed(capsys, daemon, *plan[:-1], "absent")
+        assert (status, "named 'absent' reads the mixture" in text) == (2, True)
+    begun, _ = batches(daemon, "later", 6, weights=only_code)
+    assert {source_of(each) for each in values(begun)} == {"code"}
 
 
 PACKED = {

@@ -20,7 +20,6 @@ from gyre_daemon.order.packing import PackRule
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.order.shuffle.permutation import Int64Array
-from gyre_daemon.sessions.weight_changes import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,7 +91,9 @@ def test_any_ranks_read_the_batches_of_one(
     order = Order("full", "wrap", seed, G)
     state = MixtureState.of(served)
     start = skipping(Cursor("f", order, 0, mixture=state), ((3, 5), (change_at + 5, change_at + 9)))
-    start = changed(start, replace(second, first_step=change_at))
+    later = dict(zip(names, map(float, second.weights), strict=True))
+    given = start.mixture and start.mixture.with_weights(later, change_at)
+    start = replace(start, mixture=given)
 
     def planner(cursor: Cursor) -> BatchPlanner:
         assert cursor.mixture

@@ -109,3 +109,15 @@ def test_a_cursor_keeps_its_mixture() -> None:
     other = mixture([5, 6], (Phase(0, (3, 2)), Phase(9, (0, 1))), 30)
     with pytest.raises(CursorRejected, match=r"s0=0.75, s1=0.25; from step 9 .* and from step 0"):
         check_mixture(again.mixture, other, "set")
+    changed = state.with_weights({"s1": 2.0, "s0": 2.0}, 0).with_weights({"s1": 1.0}, 4)
+    assert changed.phases == (Phase(0, (1, 1)), Phase(4, (0, 1)), Phase(9, (0, 1)))
+    assert changed.with_weights({"s1": 3.0}, 8) == changed  # it has them there
+    assert changed.given == (0, 4)
+    check_mixture(changed, its, "set")
+    check_mixture(changed, mixture([5, 6], (Phase(0, (3, 2)), Phase(9, (0, 1))), 30), "set")
+    with pytest.raises(InvalidRequest, match=r"no source 's2'\. Its sources are s0, s1"):
+        state.with_weights({"s2": 1.0}, 4)
+    for step in range(100, 162):
+        state = state.with_weights({"s0": step, "s1": 1.0}, step)
+    with pytest.raises(InvalidRequest, match="had 64 of them"):
+        state.with_weights({"s0": 1.0}, 200)

@@ -1,4 +1,4 @@
-"""Every order in a plan: elastic, resumable, joinable, and with next uses that tell the truth."""
+"""Every order in a plan: elastic, resumable, and with next uses that tell the truth."""
 
 import json
 import zlib
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_daemon.errors import CursorRejected
-from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor, joined_at
+from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.order.next_uses import NEVER
 from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_of_equal_samples
@@ -24,7 +24,6 @@ orders = st.builds(
     st.sampled_from((1, 2, 3, 4, 6, 8, 12)),
     st.integers(1, 40),
     st.integers(1, 12),
-    st.integers(0, 300),
 )
 shards = st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(
     lambda counts: sum(counts) >= 12
@@ -52,9 +51,7 @@ def stream(
 
 
 @given(orders, shards)
-def test_every_sample_once_in_every_epoch_wherever_the_job_joined(
-    order: Order, counts: list[int]
-) -> None:
+def test_every_sample_once_in_every_epoch(order: Order, counts: list[int]) -> None:
     plan = plan_of(order, counts)
     ids, mask = stream(plan, 3 * plan.epoch_length)
     for epoch in range(3):
@@ -82,37 +79,9 @@ def test_a_job_resumes_at_its_cursor(order: Order, counts: list[int], step: int)
     data = Cursor("f" * 32, order, step * order.global_batch_size).encode()
     cursor = decode_cursor(data)
     check_cursor(cursor, "wiki", "f" * 32, order)
-    assert joined_at(data) == order.start_position
     resumed, whole = plan_of(cursor.order, counts), plan_of(order, counts)
     for later in range(step, step + 5):
         assert resumed.batch(later).sample_ids.tolist() == whole.batch(later).sample_ids.tolist()
-
-
-@given(orders, shards, st.integers(0, 40))
-def test_a_job_that_joins_reads_what_the_other_reads_until_its_epoch_ends(
-    order: Order, counts: list[int], step: int
-) -> None:
-    running = plan_of(order, counts)
-    late = plan_of(replace(order, start_position=running.running_position(step)), counts)
-    start = late.order.start_position % late.epoch_length
-    ids, _ = stream(running, (step + 1) * order.global_batch_size + 2 * running.epoch_length)
-    theirs, _ = stream(late, 2 * late.epoch_length)
-    own_place = (step * order.global_batch_size) % running.epoch_length
-    shared = running.epoch_length - max(own_place, start)  # until one of them wraps
-    assert theirs[:shared].tolist() == ids[step * order.global_batch_size :][:shared].tolist()
-    assert shared > 0
-
-
-def test_a_late_job_goes_round() -> None:
-    """Ten samples, joined at the sixth.
-
-    Its epoch is the running one's second half, then the first half it missed.
-    """
-    running = BatchPlanner(Order("full", "wrap", 5, 2), 10)
-    ids = stream(running, 30)[0].tolist()
-    late = BatchPlanner(replace(running.order, start_position=running.running_position(8)), 10)
-    assert stream(late, 20)[0].tolist() == [*ids[16:20], *ids[10:16], *ids[26:30], *ids[20:26]]
-    assert [late.batch(step).epoch for step in range(10)] == [0] * 5 + [1] * 5, "epochs are its own"
 
 
 @given(orders, shards, st.integers(0, 200))
@@ -188,7 +157,7 @@ def test_by_sample_id() -> None:
     ]
 
 
-BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256, 640)
+BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +169,6 @@ BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256, 640)
             r"the block size \(io_block\) in bytes is 4096 there and 1048576 here",
         ),
         ({"window_blocks": 64}, "the window in blocks is 64 there and 256 here"),
-        (
-            {"start_position": 0},
-            "the position of another job at which it joined is 0 there and 640 here",
-        ),
     ],
 )
 def test_a_cursor_of_another_order_says_what_differs(change: dict[str, Any], sentence: str) -> None:
@@ -224,19 +189,18 @@ def test_a_cursor_from_before_there_were_blocks_and_substitutes_is_read() -> Non
     assert json.loads(cursor.encode()[8:]) == json.loads(data), "nor does it say more"
 
 
-@pytest.mark.parametrize("start", [-1, (1 << 62) + 1, 1.5, True, "7"])
-def test_an_impossible_start_position_is_refused(start: object) -> None:
-    data = Cursor("abc", replace(BLOCK, start_position=start), 80).encode()  # type: ignore[arg-type]
-    with pytest.raises(CursorRejected, match="cursor"):
-        decode_cursor(data)
+def test_a_cursor_of_a_job_that_joined_another_one_is_refused_in_one_sentence() -> None:
+    data = Cursor("abc", BLOCK, 80).encode()[8:].replace(b'"tail"', b'"start_position":640,"tail"')
+    sealed = b"GYRE" + zlib.crc32(data).to_bytes(4, "little") + data
+    with pytest.raises(CursorRejected, match=r"joined another one .*; begin a new run") as caught:
+        decode_cursor(sealed)
+    assert str(caught.value).count(".") == 0, "one sentence"
 
 
 def test_the_far_end_of_the_positions_in_blocks() -> None:
     num_samples = 10**12
     table = blocks_of_equal_samples(np.full(1000, 10**9), 2048, 1 << 20)
-    plan = BatchPlanner(
-        replace(BLOCK, start_position=1 << 62, global_batch_size=1024), num_samples, table
-    )
+    plan = BatchPlanner(replace(BLOCK, global_batch_size=1024), num_samples, table)
     for step in (0, 10**9 // 2, (1 << 62) // 1024):
         assert len(set(plan.batch(step).sample_ids.tolist())) == 1024
     ids = plan.batch(10**9 // 2).sample_ids

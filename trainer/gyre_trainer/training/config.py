@@ -94,6 +94,8 @@ class DataConfig:
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
         skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
             the run are counted without them.
+        weights: of a mixture's sources, from where the run begins or resumes; if empty, those of
+            the checkpoint or of the mixture's definition.
     """
 
     dataset: Text
@@ -107,6 +109,7 @@ class DataConfig:
     tail: Literal["wrap", "drop", "pad"] = "wrap"
     prefetch_batches: AtLeast1 = 8
     skip_steps: tuple[tuple[AtLeast0, AtLeast1], ...] | None = None
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

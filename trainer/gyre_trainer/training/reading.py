@@ -2,7 +2,6 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ def any_rank(here: bool) -> bool:
 def require_one_mixture(digest: int, step: int) -> None:
     """Check that all ranks have a step's batch by the same weights of a mixture. Collective.
 
-    Ranks whose daemons differ may have been given other weights at one of them alone.
+    The definitions of their daemons may differ.
 
     Raises:
         DataRejected: on every rank: the digest of some rank is another one; the message names the
@@ -65,9 +64,8 @@ def require_one_mixture(digest: int, step: int) -> None:
     usual = max(everyone, key=everyone.count)
     others = ", ".join(str(rank) for rank, each in enumerate(everyone) if each != usual)
     raise DataRejected(
-        f"the ranks read other weights of the mixture at step {step}: {others} differ from most; "
-        "a daemon has no change of weights that others have, or has one more. End the run, give "
-        "all daemons of its ranks the change with one `gyre mix`, and resume it."
+        f"the ranks read other weights of the mixture at step {step}: {others} differ from most. "
+        "Give all daemons of the run the same mixture, and resume it."
     )
 
 
@@ -76,7 +74,6 @@ def open_loader(
     context: RankContext,
     dataset: str,
     seed: int,
-    skip_steps: Sequence[tuple[int, int]] | None = None,
     *,
     is_evaluation: bool = False,
     order: str = "full",
@@ -100,7 +97,8 @@ def open_loader(
         device=context.device,
         format=data.format or None,
         options=data.options or None,
-        skip_steps=skip_steps,
+        skip_steps=None if is_evaluation else data.skip_steps,
+        weights=None if is_evaluation else data.weights or None,
     )
 
 

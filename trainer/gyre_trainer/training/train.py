@@ -55,7 +55,7 @@ def train(
         log_to(Path(config.run.out), context.rank)
         config.require_divisible(context.world_size)
         data = config.data
-        with open_loader(config, context, data.dataset, data.seed, data.skip_steps) as loader:
+        with open_loader(config, context, data.dataset, data.seed) as loader:
             training = Training(config, context, loader, None if resume else init_from)
             training.begin(resume, may_restart=may_restart)
             while training.step < config.run.steps:

@@ -19,7 +19,7 @@ _MEDIA = ("image", "audio", "video")
 _MAX_KINDS = 20  # of reasons why media were not decoded
 _Integers = npt.NDArray[np.int64]
 
-# Reasons that are kept of one shard. Beyond it, only the numbers of damaged samples are.
+# Reasons kept of one shard. Beyond it, only the numbers of damaged samples are.
 _MAX_REASONS, _MAX_REASON_CHARS = 1000, 300
 # Bytes that are read at once where samples are smaller. More would read what lies between fields
 # that are far apart; less costs a call for every few small samples.
@@ -151,7 +151,7 @@ class _ForwardReader:
         self._shard = shard
         self._file = file
         self._can_seek = file.seekable()
-        self._base = 0  # where the bytes that are kept begin
+        self._base = 0  # where the kept bytes begin
         self._kept = bytearray()
 
     def read(self, start: int, size: int) -> memoryview:

@@ -35,9 +35,9 @@ from gyre_daemon.storage.shard import Shard
 
 FindingKind = Literal["corrupt", "odd"]
 
-# Findings of one shard that are named; the rest are counted. One message holds all of a shard's.
+# Named findings of one shard; the rest are counted. One message holds all of a shard's.
 _MAX_FINDINGS = 1000
-# Findings of a dataset that are named: a client keeps all of them.
+# Named findings of a dataset: a client keeps all of them.
 _MAX_NAMED = 100_000
 
 

@@ -37,7 +37,7 @@ from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 
 DAMAGE_SUFFIX = ".gyre-damage"
-# Shards that are checked at once; each takes a core while it is read.
+# Shards checked at once; each takes a core while it is read.
 _MAX_PROCESSES = 8
 
 

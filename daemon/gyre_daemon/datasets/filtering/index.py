@@ -16,7 +16,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_that_begin_at
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
-_AT_ONCE = 1 << 16  # samples that are looked at together
+_AT_ONCE = 1 << 16  # samples looked at together
 
 
 def apply_filter(

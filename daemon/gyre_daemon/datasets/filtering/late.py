@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats.field_spec import Extents
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
-_AT_ONCE = 1 << 16  # samples that are looked at together
+_AT_ONCE = 1 << 16  # samples looked at together
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class OpeningDataset:
         name: for messages.
         config: its definition.
         format: its format.
-        location: where it lies, without credentials.
+        location: where it is, without credentials.
         source: the shards as they are stored.
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.

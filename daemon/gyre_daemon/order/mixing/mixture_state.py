@@ -1,18 +1,18 @@
 """The mixture in a cursor, and whether the dataset still is that mixture. Pure.
 
 A state keeps the sources with their fingerprints, the block, and every phase of the job: those of
-the definition and those that it was given while it ran.
+the definition and those that it was given where it began or resumed.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gyre_daemon.errors import CursorRejected
+from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.mixing.mixture import Mixture
-from gyre_daemon.order.mixing.quotas import Phase, are_phases
+from gyre_daemon.order.mixing.quotas import Phase, are_phases, whole_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class MixtureState:
         block: B.
         num_samples: L.
         phases: of the job.
-        given: the first steps of the phases that were given to the running job; the others come
-            from the mixture's definition.
+        given: the first steps of the phases that the job was given; the others come from the
+            mixture's definition.
     """
 
     sources: tuple[tuple[str, str], ...]
@@ -39,6 +39,34 @@ class MixtureState:
         """Of a job that begins now."""
         sources = tuple((each.name, each.fingerprint) for each in mixture.sources)
         return cls(sources, mixture.block, mixture.num_samples, mixture.phases)
+
+    def with_weights(self, weights: Mapping[str, float], step: int) -> "MixtureState":
+        """The state of a job with other weights from a step on; itself if it has them there.
+
+        Args:
+            weights: of sources by name; one that is absent is not read.
+            step: the first one with them. Phases that begin later stay.
+
+        Raises:
+            InvalidRequest: there is no such source, they are no weights, or a state has no room.
+        """
+        names = [name for name, _ in self.sources]
+        if unknown := sorted(weights.keys() - set(names)):
+            raise InvalidRequest(
+                f"weights: the mixture has no source {unknown[0]!r:.100}. Its sources are "
+                f"{', '.join(names)}."
+            )
+        phase = Phase(step, whole_weights([weights.get(name, 0.0) for name in names]))
+        if [each for each in self.phases if each.first_step <= step][-1].weights == phase.weights:
+            return self
+        others = [each for each in self.phases if each.first_step != step]
+        phases = tuple(sorted((*others, phase), key=lambda each: each.first_step))
+        if not are_phases(phases, len(names)):
+            raise InvalidRequest(
+                f"weights: the job has had {len(self.phases)} of them, and a state holds no more. "
+                "Begin a new run."
+            )
+        return replace(self, phases=phases, given=tuple(sorted({*self.given, step})))
 
     @property
     def defined(self) -> tuple[Phase, ...]:
@@ -125,7 +153,11 @@ def check_mixture(
     pairs: list[tuple[str, object, object]] = [
         ("the block", theirs.block, ours.block),
         ("the samples of an epoch", theirs.num_samples, ours.num_samples),
-        ("the weights", in_words(theirs.defined, then), in_words(ours.phases, now)),
+        (
+            "the weights",
+            in_words(theirs.defined, then),
+            in_words([each for each in ours.phases if each.first_step not in theirs.given], now),
+        ),
     ]
     for what, there_is, here_is in pairs:
         if there_is != here_is:
@@ -145,8 +177,7 @@ def in_words(phases: Sequence[Phase], names: Sequence[str] | dict[str, str]) -> 
 
 
 def _differs(what: str, fact: str) -> CursorRejected:
-    return CursorRejected(
-        f"the cursor does not fit the mixture: {what}; restore the mixture, or start from the "
-        "beginning",
-        {"differs": fact},
-    )
+    fix = "restore the mixture, or start from the beginning"
+    if fact == "the weights":
+        fix = "restore them, and pass other ones as weights= of the Loader"
+    return CursorRejected(f"the cursor does not fit the mixture: {what}; {fix}", {"differs": fact})

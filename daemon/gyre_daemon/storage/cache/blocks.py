@@ -36,7 +36,7 @@ class BlockMap:
         """Blocks of which some may be empty, with any start."""
         start, stop = start.copy(), stop.copy()
         for block in reversed(np.flatnonzero(start >= stop).tolist()):
-            # An empty block lies where the next one begins, or beyond all of its shard.
+            # An empty block is where the next one begins, or beyond all of its shard.
             is_last = block + 1 == len(shard) or shard[block + 1] != shard[block]
             start[block] = stop[block] = _BEYOND if is_last else start[block + 1]
         return cls(shard, start, stop)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from gyre_daemon.runtime.events import log_event
 
 # A slab is this part of the cache, and at least so large. Smaller slabs are more mappings. Larger
-# ones cost nothing but addresses, of which a slab with few blocks then reserves many.
+# ones cost nothing but addresses; a slab with few blocks then reserves many.
 _SLABS, _MIN_SLAB_BYTES = 1024, 4 << 20
 
 PAGE_BYTES = mmap.PAGESIZE

@@ -40,7 +40,7 @@ class ShardTask:
         run: of the format's `Scan`.
         seeks: of the format's `Scan`.
         shard: as it was listed.
-        file: where it lies on disk; None of an object.
+        file: where it is on disk; None of an object.
         path: of the object, with its scheme; of a file, for messages.
         settings: of the object's storage; they may have credentials.
         options: of the object's endpoint.
