@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.transforms import Transform
-from gyre_daemon.transforms.boxes.decode import DecodeBoxes
-from gyre_daemon.transforms.boxes.sanitize import SanitizeBoxes
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
+from gyre_media.boxes.decode_boxes import DecodeBoxes
+from gyre_media.boxes.sanitize import SanitizeBoxes
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import RandomResizedCrop
 from PIL import Image, ImageDraw, ImageFont
 
 FOLDER = Path(__file__).parent

@@ -16,11 +16,11 @@ import numpy as np
 from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.transforms.chain import Chain
-from gyre_daemon.transforms.images.colors import Normalize, ToChw
-from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
 from gyre_daemon.transforms.transform import Field, Transform
+from gyre_media.images.colors import Normalize, ToChw
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import RandomResizedCrop
 
 from benchmarks.loader.markdown import table
 from benchmarks.loader.samples.images import SIZE, jpeg

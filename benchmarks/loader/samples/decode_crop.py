@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from gyre_daemon.transforms import Transform
-from gyre_daemon.transforms.images.decode import FACTORS, DecodeImage
-from gyre_daemon.transforms.images.decode_crop import DecodeRandomResizedCrop
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
+from gyre_media.images.decode_crop import DecodeRandomResizedCrop
+from gyre_media.images.decode_image import FACTORS, DecodeImage
+from gyre_media.images.geometry import RandomResizedCrop
 from PIL import Image
 
 from benchmarks.loader.markdown import table

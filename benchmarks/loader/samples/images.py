@@ -33,10 +33,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gyre_client import Loader
-from gyre_daemon.transforms.images.colors import ToChw
-from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
+from gyre_media.images.colors import ToChw
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import RandomResizedCrop
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from gyre_daemon.transforms.names import own_target
 from gyre_daemon.transforms.transform import TooLarge
 
 _Decode = Callable[[memoryview], object]
@@ -44,9 +45,10 @@ def _decoder(kind: str) -> _Decode:
     Raises:
         ModuleNotFoundError: a library is missing.
     """
+    module, _, name = own_target(f"decode_{kind}").partition(":")
+    decoder: Any = getattr(import_module(module), name)
     if kind == "image":
-        image: Any = import_module("gyre_daemon.transforms.images.decode").DecodeImage("")
+        image = decoder("")
         return lambda data: image.decoded(data, 1)
-    audio: Any = import_module("gyre_daemon.transforms.audio.decode").DecodeAudio
-    decode: _Decode = audio("", rate=16_000, max_seconds=24 * 3600).decoded
+    decode: _Decode = decoder("", rate=16_000, max_seconds=24 * 3600).decoded
     return decode

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gyre_daemon.errors import ConfigError, NotAllowed
+from gyre_daemon.runtime.plug_ins import included
 from gyre_daemon.transforms.messages import Step
 
 GROUP = "gyre.transforms"
@@ -16,35 +17,7 @@ BUILT_IN: Mapping[str, str] = {
     "drop": f"{_HERE}.fields:Drop",
     "cast": f"{_HERE}.cast:Cast",
     "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
-    "decode_image": f"{_HERE}.images.decode:DecodeImage",
-    "decode_random_resized_crop": f"{_HERE}.images.decode_crop:DecodeRandomResizedCrop",
-    "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",
-    "decode_boxes": f"{_HERE}.boxes.decode:DecodeBoxes",
-    "sanitize_boxes": f"{_HERE}.boxes.sanitize:SanitizeBoxes",
-    "resize": f"{_HERE}.images.geometry:Resize",
-    "center_crop": f"{_HERE}.images.geometry:CenterCrop",
-    "random_crop": f"{_HERE}.images.geometry:RandomCrop",
-    "vertical_flip": f"{_HERE}.images.flips:VerticalFlip",
-    "random_affine": f"{_HERE}.images.warps:RandomAffine",
-    "random_perspective": f"{_HERE}.images.warps:RandomPerspective",
-    "five_crop": f"{_HERE}.images.several_crops:FiveCrop",
-    "ten_crop": f"{_HERE}.images.several_crops:TenCrop",
-    "random_grayscale": f"{_HERE}.images.views:RandomGrayscale",
-    "gaussian_blur": f"{_HERE}.images.views:GaussianBlur",
-    "random_solarize": f"{_HERE}.images.views:RandomSolarize",
-    "random_erasing": f"{_HERE}.images.erasing:RandomErasing",
-    "trivial_augment": f"{_HERE}.images.policies:TrivialAugment",
-    "auto_augment": f"{_HERE}.images.policies:AutoAugment",
-    "horizontal_flip": f"{_HERE}.images.flips:HorizontalFlip",
-    "color_jitter": f"{_HERE}.images.colors:ColorJitter",
-    "rand_augment": f"{_HERE}.images.augment:RandAugment",
-    "decode_audio": f"{_HERE}.audio.decode:DecodeAudio",
-    "decode_video": f"{_HERE}.video.decode:DecodeVideo",
-    "log_mel": f"{_HERE}.audio.mel:LogMel",
-    "flatten": f"{_HERE}.images.colors:Flatten",
-    "normalize": f"{_HERE}.images.colors:Normalize",
     "truncate": f"{_HERE}.sequences:Truncate",
-    "to_chw": f"{_HERE}.images.colors:ToChw",
     "tokenize": f"{_HERE}.text.tokens:Tokenize",
     "chat": f"{_HERE}.text.chat:Chat",
     "python": f"{_HERE}.function:PythonFunction",
@@ -56,6 +29,11 @@ _FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
 # request take the memory of a worker.
 _MAX_STEPS = 128
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def own_target(name: str) -> str:
+    """The place of a transform of the daemon or of `gyre_media`; empty for other names."""
+    return BUILT_IN.get(name) or (included(GROUP)[name].value if name in included(GROUP) else "")
 
 
 def to_steps(
@@ -101,8 +79,8 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
             f"transforms[{place}]: this daemon runs no functions of scripts. Ask its operator to "
             f"install a package with an entry point of the group {GROUP}, or use a private daemon"
         )
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    if target := own_target(name):
+        return target
     if ":" in name:
         if not _TARGET.fullmatch(name):
             raise ConfigError(f"transforms[{place}]: {name!r:.100} is not of the form MODULE:CLASS")
@@ -120,7 +98,7 @@ def _target(place: int, name: str, installed: Collection[str], allow_modules: bo
             fix = f"Name its class: {min(found)}"
         raise ConfigError(f"transforms[{place}]: {name!r:.100} is installed and not enabled. {fix}")
     if not found:
-        known = ", ".join(sorted({*BUILT_IN, *installed}))
+        known = ", ".join(sorted({*BUILT_IN, *included(GROUP), *installed}))
         raise ConfigError(
             f"transforms[{place}] is {name!r:.100}, and there is no such transform; there are "
             f"{known}"

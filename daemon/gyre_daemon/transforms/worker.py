@@ -43,6 +43,7 @@ from gyre_daemon.transforms.messages import (
     SourceField,
     Step,
 )
+from gyre_daemon.transforms.names import own_target
 from gyre_daemon.transforms.seeding import SampleGenerators
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 
@@ -54,8 +55,15 @@ _MAX_DATA_BYTES = 2 << 30
 _MAX_MAPPED = 8
 _MAX_CHAINS = 16
 _MAX_REASON_CHARS = 1000
-_HERE = "gyre_daemon.transforms"
-_EXTRAS = {"images": "images", "audio": "media", "video": "media", "text": "text"}
+# The extra with the libraries of a transform, by its module.
+_EXTRAS = {
+    "gyre_media.images": "images",
+    "gyre_media.audio": "media",
+    "gyre_media.video": "media",
+    "gyre_daemon.transforms.text": "text",
+}
+# Transforms of most jobs with images, whose libraries take long to import.
+_PRELOADED = ("decode_image", "random_resized_crop", "horizontal_flip", "to_chw")
 
 _Value = TypeVar("_Value")
 
@@ -334,9 +342,7 @@ def _load(place: int, step: Step) -> Transform:
     try:
         found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        extra = next(
-            (_EXTRAS[each] for each in _EXTRAS if module.startswith(f"{_HERE}.{each}")), ""
-        )
+        extra = next((_EXTRAS[each] for each in _EXTRAS if module.startswith(each)), "")
         fix = f' Run pip install "gyre-ml[{extra}]".' if extra else ""
         raise ConfigError(f"{where} needs {error.name}, which is not installed.{fix}") from error
     except Exception as error:
@@ -367,6 +373,6 @@ def _kept(
 
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # an extra; once for all forked processes
-        for part in ("decode", "geometry", "flips", "colors"):
-            importlib.import_module(f"{_HERE}.images.{part}")
+        for name in _PRELOADED:
+            importlib.import_module(own_target(name).partition(":")[0])
     serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

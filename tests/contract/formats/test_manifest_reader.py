@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.formats.files import CocoFormat, CocoOptions
 from gyre_daemon.datasets.formats.listed import Manifest
 from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
@@ -20,6 +19,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_media.coco import CocoFormat, CocoOptions
 
 COCO = CocoFormat(CocoOptions("a.json"))
 

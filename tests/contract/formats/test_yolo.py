@@ -17,10 +17,10 @@ from gyre_client.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.files.yolo import labels_path
 from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_media.yolo import labels_path
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 

@@ -14,8 +14,8 @@ import torch
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CorruptSample, CursorRejected
 from gyre_daemon.transforms import Sample
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop, Resize
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import RandomResizedCrop, Resize
 from PIL import Image
 
 from tests.batches import Batch, same, take

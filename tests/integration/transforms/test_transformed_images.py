@@ -15,7 +15,7 @@ import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CorruptSample
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
+from gyre_media.images.geometry import RandomResizedCrop
 from numpy.testing import assert_array_equal
 from PIL import Image
 

@@ -318,7 +318,7 @@ def test_a_state_belongs_to_its_transforms(daemon: Daemon, reference: Batches) -
 @pytest.mark.parametrize(
     ("transform", "error", "reason"),
     [
-        ([{"name": "sharpen"}], ConfigError, "no such transform; there are absent, auto_augment, "),
+        ([{"name": "sharpen"}], ConfigError, "no such transform; there are absent, cache, cast, "),
         ([{"name": "absent"}], ConfigError, "there is no such transform"),
         ([{"name": "no_transform"}], ConfigError, "is no Transform"),
         ([{"name": "os:system"}], NotAllowed, "runs no code that clients name"),

@@ -11,10 +11,10 @@ import scipy
 import soundfile
 import torch
 from gyre_daemon.transforms import Field, Transform
-from gyre_daemon.transforms.audio.decode import DecodeAudio
-from gyre_daemon.transforms.audio.mel import LogMel
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.sequences import CropOrPad, Truncate
+from gyre_media.audio.decode_audio import DecodeAudio
+from gyre_media.audio.log_mel import LogMel
 
 BYTES = {"file": Field(np.dtype(np.uint8), (None,))}
 Sound = np.ndarray[Any, Any]

@@ -6,17 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
-from gyre_daemon.transforms.boxes.decode import DecodeBoxes
-from gyre_daemon.transforms.boxes.sanitize import SanitizeBoxes
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.fields import Copy
-from gyre_daemon.transforms.images.augment import RandAugment
-from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.flips import HorizontalFlip, VerticalFlip
-from gyre_daemon.transforms.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
-from gyre_daemon.transforms.images.policies import AutoAugment, TrivialAugment
-from gyre_daemon.transforms.images.several_crops import FiveCrop, TenCrop
 from gyre_daemon.transforms.sequences import CropOrPad
+from gyre_media.boxes.decode_boxes import DecodeBoxes
+from gyre_media.boxes.sanitize import SanitizeBoxes
+from gyre_media.images.augment import RandAugment, TrivialAugment
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.flips import HorizontalFlip, VerticalFlip
+from gyre_media.images.geometry import CenterCrop, RandomCrop, RandomResizedCrop, Resize
 
 Array = np.ndarray[Any, Any]
 BYTES = Field(np.dtype(np.uint8), (None,))
@@ -305,13 +303,9 @@ SOURCE = {"jpg": BYTES, "json": BYTES}
         ([DECODE, ("augment", RandAugment()), BOXES], "no longer what its file has"),
         ([DECODE, BOXES, ("augment", RandAugment())], "takes no boxes along"),
         ([DECODE, BOXES, ("augment", TrivialAugment())], "takes no boxes along"),
-        ([DECODE, BOXES, ("augment", AutoAugment())], "takes no boxes along"),
-        ([DECODE, BOXES, ("five_crop", FiveCrop(8))], "boxes 'boxes' lie in 'image' .* no boxes"),
-        ([DECODE, BOXES, ("ten_crop", TenCrop(8))], "boxes 'boxes' lie in 'image' .* no boxes"),
         ([DECODE, BOXES, SANITIZE, ("flip", HorizontalFlip())], "put sanitize_boxes behind"),
         ([DECODE, BOXES, NORMALIZED, ("flip", HorizontalFlip())], "put sanitize_boxes behind"),
         ([DECODE, BOXES, SANITIZE, ("resize", Resize((8, 8)))], "put sanitize_boxes behind"),
-        ([DECODE, BOXES, SANITIZE, ("five_crop", FiveCrop(8))], "put sanitize_boxes behind"),
         (
             [DECODE, BOXES, ("pad", CropOrPad("boxes", 9)), ("flip", HorizontalFlip())],
             "boxes 'boxes' lie in 'image'",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.decode_crop import DecodeRandomResizedCrop
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import RandomResizedCrop
+from gyre_media.images.decode_crop import DecodeRandomResizedCrop
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import RandomResizedCrop
 from PIL import Image
 
 BYTES = {"jpg": Field(np.dtype(np.uint8), (None,))}

@@ -15,17 +15,17 @@ from cykooz_resizer import CpuExtensions
 from gyre_daemon.transforms import Field, Transform
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.dtypes import dtype_of
-from gyre_daemon.transforms.images.augment import RandAugment
-from gyre_daemon.transforms.images.colors import (
+from gyre_media.images.augment import RandAugment
+from gyre_media.images.colors import (
     ColorJitter,
     Flatten,
     Normalize,
     ToChw,
 )
-from gyre_daemon.transforms.images.decode import DecodeImage
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import CenterCrop, RandomResizedCrop, Resize
-from gyre_daemon.transforms.images.pixels import RESIZER, resized, to_pillow
+from gyre_media.images.decode_image import DecodeImage
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import CenterCrop, RandomResizedCrop, Resize
+from gyre_media.images.pixels import RESIZER, resized, to_pillow
 from PIL import Image
 from torch.nn import functional
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import scipy
 from gyre_daemon.transforms import Transform
-from gyre_daemon.transforms.images.augment import OPERATIONS, RandAugment
-from gyre_daemon.transforms.images.colors import (
+from gyre_media.images.augment import OPERATIONS, RandAugment
+from gyre_media.images.colors import (
     ColorJitter,
     Normalize,
     brightened,
@@ -22,8 +22,8 @@ from gyre_daemon.transforms.images.colors import (
     saturated,
     turned,
 )
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import CenterCrop, RandomResizedCrop, Resize
+from gyre_media.images.flips import HorizontalFlip
+from gyre_media.images.geometry import CenterCrop, RandomResizedCrop, Resize
 from PIL import Image
 
 Array = np.ndarray[Any, Any]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gyre_daemon.transforms import Field
 from gyre_daemon.transforms.chain import Chain, TransformFailed
-from gyre_daemon.transforms.video.decode import DecodeVideo
+from gyre_media.video import DecodeVideo
 
 NUM, RATE, STEP = 60, 10, 4
 SIZE = (24, 32)

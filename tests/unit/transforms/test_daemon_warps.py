@@ -8,11 +8,8 @@ import pytest
 from gyre_daemon.config.tables import parse_options
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.transforms import Field, Transform
-from gyre_daemon.transforms.boxes.moving import moved
-from gyre_daemon.transforms.images.flips import HorizontalFlip
-from gyre_daemon.transforms.images.geometry import CenterCrop
-from gyre_daemon.transforms.images.several_crops import FiveCrop, TenCrop
-from gyre_daemon.transforms.images.warps import (
+from gyre_media.boxes.moving import moved
+from gyre_media.images.warps import (
     RandomAffine,
     RandomPerspective,
     perspective,
@@ -246,41 +243,3 @@ def test_wrong_ranges_are_refused() -> None:
             parse_options(RandomAffine, options, "transforms[0]")
     made = parse_options(RandomAffine, {"degrees": 10, "shear": [1, 2, 3, 4]}, "transforms[0]")
     assert made == RandomAffine(10, shear=(1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("size", [(20, 33), 31])
-def test_five_crops_are_the_corners_and_the_middle(size: Any) -> None:
-    image = picture(50, 71)
-    height, width = (size, size) if isinstance(size, int) else size
-    fields = {"image": Field(np.dtype(np.uint8), (None, None, 3))}
-
-    def crops(transform: FiveCrop, pixels: Array = image) -> list[Array]:
-        made = transform.outputs(fields)
-        sample: dict[str, Array] = {"image": pixels}
-        transform.apply(sample, np.random.default_rng(0), {})
-        assert list(sample) == list(made)
-        assert {field.shape for field in made.values()} == {(height, width, 3)}
-        return list(sample.values())
-
-    middle: dict[str, Array] = {"image": image}
-    CenterCrop(size).apply(middle, np.random.default_rng(0), {})
-    five = crops(FiveCrop(size))
-    wanted = [
-        image[:height, :width],
-        image[:height, -width:],
-        image[-height:, :width],
-        image[-height:, -width:],
-        middle["image"],
-    ]
-    assert all(map(np.array_equal, five, wanted))
-    assert not FiveCrop(size).is_random
-    for flip, upside_down in ((HorizontalFlip(1.0), False), (None, True)):
-        mirrored: dict[str, Array] = {"image": image[::-1]}
-        if flip:
-            mirrored = {"image": image}
-            flip.apply(mirrored, np.random.default_rng(0), {})
-        ten = crops(TenCrop(size, vertical_flip=upside_down))
-        more = crops(FiveCrop(size), mirrored["image"])
-        assert all(map(np.array_equal, ten, [*five, *more]))
-    with pytest.raises(ValueError, match="of 71 x 50 pixels is smaller than the crops of 9 x 51"):
-        FiveCrop((51, 9)).apply({"image": image}, np.random.default_rng(0), {})

@@ -25,15 +25,9 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
 from gyre_daemon.datasets.formats.entry import FormatEntry
-from gyre_daemon.datasets.formats.files import (
-    CocoFormat,
-    CocoOptions,
-    FilesFormat,
-    FilesOptions,
-    YoloFormat,
-    YoloOptions,
-)
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.installed import (
+    included_formats,
     installed_format,
     installed_names,
     shown_format,
@@ -88,8 +82,6 @@ FORMATS: Mapping[str, FormatEntry] = {
     "arrow": FormatEntry.of(ArrowFormat, ColumnOptions),
     "arrayrecord": FormatEntry.of(ArrayRecordFormat, ArrayRecordOptions),
     SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
-    "coco": FormatEntry.of(CocoFormat, CocoOptions),
-    "yolo": FormatEntry.of(YoloFormat, YoloOptions),
 }
 
 
@@ -104,7 +96,7 @@ def make_format(name: str, config: DatasetConfig) -> Format | ListedFormat:
     if entry is None:
         raise ConfigError(
             f"dataset `{name}` has the unknown format `{config.format}`; known are "
-            f"{', '.join([*FORMATS, *installed_names()])}"
+            f"{', '.join([*FORMATS, *included_formats(), *installed_names()])}"
         )
     return entry.make(config.options, f"dataset `{name}` of format {shown_format(config.format)}")
 
@@ -116,5 +108,6 @@ def check_keys_of_any(name: str, config: DatasetConfig) -> None:
         ConfigError: names the key, and the nearest known one.
     """
     of_datasets = {each.name for each in fields(DatasetConfig)} - {"options", "mixture"}
-    known = of_datasets.union(*(entry.keys for entry in FORMATS.values()))
+    included = [its for each in included_formats() if (its := installed_format(each))]
+    known = of_datasets.union(*(entry.keys for entry in (*FORMATS.values(), *included)))
     check_keys(config.options, sorted(known), f"dataset `{name}`")

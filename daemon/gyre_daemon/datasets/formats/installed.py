@@ -1,4 +1,4 @@
-"""Formats of other packages, which declare them as entry points of the group `gyre.formats`.
+"""Formats of other packages and of `gyre_media`: entry points of the group `gyre.formats`.
 
 A name `MODULE:NAME` is a `FormatEntry` of any module, such as one next to a training script. A path
 is the file of a class of that script, see `script_format`. Loading a format runs code of its
@@ -15,15 +15,21 @@ from typing import Any, BinaryIO
 from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
 from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.plug_ins import included
 from gyre_daemon.runtime.script_objects import load_script_object
 
 GROUP = "gyre.formats"
 _MEMBERS = ("pattern", "unpacks_gzip", "inspection", "assemble")
 
 
+def included_formats() -> list[str]:
+    """The names of the formats that `gyre_media` declares; none of them is loaded."""
+    return sorted(included(GROUP))
+
+
 def installed_names() -> list[str]:
     """The names of all formats that other packages declare; none of them is loaded."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return sorted({entry.name for entry in entry_points(group=GROUP)} - included(GROUP).keys())
 
 
 def installed_format(name: str) -> FormatEntry | None:
@@ -36,6 +42,8 @@ def installed_format(name: str) -> FormatEntry | None:
         return script_format(name)
     if ":" in name:
         found = [EntryPoint(name, name, GROUP)]
+    elif name in included(GROUP):
+        found = [included(GROUP)[name]]
     else:
         found = list(entry_points(group=GROUP, name=name))
     if not found:

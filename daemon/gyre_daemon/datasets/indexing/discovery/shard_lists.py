@@ -43,7 +43,7 @@ _PART_OF_TABLE = "{*=*,data}"
 _MAX_NAMED = 5  # files in a message
 _MAX_LISTED = 64  # folders of an object storage listed for a pattern, each by a request
 # Formats of single files take all files, whatever a library says of them.
-_DESCRIBED_FORMATS = frozenset(FORMATS) - {"files", "coco", "yolo"}
+_DESCRIBED_FORMATS = frozenset(FORMATS) - {"files"}
 _MAGIC = re.compile(r"[*?\[]")
 
 

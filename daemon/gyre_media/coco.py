@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
+from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.datasets.formats.files.format import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.files.manifest import checked_path
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn, ManifestPlace
@@ -199,3 +199,6 @@ def _described(objects: Iterable[_Annotation], labels: Mapping[int, int]) -> byt
         "iscrowd": [each.iscrowd for each in objects],
     }
     return json.dumps(lists, separators=(",", ":")).encode()
+
+
+COCO = FormatEntry.of(CocoFormat, CocoOptions)

@@ -11,12 +11,12 @@ from typing import Annotated
 import cv2
 import numpy as np
 import numpy.typing as npt
+from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 
-from gyre_daemon.transforms.images.colors import gray_levels
-from gyre_daemon.transforms.images.geometry import Positive, Probability
-from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image, contiguous
-from gyre_daemon.transforms.transform import Field, Sample
+from gyre_media.images.colors import gray_levels
+from gyre_media.images.geometry import Positive, Probability
+from gyre_media.images.pixels import ImageTransform, Pixels, check_image, contiguous
 
 # Weights of a Gaussian beyond this are below 2**-46, which changes no sum of float32. The time of a
 # blur grows with the pixels times the weights. With fewer of them, pixels are no longer exact.

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import cv2
 import numpy as np
-
-from gyre_daemon.transforms.boxes.moving import Matrix, scaled, shifted
-from gyre_daemon.transforms.images.annotated import AnnotatedTransform
-from gyre_daemon.transforms.images.geometry import Probability
-from gyre_daemon.transforms.images.pixels import Pixels, whole
 from gyre_daemon.transforms.transform import Sample
+
+from gyre_media.boxes.moving import Matrix, scaled, shifted
+from gyre_media.images.annotated import AnnotatedTransform
+from gyre_media.images.geometry import Probability
+from gyre_media.images.pixels import Pixels, whole
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,8 @@ from cykooz_resizer import (
     ResizeOptions,
     Resizer,
 )
-from PIL import Image
-
 from gyre_daemon.transforms.transform import Field, Sample, Transform
+from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]

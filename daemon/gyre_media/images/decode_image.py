@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import simplejpeg
+from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 from msgspec import Meta
 from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from gyre_daemon.transforms.images.pixels import Pixels
-from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
+from gyre_media.images.pixels import Pixels
 
 Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, before anything is allocated
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process for each core

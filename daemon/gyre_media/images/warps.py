@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
+from gyre_daemon.transforms.transform import Sample
 from msgspec import Meta
 from PIL import Image
 
-from gyre_daemon.transforms.boxes.moving import Matrix, scaled, shifted
-from gyre_daemon.transforms.images.annotated import AnnotatedTransform
-from gyre_daemon.transforms.images.geometry import Positive, Probability
-from gyre_daemon.transforms.images.pixels import Interpolation, Pixels, to_pillow
-from gyre_daemon.transforms.transform import Sample
+from gyre_media.boxes.moving import Matrix, scaled, shifted
+from gyre_media.images.annotated import AnnotatedTransform
+from gyre_media.images.geometry import Positive, Probability
+from gyre_media.images.pixels import Interpolation, Pixels, to_pillow
 
 Range = tuple[float, float]
 Level = Annotated[int, Meta(ge=0, le=255)]

@@ -1,4 +1,4 @@
-"""RandAugment: a few operations, drawn at random, with one strength."""
+"""Operations drawn at random: RandAugment (arXiv 1909.13719), TrivialAugment (2103.10158)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from gyre_daemon.transforms.transform import Sample
 from msgspec import Meta
 from PIL import Image, ImageEnhance, ImageOps
 
-from gyre_daemon.transforms.images.left_behind import MovesAlone
-from gyre_daemon.transforms.images.pixels import Pixels, to_pillow
-from gyre_daemon.transforms.transform import Sample
+from gyre_media.images.left_behind import MovesAlone
+from gyre_media.images.pixels import Pixels, to_pillow
 
 _NUM_STRENGTHS = 31  # torchvision's `num_magnitude_bins`
 
@@ -74,6 +74,20 @@ OPERATIONS: Mapping[str, Operation] = {
     "autocontrast": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.autocontrast(image)),
     "equalize": Operation(lambda h, w: 0, False, lambda image, _: ImageOps.equalize(image)),
 }
+# The operands for the greatest strength of TrivialAugment; the others have none.
+WIDEST: Mapping[str, float] = {
+    "shear_x": 0.99,
+    "shear_y": 0.99,
+    "translate_x": 32,
+    "translate_y": 32,
+    "rotate": 135,
+    "brightness": 0.99,
+    "color": 0.99,
+    "contrast": 0.99,
+    "sharpness": 0.99,
+    "posterize": 6,
+    "solarize": 255,
+}
 _NAMES = tuple(OPERATIONS)
 
 
@@ -109,3 +123,28 @@ class RandAugment(MovesAlone):
         if operation.is_signed and rng.random() <= 0.5:
             strength = -strength
         return name, strength * operation.strongest(height, width)
+
+
+@dataclass(frozen=True)
+class TrivialAugment(MovesAlone):
+    """Does one operation at a random strength, as `TrivialAugmentWide` of torchvision does.
+
+    Attributes:
+        field: the image.
+    """
+
+    field: str = "image"
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        pixels: Pixels = sample[self.field]
+        name, by = self.draw(rng)
+        image = OPERATIONS[name].apply(to_pillow(pixels), by)
+        self.put(self.field, np.asarray(image).reshape(pixels.shape), sample, out)
+
+    def draw(self, rng: np.random.Generator) -> tuple[str, float]:
+        """The name of an operation, and its operand."""
+        name = _NAMES[int(rng.integers(len(_NAMES)))]
+        strength = int(rng.integers(_NUM_STRENGTHS)) / (_NUM_STRENGTHS - 1)
+        by = strength * WIDEST.get(name, 0)
+        return name, -by if OPERATIONS[name].is_signed and rng.random() <= 0.5 else by

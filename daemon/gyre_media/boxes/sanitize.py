@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 from msgspec import Meta
 
-from gyre_daemon.transforms.boxes.decode import BoxFormat
-from gyre_daemon.transforms.boxes.moving import NUM_COLUMNS, Boxes, check_boxes
-from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+from gyre_media.boxes.decode_boxes import BoxFormat
+from gyre_media.boxes.moving import NUM_COLUMNS, Boxes, check_boxes
 
 _ROUNDING = 1e-6  # a box that was only resized may have lost this part of it
 _FILL = -1  # no class, so that a loss that takes it for one fails

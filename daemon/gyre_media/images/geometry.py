@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from gyre_daemon.transforms.transform import Field, Sample
 from msgspec import Meta
 
-from gyre_daemon.transforms.boxes.moving import scaled, shifted
-from gyre_daemon.transforms.images.annotated import AnnotatedTransform
-from gyre_daemon.transforms.images.pixels import (
+from gyre_media.boxes.moving import scaled, shifted
+from gyre_media.images.annotated import AnnotatedTransform
+from gyre_media.images.pixels import (
     Interpolation,
     Pixels,
     check_image,
     resized,
 )
-from gyre_daemon.transforms.transform import Field, Sample
 
 Size = int | tuple[int, int]  # with bounds, msgspec 0.22 crashes on this union
 _MAX_LENGTH = 1 << 16

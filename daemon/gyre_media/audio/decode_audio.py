@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
+from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
 from msgspec import Meta
 
-from gyre_daemon.transforms.audio.streams import Stream, streams_of
-from gyre_daemon.transforms.transform import Field, OfField, Sample, TooLarge
+from gyre_media.audio.sound_streams import Stream, streams_of
 
 _Sound = npt.NDArray[np.float32]
 # libsndfile reports a greater length than this for a FLAC file whose header has none.

@@ -6,13 +6,13 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from gyre_daemon.transforms.transform import Field, OfField, Sample
 from msgspec import Meta
 
-from gyre_daemon.transforms.images.decode import FACTORS, DecodeImage
-from gyre_daemon.transforms.images.geometry import Positive, RandomResizedCrop, Size, pair
-from gyre_daemon.transforms.images.left_behind import check_left_behind
-from gyre_daemon.transforms.images.pixels import resized_part
-from gyre_daemon.transforms.transform import Field, OfField, Sample
+from gyre_media.images.decode_image import FACTORS, DecodeImage
+from gyre_media.images.geometry import Positive, RandomResizedCrop, Size, pair
+from gyre_media.images.left_behind import check_left_behind
+from gyre_media.images.pixels import resized_part
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
-
 from gyre_daemon.transforms.transform import Field, Sample, Transform
+from msgspec import Meta
 
 _Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Frequency = Annotated[float, Meta(ge=0, le=1 << 20)]

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gyre_daemon.transforms.boxes.moving import Matrix, moved, moved_field
-from gyre_daemon.transforms.images.left_behind import check_left_behind
-from gyre_daemon.transforms.images.pixels import ImageTransform, Pixels, check_image
 from gyre_daemon.transforms.transform import Field, Sample
+
+from gyre_media.boxes.moving import Matrix, moved, moved_field
+from gyre_media.images.left_behind import check_left_behind
+from gyre_media.images.pixels import ImageTransform, Pixels, check_image
 
 
 class AnnotatedTransform(ImageTransform):

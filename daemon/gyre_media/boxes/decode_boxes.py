@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from gyre_daemon.transforms.boxes.documents import column, parsed, values_at
-from gyre_daemon.transforms.boxes.moving import areas, as_boxes, boxes_field, clipped, visible_parts
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+
+from gyre_media.boxes.documents import column, parsed, values_at
+from gyre_media.boxes.moving import areas, as_boxes, boxes_field, clipped, visible_parts
 
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 _SLACK_PIXELS = 1.0  # annotations are rounded to this

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from gyre_daemon.transforms.images.geometry import Positive, Probability
-from gyre_daemon.transforms.images.pixels import ImageTransform
 from gyre_daemon.transforms.transform import Field, Sample
+
+from gyre_media.images.geometry import Positive, Probability
+from gyre_media.images.pixels import ImageTransform
 
 _MAX_TRIES = 10  # torchvision's
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from gyre_daemon.transforms.transform import Field
 
 Boxes = npt.NDArray[np.float32]

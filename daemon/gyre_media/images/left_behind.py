@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gyre_daemon.transforms.images.pixels import ImageTransform, check_image
 from gyre_daemon.transforms.transform import Field
+
+from gyre_media.images.pixels import ImageTransform, check_image
 
 
 class MovesAlone(ImageTransform):

@@ -9,18 +9,18 @@ from typing import Annotated, Any, Literal
 import cv2
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
-
 from gyre_daemon.transforms.cast import Floating
 from gyre_daemon.transforms.dtypes import dtype_of
-from gyre_daemon.transforms.images.pixels import (
+from gyre_daemon.transforms.transform import Field, Sample
+from msgspec import Meta
+
+from gyre_media.images.pixels import (
     ImageTransform,
     Pixels,
     check_image,
     contiguous,
     whole,
 )
-from gyre_daemon.transforms.transform import Field, Sample
 
 _Factor = Annotated[float, Meta(ge=0, le=100)]
 _Hue = Annotated[float, Meta(ge=0, le=0.5)]

@@ -1,1 +1,0 @@
-"""Transforms of videos, behind the extra `media`."""
