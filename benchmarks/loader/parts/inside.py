@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.principal import ANONYMOUS, peer_principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
@@ -32,6 +33,7 @@ from gyre_daemon.order.planner import Order
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.service import control
 from gyre_daemon.sessions.request import Reader, SessionRequest
+from gyre_daemon.sessions.reservations import Reservations
 from gyre_daemon.sessions.session import Sent, Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
@@ -139,12 +141,13 @@ async def _open(
     opener = StorageOpener(workers, EndpointOptions(64, 60.0), metrics)
     sidecars = SidecarStore(str(folder / "index"), folder / "index")
     catalog = Catalog({workload.name: config}, opener, sidecars, None, allow_ad_hoc=False)
+    budget = Budget(MEMORY_BYTES)
     resources = DaemonResources(
-        Budget(MEMORY_BYTES),
+        budget,
         ArenaRegistry(MEMORY_BYTES),
         workers,
         metrics,
-        MEMORY_BYTES // 4,
+        Reservations(budget, Limits(), MEMORY_BYTES // 4),
         30.0,
     )
     sessions = SessionTable(resources, {})

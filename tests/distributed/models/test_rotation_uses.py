@@ -1,5 +1,7 @@
 """Rotated models in generation, and on two rings of one job."""
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
@@ -107,9 +109,10 @@ def by_a_method() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         (alone, batch),
         (rotated, [each.chunk(size)[rank] for each in batch]),
     ):
-        (model.encode(x) * model.encode(y)).sum(1).mean().backward()
+        (model.encode(x) * model.encode(y)).sum(1).mean().backward()  # type: ignore[no-untyped-call]
     return tuple(  # type: ignore[return-value]
-        {name: whole(p.grad) for name, p in model.named_parameters()} for model in (alone, rotated)
+        {name: whole(cast("Tensor", p.grad)) for name, p in model.named_parameters()}
+        for model in (alone, rotated)
     )
 
 

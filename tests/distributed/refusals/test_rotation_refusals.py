@@ -77,7 +77,7 @@ def flattened() -> None:
 def torchs_adafactor() -> None:
     mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
     mlp(torch.randn(2, 4)).sum().backward()
-    torch.optim.Adafactor(mlp.parameters()).step()
+    torch.optim.Adafactor(mlp.parameters()).step()  # type: ignore[no-untyped-call]
 
 
 def method_of_a_block() -> None:

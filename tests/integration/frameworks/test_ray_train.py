@@ -159,7 +159,7 @@ def test_the_actor_ends_when_nothing_is_read(
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(**actor))
     monkeypatch.setattr(gyre_ray, "IDLE_S", 1.0)
-    name = gyre_ray._daemon_of_this_node(1)
+    name = gyre_ray._daemon_of_this_node()
     until(lambda: actor not in ray.util.list_named_actors(all_namespaces=True))
     until(lambda: not (temporary_folder() / f"gyred-{name}").exists())
 

@@ -20,7 +20,8 @@ def loss_alone(run: Path, tokens: np.ndarray) -> float:
     """The mean loss of the newest checkpoint, by torch in one process."""
     newest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
     dcp_to_torch_save(newest, run / "whole.pt")
-    model = GPT(GPTConfig(**TINY_GPT, max_seq_len=8)).double()
+    config = GPTConfig(**TINY_GPT, max_seq_len=8)  # type: ignore[arg-type]
+    model = GPT(config).double()
     model.load_state_dict(torch.load(run / "whole.pt", weights_only=True)["model"])
     rows = torch.from_numpy(tokens.astype(np.int64)).view(WINDOWS, 9)
     with torch.no_grad():
