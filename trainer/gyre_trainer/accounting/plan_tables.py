@@ -359,8 +359,9 @@ def make_plan(config: TrainConfig, num_ranks: int, given: GivenRates = _MEASURED
     rates = given.measured(dtype, num_ranks)
     jobs = FigureJobs.of(config)
     size = num_ranks // config.run.replicas
-    # Another size that tells about all: the smallest, whose few slices are counted fast.
-    sizes = dict.fromkeys([size, *ring_sizes(num_ranks)[:1]])
+    # Another size tells about all: the smallest, whose few slices are counted fast.
+    possible = ring_sizes(num_ranks) or [size]
+    sizes = dict.fromkeys([size, possible[0] if size != possible[0] else possible[-1]])
     of_rings = [replace(jobs, config=on_rings_of(config, each, num_ranks)) for each in sizes]
     others = [each for each in Strategy if each != Strategy.GYRE]
     counts: list[ModuleCounts] = side_by_side(
