@@ -82,15 +82,19 @@ class TestLocalByCopyWorkers(test_storage_local.TestLocal):
 
         async def read() -> list[list[int]]:
             storage = await opener(f"{failing_disk.folder}/0.bin", {})
-            for _ in range(2):  # the pages are in memory then, so the next read is left to a worker
-                await storage.read(Targets().add(0, 0, 5000).reads())
+            await storage.read(Targets().add(0, 0, 5000).reads())
             failing_disk.fail()
+            # Every second read is looked up; these are in memory, so a worker copies.
+            targets = Targets()
+            for number in range(31):
+                targets.add(0, number * 100, 100)
+            targets.add(0, 3 << 20, 100)
             pids = []
             for _ in range(2):
                 with pytest.raises(
                     StorageUnavailable, match=r"0\.bin has not changed and yet cannot be read"
                 ):
-                    await first_of(storage.read(Targets().add(0, 3 << 20, 5000).reads()))
+                    await first_of(storage.read(targets.reads()))
                 pids.append(copy_workers.pids)
             return pids
 

@@ -9,7 +9,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -109,35 +108,14 @@ def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None
     assert ahead.announce(some_reads(), {0: shard}) == 0
 
 
-def test_the_longer_a_file_is_hot_the_less_it_is_looked_up(
-    shard: OpenShard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that turns cold is still noticed, and from then on always looked up."""
-    ahead = ReadAhead([shard.listed])
-    looks = Mock(wraps=os.preadv)
-    monkeypatch.setattr(os, "preadv", looks)
-    for _ in range(1000):
-        assert ahead.announce(some_reads(), {0: shard}) == 0
-    assert looks.call_count < 1000 * 16 / 40
-    evict(shard)
-    assert any(ahead.announce(some_reads(), {0: shard}) for _ in range(64))
-    evict(shard)
-    assert ahead.announce(some_reads(), {0: shard})
-
-
-def test_a_copy_that_waits_for_the_disk_resets_the_stride(shard: OpenShard) -> None:
+def test_a_job_that_finds_a_cold_file_says_so(shard: OpenShard) -> None:
     ahead = ReadAhead([shard.listed])
     for _ in range(300):
-        ahead.announce(some_reads(), {0: shard})
+        with ahead.around(some_reads(), {0: shard}) as is_cold:
+            assert not is_cold
     evict(shard)
-    with ahead.around(some_reads(), {0: shard}) as wait:
-        assert not wait.is_certain, "nobody looked"
-        assert shard.mapping
-        assert shard.mapping[NUM_BYTES // 2] == 0
-    assert wait.was_seen
-    evict(shard)
-    with ahead.around(some_reads(), {0: shard}) as wait:
-        assert wait.is_certain
+    with ahead.around(some_reads(), {0: shard}) as is_cold:
+        assert is_cold
 
 
 def test_file_systems_without_nonblocking_reads(

@@ -24,7 +24,7 @@ from gyre_daemon.storage.latency import MountIsSlow
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.local.open_files import OpenFiles, OpenShard, OpenShards
-from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead
+from gyre_daemon.storage.local.readahead import ReadAhead
 from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
 from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
@@ -204,11 +204,11 @@ class LocalStorage:
     ) -> tuple[int | None, float]:
         """Copy; returns the first read that failed, and for how long the disk was waited for."""
         began = time.monotonic()
-        with self._ahead.around(reads, opened) as wait:
+        with self._ahead.around(reads, opened) as is_cold:
             # Cold files are read by a thread: a copy worker would wait instead of copying.
-            is_copied = not wait.is_certain and self._copy_by_worker(reads, opened, wait)
-            failed = None if is_copied else self._copy(reads, opened)
-        return failed, time.monotonic() - began if wait.was_seen else 0.0
+            num_waits = None if is_cold else self._copy_by_worker(reads, opened)
+            failed = self._copy(reads, opened) if num_waits is None else None
+        return failed, time.monotonic() - began if is_cold or num_waits else 0.0
 
     def _read_compared(
         self,
@@ -248,26 +248,25 @@ class LocalStorage:
         """Copy reads of one shard; returns whether they are whole."""
         return self._copy(reads, {shard: opened}) is None
 
-    def _copy_by_worker(
-        self, reads: Reads, opened: Mapping[int, OpenShard], wait: DiskWait
-    ) -> bool:
-        """Let a copy worker copy where that is faster; returns whether it did.
+    def _copy_by_worker(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
+        """Let a copy worker copy where that is faster.
 
         After a failure the files are unsound, so that no second worker dies of them.
+
+        Returns:
+            How often it waited for the disk; None if it did not copy.
         """
         arena = reads.arena
         if arena is None or reads.memory or not all(shard.is_sound for shard in opened.values()):
-            return False
+            return None
         mean_bytes = reads.num_bytes / len(reads)
         is_small = mean_bytes < _MIN_COPIED_BYTES
         if mean_bytes >= _MAX_COPIED_BYTES or (is_small and len(opened) > 1):
-            return False
+            return None
         ranges = _ranges(reads, arena, opened)
         if is_small and not ranges.are_alike:
-            return False
-        num_waits = self._copy_workers.copy(arena.key, opened.values(), ranges)
-        wait.was_seen |= bool(num_waits)
-        return num_waits is not None
+            return None
+        return self._copy_workers.copy(arena.key, opened.values(), ranges)
 
     def _copy(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
         """Copy in this thread; returns the index of the first read that failed, if any."""

@@ -2,10 +2,7 @@
 
 A cold file is then read many blocks at once, instead of one after the other as the copy reaches
 them. Files in memory need no announcement: a few reads of each job are looked up, and the job is
-announced only if one of them is missing. While nothing is missing, fewer and fewer jobs are looked
-up, because every lookup releases the interpreter's lock, which costs more than the lookup itself. A
-copy that waits for the disk all the same, as the kernel's fault counter shows, makes every job be
-looked up again.
+announced only if one of them is missing.
 
 Before a cold job is announced, one of its reads is measured, and more if that takes long: see
 `storage.latency`. This is done only while no other cold job is under way, because what waits behind
@@ -16,10 +13,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +24,9 @@ from gyre_daemon.storage.latency import MountIsSlow
 from gyre_daemon.storage.local.open_files import OpenShard
 from gyre_daemon.storage.shard import Shard
 
-# Reads looked up in a job, and the most jobs of which one is looked up. More of either costs time
-# in every job; fewer notice later that files have become cold.
+# Reads looked up in a job. More cost time in every job, some 0.1 ms for these; fewer notice later
+# that files have become cold.
 _NUM_PROBES = 16
-_MAX_STRIDE = 64
 # Bytes read around a sample of a dataset that fits into memory. It is read whole sooner or later,
 # so larger requests bring it there sooner.
 _WHOLE_GRAIN_BYTES = 128 << 10
@@ -41,19 +35,6 @@ _Ranges = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int
 
 _mincore = ctypes.PyDLL(None).mincore  # it never waits, so the interpreter's lock is kept
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-
-
-@dataclass(slots=True)
-class DiskWait:
-    """Whether one job waits for a disk.
-
-    Attributes:
-        is_certain: some of what it copies is not in memory.
-        was_seen: it did wait.
-    """
-
-    is_certain: bool
-    was_seen: bool
 
 
 class ReadAhead:
@@ -71,28 +52,21 @@ class ReadAhead:
         """
         self._measures = measures
         self.grain_bytes = _WHOLE_GRAIN_BYTES if fits_into_memory(shards) else mmap.PAGESIZE
-        self._stride = 1
-        self._num_skipped = 0
 
     @contextlib.contextmanager
-    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[DiskWait]:
+    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[bool]:
         """Announce reads; the caller copies them inside the context.
 
-        If the copy waits for the disk, every job is looked up again from now on. The caller notes
-        in `was_seen` the waits of other processes.
+        Yields:
+            Whether some of them are not in memory.
 
         Raises:
             MountIsSlow: one of the mounts of the shards.
         """
         is_cold = self.announce(reads, opened) > 0
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        wait = DiskWait(is_cold, is_cold)
         latency = next(iter(opened.values())).mount.latency
         with latency.cold_job() if is_cold else contextlib.nullcontext():
-            yield wait
-        wait.was_seen |= resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before
-        if wait.was_seen:
-            self._stride = 1
+            yield is_cold
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
         """Have the kernel begin to read what is not in memory.
@@ -102,24 +76,17 @@ class ReadAhead:
             opened: by shard number.
 
         Returns:
-            The number of announced ranges; 0 if everything that was looked up is in memory, or
-            nothing was looked up.
+            The number of announced ranges; 0 if everything that was looked up is in memory.
 
         Raises:
             MountIsSlow: see `around`.
         """
-        if self._num_skipped + 1 < self._stride:
-            self._num_skipped += 1
-            return 0
-        self._num_skipped = 0
         probes = iter(_probes(reads))
         cold = next(
             (probe for probe in probes if not _is_resident(opened[probe[0]], probe[1])), None
         )
         if cold is None:
-            self._stride = min(2 * self._stride, _MAX_STRIDE)
             return 0
-        self._stride = 1
         if self._measures and _are_slow([cold, *probes], opened):
             raise MountIsSlow
         ranges = blocks(reads.shard, reads.start, reads.start + reads.size, self.grain_bytes)
