@@ -7,7 +7,7 @@ field is ragged, or `null` of JSON.
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,20 +158,26 @@ def plain_type(kind: Any) -> Any:
         return pa.float64() if kind.precision <= _MAX_FLOAT_DIGITS else pa.string()
     if types.is_temporal(kind) and not types.is_interval(kind):
         return pa.int32() if kind.bit_width == 32 else pa.int64()
+    kind = with_children(kind, plain_type)
+    if types.is_list_view(kind):
+        return pa.list_(kind.value_field)
+    return pa.large_list(kind.value_field) if types.is_large_list_view(kind) else kind
+
+
+def with_children(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A type whose children have other types; itself if it has none, or none changes."""
     fields = [kind.field(place) for place in range(kind.num_fields)]
-    inner = [plain_type(field.type) for field in fields]
-    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
-    if not is_view and inner == [field.type for field in fields]:
+    inner = [field.with_type(change(field.type)) for field in fields]
+    if inner == fields or types.is_union(kind) or types.is_run_end_encoded(kind):
         return kind
-    inner = [field.with_type(each) for field, each in zip(fields, inner, strict=True)]
     if types.is_struct(kind):
         return pa.struct(inner)
     if types.is_fixed_size_list(kind):
         return pa.list_(inner[0], kind.list_size)
     if types.is_map(kind):
-        key, item = inner[0].type
-        return pa.map_(key, item)
-    return pa.large_list(inner[0]) if is_view or _is_list(kind) else kind
+        return pa.map_(*inner[0].type)
+    make = {"list": pa.list_, "large_list": pa.large_list, "list_view": pa.list_view}
+    return make.get(str(kind).partition("<")[0], pa.large_list_view)(inner[0])
 
 
 def _array_of(name: str, kind: Any, feature: Any) -> FieldSpec | None:
@@ -405,8 +411,10 @@ def _plain(array: Any) -> Any:
         offsets = np.concatenate(([0], ends)).astype(np.int32)
         keys, items = values.flatten()
         return pa.MapArray.from_arrays(offsets, keys, items, type=plain, mask=absent)
-    offsets = np.concatenate(([0], ends)).astype(np.int64)
-    return pa.LargeListArray.from_arrays(offsets, values, type=plain, mask=absent)
+    is_large = types.is_large_list(plain)
+    offsets = np.concatenate(([0], ends)).astype(np.int64 if is_large else np.int32)
+    make = pa.LargeListArray if is_large else pa.ListArray
+    return make.from_arrays(offsets, values, type=plain, mask=absent)
 
 
 def _valid(array: Any) -> _Bools | None:

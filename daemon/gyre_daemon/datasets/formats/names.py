@@ -13,7 +13,7 @@ from gyre_daemon.errors import ConfigError
 
 _SUFFIXES = (OFFSETS_SUFFIX, PRESENT_SUFFIX, SHAPE_SUFFIX)
 TAKEN = (
-    f"a batch has {SAMPLE_ID}, {MASK} and offsets of its own, and names that end with "
+    f"a batch has {SAMPLE_ID}, {MASK} and offsets itself, and names that end with "
     f"{', '.join(_SUFFIXES)}"
 )
 

@@ -22,7 +22,7 @@ from gyre_daemon.runtime.threads import compute
 # with its queue sees it. Ten times as many would keep ten times as many sidecars open.
 MAX_IN_RAY = 1000
 _CLUSTER = re.compile(r"ray://[A-Za-z0-9.\-]+:[0-9]{1,5}|ray://\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
-# From closing the connection to the end of the driver. A Ray of its own ends in two seconds.
+# From closing the connection to the end of the driver. A private Ray ends in two seconds.
 _MAX_STOP_S = 60.0
 
 

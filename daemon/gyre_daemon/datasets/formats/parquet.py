@@ -1,12 +1,11 @@
-"""Scans Parquet files and decodes their row groups, by pyarrow.
+"""The format `parquet`: each row of a row group is one sample.
 
-pyarrow is imported when the first file is read: see `scans.server`, which runs this in processes
-that may be killed. Nothing is read ahead and no thread is started.
+pyarrow scans files and decodes row groups. It is imported when the first file is read, by compute
+workers that may be killed. Nothing is read ahead and no thread is started.
 """
 
 import io
 import os
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +13,28 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.arrow_columns import Wanted
-from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.arrow_columns import (
+    ColumnOptions,
+    Wanted,
+    require_pyarrow,
+    scan_version,
+)
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
 from gyre_daemon.datasets.formats.chunks import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
+    check_chunks,
     chunk_arrays,
     lacking,
+    num_rows,
+    refuse_damaged,
 )
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.runtime.positioned import PositionedFile
+from gyre_daemon.storage.shard import Shard
 
 if TYPE_CHECKING:
     from gyre_daemon.datasets.formats.arrow_types import ServedColumn
@@ -34,12 +44,73 @@ _MAX_GAP_BYTES = 64 << 10
 # Footers that a process keeps parsed. Parsing one takes milliseconds if the file has a thousand row
 # groups; a job that mixes many files needs another one for nearly every row group.
 _MAX_FOOTERS = 64
-_TAIL = struct.Struct("<I4s")
+_TAIL_BYTES = 8  # behind the footer: its size, and a magic
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
 
-
 _footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
+
+
+class ParquetFormat:
+    """A `Format` whose chunks are row groups.
+
+    Files are asked for their footers, and for those columns whose lengths or nulls are
+    not known from there.
+    """
+
+    pattern = "*.{parquet,parq}"
+    unpacks_gzip = False
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: its magic."""
+        return head.startswith(b"PAR1")
+
+    def __init__(self, options: ColumnOptions) -> None:
+        """Refuse to start without the library that reads such files.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
+        require_pyarrow("parquet")
+        self._options, self._columns = options, options.wanted
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        return Scan(
+            scan_version("parquet/3", self._columns),
+            RowGroupScan(self._columns),
+            num_rows,
+            check_chunks,
+            seeks=True,
+            ragged=self._options.ragged,
+        )
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`."""
+        refuse_damaged(shards, inspected, "row group")
+        return self.assemble_tolerantly(shards, inspected)[0]
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: all samples of row groups that cannot be decoded.
+
+        They are found when all row groups are tried.
+        """
+        identity = f"parquet {self._columns.pairs}".encode()
+        decode = RowGroupDecoder(self._columns)
+        index = assemble_union(
+            self._options,
+            [field for field, _ in self._columns.pairs],
+            shards,
+            inspected,
+            lambda scan: scan["fields"].tobytes(),
+            num_rows,
+            lambda some, scans: ChunkIndex(some, scans, decode, "row group", identity),
+        )
+        return index, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +156,8 @@ class RowGroupScan:
                     damaged[len(rows) - 1] = f"{error!s:.500}"
                     found.append(lacking([column.spec for column in columns], group.num_rows))
             where = "its footer"
-            shared = _footer_range(file, shard_bytes)
+            tail = opened.metadata.serialized_size + _TAIL_BYTES
+            shared = shard_bytes - tail, shard_bytes
             specs = [column.spec for column in columns]
             return chunk_arrays(specs, rows, pieces, found, shared, numbers, damaged=damaged)
         except (CorruptSample, ConfigError):
@@ -260,12 +332,6 @@ def _pieces(
         else:
             merged.append((start, stop))
     return merged
-
-
-def _footer_range(file: BinaryIO, shard_bytes: int) -> tuple[int, int]:
-    file.seek(shard_bytes - _TAIL.size)
-    num_bytes, _ = _TAIL.unpack(file.read(_TAIL.size))
-    return shard_bytes - _TAIL.size - num_bytes, shard_bytes
 
 
 def _corrupt(shard: str, reason: str) -> CorruptSample:
