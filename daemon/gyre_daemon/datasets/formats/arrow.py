@@ -1,7 +1,7 @@
 """The format `arrow`: each row of an Arrow IPC file or stream is one sample.
 
 `arrow_batches` finds the rows in record batches, and this makes one index of all shards. Record
-batches that are compressed, or have a column that is no range of bytes, are chunks and decoded.
+batches are chunks and decoded if they are compressed, or a column is no range of bytes.
 """
 
 import hashlib

@@ -233,7 +233,7 @@ def _parsed(parse: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _undecoded_schema(schema: Any) -> Any:
-    """The schema of the arrays that are stored: without extensions, and of indices in dictionaries.
+    """The schema of the stored arrays: without extensions, and of indices in dictionaries.
 
     pyarrow reads a record batch of it without the dictionaries.
     """
@@ -267,7 +267,7 @@ def _batch(message: _Message, schema: Any) -> Any:
 
 
 class _Chunks:
-    """The record batches of a file that are decoded, each as a chunk.
+    """The decoded record batches of a file, each a chunk.
 
     A chunk is decoded from its message and from the messages before all record batches: the schema
     and the dictionaries. Together they are a valid stream.

@@ -371,7 +371,7 @@ class Indexer:
         if not opening.source.local_file(0) and not all(map(is_packed, shards)):
             raise InvalidRequest(
                 f"some shards of {location.text} are compressed and some are not; compress all of "
-                "them or none, or name those that are meant"
+                "them or none, or name the ones you mean"
             )
         check_distinct(shards, location.text)
         folder, work = self._unpacked.folder, self._unpacked.open

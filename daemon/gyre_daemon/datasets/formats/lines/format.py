@@ -154,7 +154,7 @@ class TextFormat:
         if compressed:
             raise ConfigError(
                 f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
-                "Compress all of them or none, or name those that are meant."
+                "Compress all of them or none, or name the ones you mean."
             )
         nothing = np.empty(0, np.int64)
         return SampleTable(

@@ -70,7 +70,7 @@ def any_compressed(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bool
     if compressed and len(compressed) < len(shards):
         raise ConfigError(
             f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
-            "Compress all of them or none, or name those that are meant."
+            "Compress all of them or none, or name the ones you mean."
         )
     return bool(compressed)
 

@@ -79,7 +79,7 @@ class Partitions:
     values: Mapping[str, Sequence[str | None]]
 
     def chosen(self, config: DatasetConfig) -> "tuple[DatasetConfig, list[IndexedField]]":
-        """The configuration without the keys that `columns` has, and the fields that are served.
+        """The configuration without the keys that `columns` has, and the served fields.
 
         Raises:
             ConfigError: all of `columns` are keys, or no field can have the name of one.
