@@ -1,4 +1,4 @@
-"""Gyre beside the loaders that people use: same data, same machine, interleaved rounds.
+"""Gyre next to the loaders that people use: same data, same machine, interleaved rounds.
 
 The report gives ratios of medians.
 

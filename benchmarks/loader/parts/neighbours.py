@@ -39,7 +39,7 @@ BEGINNING_S = 0.5
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The job that reads beside the fast one.
+    """The job that reads next to the fast one.
 
     Attributes:
         about: its name in the table.
@@ -125,7 +125,7 @@ def neighbour_process(address: str) -> Iterator[Connection]:
 def measure(
     server: Daemon, num_rounds: int, duration_s: float
 ) -> tuple[list[Turn], dict[Neighbour, list[Turn]]]:
-    """Measure turns alone and beside each neighbour; each is followed by one alone."""
+    """Measure turns alone and with each neighbour; each is followed by one alone."""
     turns: dict[Neighbour, list[Turn]] = {neighbour: [] for neighbour in NEIGHBOURS}
     with neighbour_process(server.address) as pipe:
         alone = [read_fast(server.address, duration_s)]

@@ -1,4 +1,4 @@
-"""Readers of a dataset on an object server, in the process that is measured."""
+"""Readers of a dataset on an object server, in the measured process."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

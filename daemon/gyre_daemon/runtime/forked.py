@@ -34,7 +34,7 @@ def serve(
         max_data_bytes: limit of each process's allocations.
         answer: serves the connection of a process until the daemon hangs up.
     """
-    os.setsid()  # a group of its own, which is killed at the end
+    os.setsid()  # its own group, which is killed at the end
     for number in _SIGNALS_FOR_THE_DAEMON:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that ends leaves no zombie

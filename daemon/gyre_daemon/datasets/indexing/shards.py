@@ -37,7 +37,7 @@ from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.script_driver import CLASS
 
-# Shards that are unpacked or scanned at once. Each dataset has one turn of its own, so that a small
+# Shards that are unpacked or scanned at once. Each dataset has its own turn, so that a small
 # one does not wait behind a large one; the further turns are shared. A dataset that is opened has
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.

@@ -28,7 +28,7 @@ _PATH = re.compile(
     r"(?:hf://)?(datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?)(?:/+(.*))?"
 )
 _KEYS = ("endpoint", "token_file", "revision")
-# The public hub redirects to hosts of its own, whose names change.
+# The public hub redirects to its own hosts, whose names change.
 _PUBLIC, _OWN_HOSTS = "huggingface.co", (".hf.co", ".huggingface.co")
 TIMEOUT_S = 30.0
 _MAX_ATTEMPTS = 5  # of a request that is refused because of too many
