@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import group_of_processes
-from gyre_trainer.errors import RotationError
+from gyre_trainer.errors import RingError, RotationError
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,12 +113,13 @@ def evaluated_on_the_first_rank() -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     rotate_all(model, mesh=mesh, min_numel=0)
+    model(torch.ones(2, 4)).sum().backward()
     try:
         if dist.get_rank() == 0:
             with torch.no_grad():
                 model(torch.ones(2, 4))
         model(torch.ones(2, 4)).sum().backward()
-    except RotationError as error:
+    except (RotationError, RingError) as error:
         text = str(error)
     dist.barrier()
     return text

@@ -33,15 +33,20 @@ def plain(model: ModelConfig) -> nn.Module:
 def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
     """Convert a plain model without adapters to the dtype that its parameters rest in.
 
-    Buffers stay as they are, and so do vectors where only adapters train.
+    Buffers stay as they are. Where only adapters train, so does all but the layers with matrices,
+    whose biases have the dtype of their weights, and stacked experts.
     """
     rounds = config.optimizer.stochastic_rounding
     if not (rounds or (has_adapters(config.model) and _lora(config.model).frozen == "bfloat16")):
         return
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, each in module._parameters.items():
-            if each is not None and (rounds or each.ndim > 1) and each.is_floating_point():
+        own = {name: each for name, each in module._parameters.items() if each is not None}
+        is_layer = own.keys() <= {"weight", "bias"} and any(p.ndim > 1 for p in own.values())
+        if not (rounds or is_layer or any(p.ndim > 2 for p in own.values())):
+            continue
+        for name, each in own.items():
+            if each.is_floating_point():
                 if each not in converted:  # tied ones stay tied
                     converted[each] = nn.Parameter(each.detach().bfloat16(), each.requires_grad)
                 module._parameters[name] = converted[each]
