@@ -108,7 +108,7 @@ def test_ranks_that_call_different_modules_are_told_which(
 def evaluated_on_the_first_rank() -> str:
     text = ""
     mesh = DeviceMesh.from_group(
-        dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
+        dist.new_group(timeout=timedelta(seconds=10)), "cpu", mesh_dim_names=("rotate",)
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
@@ -127,7 +127,7 @@ def evaluated_on_the_first_rank() -> str:
 
 def test_an_evaluation_on_one_rank_alone_names_the_command(ranks: StartRanks) -> None:
     for message in ranks(2).run_to_the_end(evaluated_on_the_first_rank):
-        assert "call the model on all ranks, or use gyre-train eval" in message
+        assert "call the model on all ranks, or use gyre-train eval" in message, message
 
 
 def sum_between_processes() -> list[float]:

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 # every error message.
 _LOOK_INTERVAL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
+_ADVICE = "To evaluate, call the model on all ranks, or use gyre-train eval"
 _ASKED = "asked"  # this key of the store exists once a rank has asked
 _WHO_SERVES = "rank 0, which serves it, is at fault, unless torchrun or gyre-train serves it"
 
@@ -229,8 +230,7 @@ def diagnose(progress: dict[int, RankProgress], missing: Sequence[int]) -> str:
     if idle:
         return (
             f"{_named(behind)} at fault: alive, but it stands still after {fewest} waits "
-            "while the other ranks wait for it. To evaluate, call the model on all ranks, or use "
-            "gyre-train eval"
+            f"while the other ranks wait for it. {_ADVICE}"
         )
     if fewest < most:
         return (
@@ -238,7 +238,8 @@ def diagnose(progress: dict[int, RankProgress], missing: Sequence[int]) -> str:
             f"when another rank had completed {most}"
         )
     return (
-        "all ranks are alive and wait for each other; do all make the same calls in the same order?"
+        "all ranks are alive and wait for each other; do all make the same calls in the same "
+        f"order? {_ADVICE}"
     )
 
 
