@@ -1,7 +1,9 @@
 """Which files of a folder are shards: one pattern, or a brace list such as `*.{tar,tar.gz}`."""
 
 import fnmatch
+import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,9 +23,10 @@ _BESIDE = (
 )
 
 
-def patterns_of(pattern: str) -> list[str]:
+@functools.lru_cache(64)  # asked for each file of a folder
+def patterns_of(pattern: str) -> tuple[str, ...]:
     """The patterns of a brace list."""
-    return expand(pattern, _MAX_PATTERNS)
+    return tuple(expand(pattern, _MAX_PATTERNS))
 
 
 def checked_glob(path: str) -> str:
@@ -42,7 +45,12 @@ def checked_glob(path: str) -> str:
 
 def matches_any(name: str, pattern: str) -> bool:
     """Whether a file name matches any of the patterns."""
-    return any(fnmatch.fnmatchcase(name, each) for each in patterns_of(pattern))
+    return _matcher(pattern).match(name) is not None
+
+
+@functools.lru_cache(64)
+def _matcher(pattern: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns_of(pattern))))
 
 
 def is_beside(name: str) -> bool:

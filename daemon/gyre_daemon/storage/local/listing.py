@@ -213,7 +213,7 @@ def _matches(path: Path, pattern: str, odd: set[str], *, follow_links: bool) -> 
     What matches and can be no shard goes to ``odd``.
     """
     if path.is_dir():
-        root, globs = Root(path, follow_links), patterns_of(pattern)
+        root, globs = Root(path, follow_links), list(patterns_of(pattern))
     elif os.path.lexists(path) or not _MAGIC & set(str(path)):
         root, globs = Root(path.parent, follow_links), []
         return [LocalFile(root, path.name)] if _is_file(root, path.name) else []
