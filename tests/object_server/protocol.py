@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         self.open_connections.add(self)
+        self._director.counts.connections += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open_connections.discard(self)

@@ -78,6 +78,7 @@ class Counts:
         answers: by status.
         faults: by rule's fault.
         most_in_flight: reads at the same time.
+        connections: that clients opened.
     """
 
     reads: int = 0
@@ -85,6 +86,7 @@ class Counts:
     answers: Counter[int] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     most_in_flight: int = 0
+    connections: int = 0
 
 
 class Director:

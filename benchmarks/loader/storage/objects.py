@@ -178,6 +178,8 @@ def read(
         daemon_s, server_s = cpu_s(serving.pids) - before_s, cpu_s([server.pid]) - server_before_s
     result: Result = json.loads(answer)
     num_requests = server.counts()["reads"]
+    result["daemon_us_per_sample"] = daemon_s / num_samples * 1e6
+    result["connections"] = server.counts()["connections"]
     result["cpu_us_per_sample"] += daemon_s / num_samples * 1e6
     result["requests_per_sample"] = num_requests / num_samples
     result["server_us_per_request"] = server_s / num_requests * 1e6

@@ -162,7 +162,9 @@ def by_daemon(num_rounds: int, folder: Path, scale: Scale, max_requests: int) ->
     names = {
         "samples_per_s": "samples/s",
         "steady_samples_per_s": "samples/s after the first quarter",
+        "daemon_us_per_sample": "daemon's CPU us a sample",
         "cpu_us_per_sample": "CPU us a sample, daemon and job",
+        "connections": "connections",
         "requests_per_sample": "requests a sample",
         "server_us_per_request": "server's CPU us a request",
     }
