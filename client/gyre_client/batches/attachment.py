@@ -34,6 +34,7 @@ from gyre_client.messages.frames import chunk_data
 from gyre_client.messages.layouts import BatchTensors
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.outbox import Consumed, Outbox
+from gyre_client.transport.read_ahead import NEVER
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
 HEARTBEATS_PER_LEASE = 4
@@ -122,13 +123,21 @@ class Attachment:
         self._num_granted = opened.max_queued_batches
         self._max_kept = opened.max_kept_batches
         self._on_message = on_message
+        self._consumed = consumed
         self._silent_for_s: float | None = None  # set when the watchdog ended the streams
         self._heard_at_s = time.monotonic()
         self._payload: grpc.CallIterator[bytes] | None = None
         self._is_closed = False
         self.sender: threading.Thread | None = None
         returned = None if session.arenas is None else session.arenas.returned
-        self.outbox = Outbox(opened.session_id, num_credits, self._num_together, consumed, returned)
+        self.outbox = Outbox(
+            opened.session_id,
+            num_credits,
+            self._num_together,
+            consumed,
+            returned,
+            opened.iteration_stop or NEVER,
+        )
         self._stream = connection.stream(
             self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch)
         )
@@ -285,7 +294,8 @@ class Attachment:
         # At most a lease: longer, and this process was stopped meanwhile.
         silent_s = min(now_s - self._heard_at_s, self._lease_s)
         self._heard_at_s = now_s
-        if is_news or self.outbox.num_given <= self._num_received:
+        is_bound = self._next_step >= self._consumed().stop
+        if is_news or is_bound or self.outbox.num_given <= self._num_received:
             self._stalled_s = 0.0
             return
         self._stalled_s += silent_s

@@ -27,6 +27,7 @@ from gyre_client.targets.target import Target
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
 from gyre_client.transport.outbox import LONG_WAIT_S, Consumed
+from gyre_client.transport.read_ahead import NEVER
 from gyre_client.transport.side_channel import NotShared, SideChannel
 from gyre_client.transport.wakeup import Wakeup
 
@@ -86,6 +87,7 @@ class BatchStream:
         # Of the thread that takes batches.
         self._num_dequeued = 0  # the number of the first batch that did not leave the inbox
         self._waited_s = 0.0
+        self._stop = NEVER  # the batch behind the last one of the consumer's iteration
         self._must_copy = False  # whether the consumer gets copies, because it holds too many slots
         self._is_closing = False
         # Of the receiver.
@@ -207,6 +209,15 @@ class BatchStream:
         with contextlib.suppress(IndexError):  # `close` in another thread has emptied the inbox
             self._inbox.popleft()
 
+    def iterate_until(self, stop: int) -> None:
+        """Lets the daemon read up to this batch, where an iteration ends."""
+        if stop == self._stop:
+            return
+        self._stop = stop
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.outbox.wake()
+
     def note_wait(self, seconds: float) -> None:
         """Tells the daemon that the consumer had no batch to go on with for this time."""
         self._waited_s += seconds
@@ -269,6 +280,7 @@ class BatchStream:
         self._request.ClearField("weights")
         self._request.changed_transforms = False
         self.position = Position(opened.cursor, opened.first_step)
+        self._stop = opened.iteration_stop or NEVER
         self._opened_s = time.monotonic()
         self._is_open = True
         self._has_arrived.wake()
@@ -338,6 +350,8 @@ class BatchStream:
                 self._num_dequeued - num_dequeued,
                 self.position.batch - num_taken,
                 self._waited_s - waited_s,
+                self.position.batch,
+                self._stop,
             ),
         )
         self._attachment = attachment

@@ -1,8 +1,8 @@
 """Iterators over a loader's batches, from where the loader stands to the end of an epoch.
 
 Underneath is one stream without an end: the end of an iteration is a StopIteration between two
-steps, while the daemon already reads the next epoch. All iterators of a loader take from that one
-stream, so only the youngest of them may go on.
+steps, and the daemon reads beyond it once the next iteration has begun. All iterators of a loader
+take from that one stream, so only the youngest of them may go on.
 """
 
 from threading import get_ident
@@ -116,4 +116,4 @@ class EpochIterator:
         if self._restart:
             self._loader.reset()
             self._restart = False
-        self._active.stop_batch = self._loader._stop_batch(self._num_epochs)
+        self._active.stop_batch = self._loader._begin_iteration(self._num_epochs)

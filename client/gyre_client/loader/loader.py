@@ -47,9 +47,9 @@ from gyre_client.messages.requests import dataset_ref, reader, skipped_steps, so
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import dataset_or_path, target_of_dataset
 from gyre_client.tracebacks import fold, folded
+from gyre_client.transport.read_ahead import NEVER
 
 _log = logging.getLogger("gyre_client")
-NEVER = 1 << 64  # the stop batch of an iteration without an end
 
 
 class Loader(LoaderSteps):
@@ -82,7 +82,7 @@ class Loader(LoaderSteps):
     after `close` and after the daemon has ended. With `device`, they are in that device's memory.
 
     **Iteration.** `iter()` continues where the loader is: inside an epoch with the rest of it, at
-    the end of an epoch with the next one. The daemon reads ahead across that end. `stream()`
+    the end of an epoch with the next one. The daemon reads ahead to that end. `stream()`
     returns an iterator without an end. All iterators of a loader take from one stream, so only the
     newest of them may be read. `next(loader)` is the next batch of that stream, whatever its epoch.
 
@@ -261,8 +261,9 @@ class Loader(LoaderSteps):
                 batch_size, world_size, seed, tail, order, *blocks, balance=balance, bucket=bucket
             ),
             reader=reader(job, ranks.rank, world_size, ranks.peer, ranks.num_local),
-            # 0: the daemon reads ahead beyond the end of an iteration
+            # 0: further iterations read from the same session
             num_epochs=(self._num_epochs or 0) if restart else 0,
+            iteration_epochs=self._num_epochs or 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             transforms=self._declared,
             skip_steps=None if skip_steps is None else skipped_steps(skip_steps),
@@ -341,7 +342,9 @@ class Loader(LoaderSteps):
 
     def __next__(self) -> dict[str, torch.Tensor]:
         try:
-            stream, tensors, behind = self._peek()
+            self._one_thread.check()
+            self._place.iterate_until(NEVER)
+            stream, tensors, behind = self._place.peek()
         except GyreError as error:
             fold(error)
             raise
@@ -462,10 +465,17 @@ class Loader(LoaderSteps):
         self._loaded_batch = -1
         self._place.go_to(batch)
 
-    def _stop_batch(self, num_epochs: int | None) -> int:
-        """Returns the batch behind the last one of the iteration that the next one belongs to."""
+    def _begin_iteration(self, num_epochs: int | None) -> int:
+        """Lets the daemon read to the end of the iteration that the next batch belongs to.
+
+        Returns:
+            The batch behind the last one of it.
+        """
         self._place.locate()
-        return NEVER if num_epochs is None else self._place.epochs.stop(self._batch, num_epochs)
+        place = self._place
+        stop = NEVER if num_epochs is None else place.epochs.stop(self._batch, num_epochs)
+        place.iterate_until(stop)
+        return stop
 
 
 @cache

@@ -106,6 +106,11 @@ class Place:
         tensors = batch.tensors
         return stream, self._cut(tensors) if self._cut else tensors, behind
 
+    def iterate_until(self, stop: int) -> None:
+        """Lets the daemon read up to this batch, and no further for now."""
+        stream = self._resources.open_stream() or self.stream()
+        stream.source.iterate_until(stop)
+
     def locate(self) -> None:
         """Opens the stream if nothing was read yet: the daemon says where a job begins."""
         if not self.position.cursor:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client.transport.read_ahead import NEVER, ReadAhead
 from gyre_client.transport.wakeup import Wakeup
 
 # Fewer credits than `num_together` wait this long for more before they travel. Shorter
@@ -34,11 +35,15 @@ class Consumed:
         num_dequeued: The batches that left the queue.
         num_taken: The batches that were handed to the script.
         waited_s: How long it had no batch to go on with.
+        next_batch: The batch that the script takes next.
+        stop: The batch behind the last one of the script's iteration.
     """
 
     num_dequeued: int = 0
     num_taken: int = 0
     waited_s: float = 0.0
+    next_batch: int = 0
+    stop: int = NEVER
 
 
 class Returned(Protocol):
@@ -71,6 +76,7 @@ class Outbox:
         num_together: int = 1,
         consumed: Callable[[], Consumed] = Consumed,
         returned: deque[Any] | None = None,
+        read_until: int = NEVER,
     ) -> None:
         """Queues the first credits.
 
@@ -81,6 +87,7 @@ class Outbox:
                 message. Half of the daemon's grant leaves it the other half to go on with.
             consumed: Returns the consumer's totals.
             returned: Where finalizers put the memory of batches, each `Returned`.
+            read_until: The batch up to which the daemon reads before it is told otherwise.
         """
         self._session_id = session_id
         self._num_granted = num_credits  # by the receiver
@@ -95,6 +102,8 @@ class Outbox:
         self._num_sent = 0  # credits
         self._waited_s = 0.0
         self._sent_at_s = 0.0  # when a message last had credits or releases
+        self._read_ahead = ReadAhead()
+        self._read_until = read_until  # as the daemon knows
         self._wakeup.wake()
 
     @property
@@ -118,6 +127,10 @@ class Outbox:
         """
         self._num_granted += num_more
         self._num_together = num_together
+        self._wakeup.wake()
+
+    def wake(self) -> None:
+        """Wakes the sending thread, because the script's iteration has begun or changed its end."""
         self._wakeup.wake()
 
     def release(self, returned: Returned) -> None:
@@ -153,21 +166,36 @@ class Outbox:
             credit, unmapped = self._take_queued(consumed)
             on_wake()
             num_taken, silent_s = consumed.num_taken, time.monotonic() - sent_at_s
-            has_news = credit.ByteSize() or unmapped
+            until, told = self._until(consumed), self._read_until
+            left, wanted = told - consumed.next_batch, until - consumed.next_batch
+            moves_bound = until < told or 2 * left < wanted
+            has_news = credit.ByteSize() or unmapped or moves_bound
             is_due = silent_s >= (REPORT_S if num_taken != num_reported else heartbeat_s)
             if not (has_news or is_due) or self.is_closed:
                 continue
             sent_at_s, num_reported = time.monotonic(), num_taken
+            about = {"num_taken": num_taken, "read_until": until if until != told else 0}
+            self._read_until = until
+            request = pb.StreamRequest(**about)  # type: ignore[arg-type]
             if unmapped:
-                yield pb.StreamRequest(unmapped=pb.Unmapped(arenas=unmapped), num_taken=num_taken)
+                request.unmapped.arenas.extend(unmapped)
+                yield request
+                request = pb.StreamRequest(**about)  # type: ignore[arg-type]
             if credit.num_batches or credit.waited_s:
-                yield pb.StreamRequest(credit=credit, num_taken=num_taken)
+                request.credit.CopyFrom(credit)
+                yield request
             elif credit.released_steps:
-                release = pb.Release(steps=credit.released_steps)
-                yield pb.StreamRequest(release=release, num_taken=num_taken)
+                request.release.steps.extend(credit.released_steps)
+                yield request
             elif not unmapped:
-                yield pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=num_taken)
+                request.heartbeat.SetInParent()
+                yield request
         on_wake()
+
+    def _until(self, consumed: Consumed) -> int:
+        """Returns the first batch that the daemon need not read yet."""
+        now_s = time.monotonic()
+        return self._read_ahead.until(now_s, consumed.next_batch, consumed.waited_s, consumed.stop)
 
     def _take_queued(self, consumed: Consumed) -> tuple[pb.Credit, list[int]]:
         """Returns all that waits, as one message."""

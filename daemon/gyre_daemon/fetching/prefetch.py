@@ -337,9 +337,9 @@ class _Announcer:
         """
         self._num_announced = max(0, self._num_announced - num_taken)
         fresh = plans[self._num_announced : self.num_steps]
-        self._num_announced += len(fresh)
         if end_step is not None:
             fresh = fresh[: max(0, end_step - fresh.first_step)]
+        self._num_announced += len(fresh)
         if not fresh:
             return
         blocks = self._table.block_of(fresh.sample_ids.reshape(-1))

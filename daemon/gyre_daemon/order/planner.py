@@ -303,6 +303,14 @@ class BatchPlanner:
             -(-self.stages.begin(num_epochs) // self.order.global_batch_size)
         )
 
+    def iteration_stop(self, batch: int, num_epochs: int) -> int:
+        """The batch behind the iteration of `num_epochs` epochs that a batch belongs to.
+
+        Iterations follow each other from epoch 0 on.
+        """
+        epoch, _ = self.stages.at(self.order.position_of(batch))
+        return self.num_steps((epoch // num_epochs + 1) * num_epochs)
+
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places `[0, N)` of the first epoch, regardless of the tail."""
         return self._epochs.of(0)(places)

@@ -24,6 +24,8 @@ def handle(session: Session, request: pb.StreamRequest) -> None:
         InvalidRequest: a second `attach`, or an empty message.
     """
     session.renew(request.num_taken)
+    if request.read_until:
+        session.read_until(request.read_until)
     match request.WhichOneof("event"):
         case "credit":
             for step in request.credit.released_steps:

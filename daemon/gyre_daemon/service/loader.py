@@ -219,6 +219,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             skip_steps=convert.from_skipped(wanted.order.skipped),
             mixture=convert.from_mixture(wanted.cursor.mixture),
             order_version=wanted.cursor.algorithm,
+            iteration_stop=session.peer.read_until or 0,
         )
 
     @answers_errors

@@ -91,6 +91,7 @@ class SessionOpener(DatasetOpener):
                 request.step if request.HasField("step") else None,
                 self._policy.is_admin(owner),
                 requests.to_balance(request.order, reader.world_size),
+                request.iteration_epochs,
             )
         )
         try:

@@ -45,6 +45,9 @@ class Streams(Protocol):
     def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
         """Note that a consumer may soon run out of batches, or that it does not any more."""
 
+    def read_until(self, consumer: Consumer, step: int | None) -> None:
+        """Begin no step from this one on for a consumer; None for no bound."""
+
     def leave(self, consumer: Consumer) -> None:
         """Let a consumer read no more."""
 
@@ -100,6 +103,7 @@ class RankPeer:
         wake: called when its next step is ready.
         end: called with the reason when the stream cannot continue.
         is_starved: its client may soon run out of batches, and none is ready for it.
+        read_until: the first step that need not be begun for it yet; None where all are wanted.
         held: the batches that it was sent and has not released: their steps and their part, by the
             first step.
     """
@@ -110,6 +114,7 @@ class RankPeer:
     wake: Callable[[], None]
     end: Callable[[GyreError], None]
     is_starved: bool = False
+    read_until: int | None = None
     held: dict[int, tuple[range, _Part]] = field(default_factory=dict, repr=False)
 
     @property
@@ -272,6 +277,13 @@ class DataRank:
         are_level = all(each.num_taken == 0 for each in self.peers)
         any_starved = any(each.is_starved for each in self.peers)
         self.streams.set_starved(self.consumer, is_starved=are_level and any_starved)
+
+    def read_until(self, peer: RankPeer, step: int | None) -> None:
+        """Note until where a peer wants batches to be read; the peer that wants most decides."""
+        peer.read_until = step
+        bounds = [each.read_until for each in self.peers]
+        known = [bound for bound in bounds if bound is not None]
+        self.streams.read_until(self.consumer, max(known) if len(known) == len(bounds) else None)
 
     def held_up_by(self, peer: RankPeer) -> RankPeer | None:
         """The peer that another one waits for, because its unsent batches fill the memory."""

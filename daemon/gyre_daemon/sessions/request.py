@@ -69,6 +69,8 @@ class SessionRequest:
         prefetch_batches: the size of the window; 0 to let the size of a batch decide.
         step: the step to begin at, instead of the cursor's; None for the cursor's.
         is_operator: whether the owner may know how much other users have.
+        iteration_epochs: nothing is read beyond the end of an iteration of this many epochs until
+            the client says so; 0 where the client has no iterations.
         balance: the cost of samples, to share out each global batch by; None for parts in the order
             of positions.
     """
@@ -83,6 +85,7 @@ class SessionRequest:
     step: int | None = None
     is_operator: bool = False
     balance: CostRule | None = None
+    iteration_epochs: int = 0
 
     def check(self) -> None:
         """Refuse a request that makes no sense.
@@ -94,6 +97,10 @@ class SessionRequest:
         if self.num_epochs > MAX_EPOCHS:
             raise InvalidRequest(
                 f"num_epochs is {self.num_epochs}; at most {MAX_EPOCHS} are served"
+            )
+        if self.iteration_epochs > MAX_EPOCHS:
+            raise InvalidRequest(
+                f"iteration_epochs is {self.iteration_epochs}; at most {MAX_EPOCHS} are served"
             )
         if self.prefetch_batches > MAX_PREFETCH_BATCHES:
             raise InvalidRequest(

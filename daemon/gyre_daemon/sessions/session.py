@@ -114,11 +114,14 @@ class Session:
         self._has_started = False
         self._seen = self.opened_at = self._resources.clock()
         self._account = SessionAccount(self._seen)
+        num_epochs = request.iteration_epochs
+        iteration_stop = planner.iteration_stop(self.first_step, num_epochs) if num_epochs else None
         rank = joinable_rank(request, planner, flow, resources)
         if rank is None:
             share = resources.reservations.take(request, in_use)
             self._streams = resources.streams_of(_spec(request, planner))
             consumer = Consumer(self.first_step, self.num_steps, share)
+            consumer.read_until = iteration_stop
             may_have_peers = request.reader.peer is not None
             rank = DataRank(
                 self._streams,
@@ -131,6 +134,7 @@ class Session:
             self._streams = resources.streams[_spec(request, planner).key]
         self.rank, self._granted = rank, rank.share
         self.peer = rank.join(request.reader.peer, self.first_step, self._sendable.set, self.end)
+        self.read_until(iteration_stop)
         if len(rank.peers) == 1:
             self._streams.join(rank.consumer, rank)
 
@@ -264,6 +268,11 @@ class Session:
         self._account.trainer_waited(waited_s)
         self._note_window()
         self._sendable.set()
+
+    def read_until(self, step: int | None) -> None:
+        """Begin no step from this one on, unless another peer wants it; None for no bound."""
+        if not self._ended:
+            self.rank.read_until(self.peer, step)
 
     def release(self, first_step: int) -> None:
         """Release the batches that the client was sent together from this step on.
@@ -405,7 +414,10 @@ class Session:
             return
         peer, size = self.peer, self.window_size
         is_ready = peer.is_ready
-        num_left = size if self.num_steps is None else self.num_steps - peer.next_step
+        ends = [
+            each for each in (self.num_steps, self.rank.consumer.read_until) if each is not None
+        ]
+        num_left = max(0, min(ends, default=peer.next_step + size) - peer.next_step)
         self._account.window.note(
             self._resources.clock(),
             min(peer.num_ready, size) if is_ready else 0,

@@ -140,6 +140,11 @@ class SharedStreams:
         self.state.set_starved(consumer, is_starved)
         self.execute()
 
+    def read_until(self, consumer: Consumer, step: int | None) -> None:
+        """See `StreamState.read_until`."""
+        self.state.read_until(consumer, step)
+        self.execute()
+
     def leave(self, consumer: Consumer) -> None:
         """Let a data rank leave; batches that it holds stay in memory until it releases them."""
         self.state.leave(consumer)
@@ -279,12 +284,12 @@ class SharedStream:
         if self._is_of_files and num_reading >= most:
             return None
         if self.stream.room:
-            await self._prefetcher.prepare(self.stream.end_step)
+            await self._prefetcher.prepare(self.stream.read_until)
         num_steps = states.next_fetch(self.stream)
         self._streams.execute()
         if not num_steps:
             return None
-        fetch = self._prefetcher.next_fetch(num_steps, self.stream.end_step)
+        fetch = self._prefetcher.next_fetch(num_steps, self.stream.read_until)
         slot = self.arenas.take(fetch.layout.num_bytes)
         if slot is None:
             if self.arenas.is_complete:

@@ -15,6 +15,7 @@ Events, in the order of a batch group's life:
 `release`                 a consumer no longer needs batches that it was sent together
 `set_starved`             a consumer has no batch to continue with, or has one again
 `tick`                    time has passed
+`read_until`              a consumer wants more steps to be read ahead, or fewer
 `leave`, `drain`          a consumer leaves; the daemon is about to stop
 ========================  =====================================================================
 
@@ -23,7 +24,8 @@ group, `Wake` a consumer, and log that one was `Detached`.
 
 [Note: Sharing a stream] Sessions that want the same batches are consumers of one stream. A stream
 fetches each batch group once, into memory that one of its consumers, the owner, has reserved. It
-fetches up to one prefetch window ahead of its fastest consumer. So a slow consumer holds up the
+fetches up to one prefetch window ahead of its fastest consumer, and no further than a consumer
+wants for now. So a slow consumer holds up the
 others only when the memory is full. A batch group is needed by each consumer still to be sent a
 part of it, and by each part sent and not released. As soon as it is sealed and no longer needed,
 its memory is free.
@@ -110,7 +112,7 @@ class StreamState:
         if may_merge and self._merge(stream):
             return 0
         room, num_together = stream.room, stream.num_together
-        is_last = room > 0 and stream.next_to_begin + room == stream.end_step
+        is_last = room > 0 and stream.next_to_begin + room == stream.read_until
         if self._is_draining or not (room >= num_together or is_last):
             return 0
         return min(room, num_together)
@@ -174,6 +176,15 @@ class StreamState:
         self._leave_what_is_over(consumer)
         consumer.is_starved = is_starved
         if is_starved:
+            self._look_at(consumer.stream)
+
+    def read_until(self, consumer: Consumer, step: int | None) -> None:
+        """Begin no step from this one on for a consumer; None for no bound.
+
+        Steps that were begun stay.
+        """
+        consumer.read_until = step
+        if consumer.segments:
             self._look_at(consumer.stream)
 
     def tick(self, stream: Stream, now: float) -> float | None:

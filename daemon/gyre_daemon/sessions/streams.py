@@ -86,6 +86,7 @@ class Consumer:
         end_step: the first step that it does not want; None if it reads without end.
         share: the memory that its sessions have reserved; the owner of a stream and its heir
             exchange theirs.
+        read_until: the first step that need not be begun yet; None where all are wanted.
         is_starved: its client may soon run out of batches, and none is ready for it.
         segments: the streams from which it takes its steps, in their order; empty once it has left.
         held: the batches that were sent and not released: the steps that were sent together and
@@ -95,6 +96,7 @@ class Consumer:
     next_step: int
     end_step: int | None
     share: Share
+    read_until: int | None = None
     is_starved: bool = False
     segments: list[Segment] = field(default_factory=list, repr=False)
     held: dict[int, tuple[range, Group]] = field(default_factory=dict, repr=False)
@@ -211,12 +213,25 @@ class Stream:
     @property
     def room(self) -> int:
         """How many more steps may be begun, up to one window ahead of the fastest consumer."""
-        fronts = [segment.front for segment in self.segments if segment.is_active]
-        if not fronts:
+        window, stops = self.share.num_ahead, []
+        for segment in self.segments:
+            if segment.is_active:
+                until = segment.consumer.read_until
+                stop = segment.front + window
+                stops.append(stop if until is None else min(stop, until))
+        if not stops:
             return 0
-        room = self.share.num_ahead - (self.next_to_begin - max(fronts))
+        end, stop = self.end_step, max(stops)
+        return max(0, (stop if end is None else min(stop, end)) - self.next_to_begin)
+
+    @property
+    def read_until(self) -> int | None:
+        """The step after the last that a consumer wants for now; None if one wants all."""
+        wanted = [each.consumer.read_until for each in self.segments if each.is_active]
+        bounds = [bound for bound in wanted if bound is not None]
+        until = max(bounds) if len(bounds) == len(wanted) > 0 else None
         end = self.end_step
-        return max(0, room if end is None else min(room, end - self.next_to_begin))
+        return until if end is None else end if until is None else min(until, end)
 
     @property
     def end_step(self) -> int | None:

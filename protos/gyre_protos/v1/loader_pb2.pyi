@@ -1893,6 +1893,7 @@ class OpenSessionRequest(_message.Message):
     GROW_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    ITERATION_EPOCHS_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
@@ -1907,6 +1908,10 @@ class OpenSessionRequest(_message.Message):
     """ARENA: by arenas, if the call carries a side token; otherwise inline"""
     grow: _builtins.bool
     """with a cursor: epochs that have not begun get the samples that were added since, if the dataset grows"""
+    iteration_epochs: _builtins.int
+    """The client iterates over this many epochs at a time: nothing is read beyond the end of an iteration before the client says so, see
+    StreamRequest. 0: over all
+    """
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -1941,10 +1946,11 @@ class OpenSessionRequest(_message.Message):
         grow: _builtins.bool = ...,
         skip_steps: Global___SkippedSteps | None = ...,
         weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        iteration_epochs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "iteration_epochs", b"iteration_epochs", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "skip_steps", b"skip_steps", "step", b"step", "transforms", b"transforms", "transport", b"transport", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
@@ -2041,6 +2047,7 @@ class SessionOpened(_message.Message):
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
     MIXTURE_FIELD_NUMBER: _builtins.int
     ORDER_VERSION_FIELD_NUMBER: _builtins.int
+    ITERATION_STOP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
@@ -2064,6 +2071,8 @@ class SessionOpened(_message.Message):
     """identifies the transforms of the samples; empty: none"""
     order_version: _builtins.int
     """of the permutation that orders the samples"""
+    iteration_stop: _builtins.int
+    """the step behind the iteration that first_step belongs to; 0: there is no end"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
     @_builtins.property
@@ -2096,10 +2105,11 @@ class SessionOpened(_message.Message):
         skip_steps: Global___SkippedSteps | None = ...,
         mixture: _abc.Iterable[Global___MixtureDigest] | None = ...,
         order_version: _builtins.int = ...,
+        iteration_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "order_version", b"order_version", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "iteration_stop", b"iteration_stop", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "order_version", b"order_version", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2142,8 +2152,11 @@ class StreamRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     UNMAPPED_FIELD_NUMBER: _builtins.int
     NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    READ_UNTIL_FIELD_NUMBER: _builtins.int
     num_taken: _builtins.int
     """batches that the trainer has taken in this session; sent about once a second. 0: unknown"""
+    read_until: _builtins.int
+    """no step from this one on is begun until a later message allows more. 0: as before"""
     @_builtins.property
     def attach(self) -> Global___Attach:
         """the first message, and only the first"""
@@ -2165,10 +2178,11 @@ class StreamRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         unmapped: Global___Unmapped | None = ...,
         num_taken: _builtins.int = ...,
+        read_until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "release", b"release", "unmapped", b"unmapped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "num_taken", b"num_taken", "release", b"release", "unmapped", b"unmapped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "num_taken", b"num_taken", "read_until", b"read_until", "release", b"release", "unmapped", b"unmapped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attach", "credit", "release", "heartbeat", "unmapped"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -15,6 +15,7 @@ import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import ConfigError, CorruptSample
+from gyre_client.transport.connection import Connection
 from gyre_media.images.geometry import RandomResizedCrop
 from numpy.testing import assert_array_equal
 from PIL import Image
@@ -129,3 +130,20 @@ def test_half_precision_is_that_of_torch(
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["fields"]["image"]["dtype"] == "bfloat16"
     assert shown["fields"]["image"]["value"] == half[shown["sample_id"]].tolist()
+
+
+def test_no_image_is_decoded_that_no_iteration_uses(tmp_path: Path) -> None:
+    """An iteration is read to its end, and the next one only once it has begun."""
+    for number in range(24):
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(tmp_path / f"{number:02}.jpg")
+    decode = [{"name": "decode_image", "field": "file"}, SMALL[1]]
+    with Loader(str(tmp_path), batch_size=4, transform=decode) as loader:
+        connection, counts = Connection(loader._resources.target.address), []
+        for _ in range(2):
+            assert len(list(loader)) == 6
+            counts.append(connection.status().num_samples_transformed)
+        next(loader)  # reads on without an end
+        counts.append(connection.status().num_samples_transformed)
+        connection.close()
+    assert counts[:2] == [24, 48]
+    assert counts[2] > 48

@@ -111,3 +111,29 @@ def test_after_a_drain_nothing_is_begun_and_what_is_ready_is_taken() -> None:
     late = runner.join(ready_until, None, share_for(4))
     assert not any(runner.fetch(each) for each in runner.state.streams)
     assert not late.consumer.is_ready
+
+
+def test_nothing_is_begun_beyond_what_a_consumer_wants_for_now() -> None:
+    runner = Runner()
+    reader = runner.join(0, None, share_for(6))
+    stream = reader.consumer.stream
+    runner.state.read_until(reader.consumer, 4)
+    for _ in range(9):
+        runner.turn([reader])
+    assert (reader.next_step, stream.next_to_begin) == (4, 4)
+    runner.state.read_until(reader.consumer, None)
+    for _ in range(9):
+        runner.turn([reader])
+    assert reader.next_step > 4
+    assert stream.next_to_begin > reader.next_step
+
+
+def test_of_two_consumers_the_one_that_wants_more_decides() -> None:
+    runner, (first, second) = reading_together(6, 6)
+    stop = first.consumer.stream.next_to_begin + 3
+    runner.state.read_until(first.consumer, stop - 2)
+    runner.state.read_until(second.consumer, stop)
+    for _ in range(20):
+        runner.turn([first, second])
+    assert first.consumer.stream.next_to_begin == stop
+    assert first.next_step == second.next_step == stop

@@ -80,7 +80,7 @@ class Counted:
         self.position = Position(b"", step)
         self._active.forget_end()
 
-    def _stop_batch(self, num_epochs: int | None) -> int:
+    def _begin_iteration(self, num_epochs: int | None) -> int:
         return 1 << 64 if num_epochs is None else self.epochs.stop(self._batch, num_epochs)
 
 
