@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,11 +94,6 @@ class DeviceStream:
     def opened(self) -> pb.SessionOpened:
         """The daemon's grants when the stream began."""
         return self.source.opened
-
-    @property
-    def mixture(self) -> Sequence[pb.MixtureDigest]:
-        """The mixture of the last session, by its digests; empty for none."""
-        return self.source.mixture
 
     def take(self) -> DeviceBatch | None:
         """Returns the next batch, None after the last, and goes on behind it; see `peek`."""

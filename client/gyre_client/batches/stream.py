@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Self
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -99,7 +99,6 @@ class BatchStream:
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
         self._first: pb.SessionOpened | None = None
-        self.mixture: Sequence[pb.MixtureDigest] = ()
         self._next_step = 0
         self._is_open = self._has_ended = False
         self._opened_s = 0.0  # when the first session was open
@@ -427,7 +426,6 @@ class BatchStream:
                     f"the daemon resumed at step {opened.first_step}, "
                     f"but step {self._next_step} comes next"
                 )
-        self.mixture = opened.mixture
         return opened
 
     def _use_grpc_payload(self, reason: str) -> None:

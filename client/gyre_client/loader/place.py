@@ -58,7 +58,6 @@ class Place:
         self._open_stream = open_stream
         self._cut = cut
         self._generations = itertools.count(request.reader.generation + 1)
-        self._mixture_digest = 0  # that of the last batch of the streams before
         self._count([(0, description.num_samples)])
 
     @property
@@ -74,16 +73,6 @@ class Place:
         if stream is None or stream.position.batch == stream.opened.first_step:
             return None
         return stream.position.batch - 1
-
-    @property
-    def mixture_digest(self) -> int:
-        """See `Loader.mixture_digest`."""
-        stream, last = self._resources.stream, self.last_batch
-        if stream is None or last is None:
-            return self._mixture_digest
-        step = self.epochs.step_of(last)
-        begun = [each.digest for each in stream.mixture if each.first_step <= step]
-        return begun[-1] if begun else 0
 
     def stream(self) -> Stream:
         """Returns the stream; opens it at the cursor if it is not open."""
@@ -121,18 +110,14 @@ class Place:
         self.locate()
         if batch != self.position.batch:
             self._resources.check_usable()
-            self._leave_stream()
+            self._resources.close_stream()
             self._open(self.position.cursor, step=batch)
 
     def resume(self, cursor: bytes, *, changed_transforms: bool) -> None:
         """Goes to the place of a cursor; stays where it is if the daemon refuses that."""
         self._resources.check_usable()
-        self._leave_stream()
-        self._open(cursor, grow=True, changed_transforms=changed_transforms)
-
-    def _leave_stream(self) -> None:
-        self._mixture_digest = self.mixture_digest
         self._resources.close_stream()
+        self._open(cursor, grow=True, changed_transforms=changed_transforms)
 
     def _open(self, cursor: bytes, **where: object) -> Stream:
         """Opens a session there; an exception leaves the loader without one, where it was.

@@ -53,15 +53,6 @@ class LoaderSteps(DescribedDataset):
         return self._place.position.batch
 
     @property
-    def mixture_digest(self) -> int:
-        """Which weights of a mixture the last batch was mixed by; 0 before it, and for no mixture.
-
-        A number below 2^63 that follows from these weights and all before them. Ranks that train on
-        the same mixture have the same one; compare it where they read at several daemons.
-        """
-        return self._place.mixture_digest
-
-    @property
     def epoch(self) -> int:
         """The epoch in which the next step begins, counted from 0."""
         batch = self.num_batches  # which asks the daemon how the job's epochs are

@@ -22,7 +22,6 @@ from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
-from gyre_daemon.order.mixing.mixture_state import MixtureState
 from gyre_daemon.order.planner import Order
 from gyre_daemon.order.skipping import SkippedSteps
 from gyre_daemon.sessions.session import Sent, Session
@@ -282,14 +281,6 @@ def from_skipped(skipped: SkippedSteps) -> pb.SkippedSteps | None:
     """The steps that a job leaves out; None if there is none."""
     ranges = [pb.StepRange(first=first, stop=stop) for first, stop in skipped]
     return pb.SkippedSteps(ranges=ranges) if ranges else None
-
-
-def from_mixture(state: MixtureState | None) -> list[pb.MixtureDigest]:
-    """Digests that tell the weights of a job on a mixture from others; empty without a mixture."""
-    if state is None:
-        return []
-    both = zip(state.phases, state.digests, strict=True)
-    return [pb.MixtureDigest(first_step=each.first_step, digest=digest) for each, digest in both]
 
 
 def _from_lately(lately: Lately) -> pb.Lately:

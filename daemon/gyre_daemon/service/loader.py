@@ -217,7 +217,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             stages=convert.from_stages(session),
             transforms=wanted.dataset.transforms,
             skip_steps=convert.from_skipped(wanted.order.skipped),
-            mixture=convert.from_mixture(wanted.cursor.mixture),
             order_version=wanted.cursor.algorithm,
             iteration_stop=session.peer.read_until or 0,
         )

@@ -2045,7 +2045,6 @@ class SessionOpened(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     TRANSFORMS_FIELD_NUMBER: _builtins.int
     SKIP_STEPS_FIELD_NUMBER: _builtins.int
-    MIXTURE_FIELD_NUMBER: _builtins.int
     ORDER_VERSION_FIELD_NUMBER: _builtins.int
     ITERATION_STOP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
@@ -2083,10 +2082,6 @@ class SessionOpened(_message.Message):
     def skip_steps(self) -> Global___SkippedSteps:
         """that the job leaves out; absent if there is none"""
 
-    @_builtins.property
-    def mixture(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureDigest]:
-        """of a job on a mixture, with rising steps; the first is 0"""
-
     def __init__(
         self,
         *,
@@ -2103,44 +2098,16 @@ class SessionOpened(_message.Message):
         stages: _abc.Iterable[Global___Stage] | None = ...,
         transforms: _builtins.str = ...,
         skip_steps: Global___SkippedSteps | None = ...,
-        mixture: _abc.Iterable[Global___MixtureDigest] | None = ...,
         order_version: _builtins.int = ...,
         iteration_stop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["skip_steps", b"skip_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "iteration_stop", b"iteration_stop", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "mixture", b"mixture", "num_samples", b"num_samples", "order_version", b"order_version", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "iteration_stop", b"iteration_stop", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "order_version", b"order_version", "session_id", b"session_id", "skip_steps", b"skip_steps", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
-
-@_typing.final
-class MixtureDigest(_message.Message):
-    """From a step of a job on a mixture on, until the next one: identifies its weights, those before them, and the steps at which all of
-    them began. Ranks that train on one mixture have the same.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_STEP_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    first_step: _builtins.int
-    digest: _builtins.int
-    """from 1 to 2^63 - 1"""
-    def __init__(
-        self,
-        *,
-        first_step: _builtins.int = ...,
-        digest: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_step", b"first_step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MixtureDigest: _TypeAlias = MixtureDigest  # noqa: Y015
 
 @_typing.final
 class StreamRequest(_message.Message):

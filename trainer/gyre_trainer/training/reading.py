@@ -4,7 +4,6 @@ import hashlib
 import socket
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from gyre_client import Loader
 
@@ -34,39 +33,6 @@ def require_one_place(cursor: bytes) -> None:
             "or from another place, than most ranks: their daemons have other shards of the "
             "dataset, or another configuration of it. Compare `gyre describe` at their addresses."
         )
-
-
-def any_rank(here: bool) -> bool:
-    """Whether something is so on any rank. Collective."""
-    anywhere = torch.tensor([here], dtype=torch.int64)
-    with collective("what the ranks read"):
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    return bool(anywhere.item())
-
-
-def require_one_mixture(digest: int, step: int) -> None:
-    """Check that all ranks have a step's batch by the same weights of a mixture. Collective.
-
-    The definitions of their daemons may differ.
-
-    Raises:
-        DataRejected: on every rank: the digest of some rank is another one; the message names the
-            ranks that differ from most.
-    """
-    extremes = torch.tensor([digest, -digest])
-    with collective("the weights of the mixture"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    if int(extremes[0]) == -int(extremes[1]):
-        return
-    everyone = [0] * dist.get_world_size()
-    with collective("the weights of the mixture on all ranks"):
-        dist.all_gather_object(everyone, digest)
-    usual = max(everyone, key=everyone.count)
-    others = ", ".join(str(rank) for rank, each in enumerate(everyone) if each != usual)
-    raise DataRejected(
-        f"the ranks read other weights of the mixture at step {step}: {others} differ from most. "
-        "Give all daemons of the run the same mixture, and resume it."
-    )
 
 
 def open_loader(

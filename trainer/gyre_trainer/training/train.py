@@ -20,9 +20,7 @@ from gyre_trainer.training.evaluation import in_eval_mode, loss_on_first
 from gyre_trainer.training.models.sampling import Sampler
 from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
 from gyre_trainer.training.reading import (
-    any_rank,
     open_loader,
-    require_one_mixture,
     require_one_place,
 )
 from gyre_trainer.training.records.history import StepStats, StepTimes
@@ -84,7 +82,6 @@ class Training:
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
         self._step_began_s = 0.0  # of the step that runs now
-        self._is_mixture: bool | None = None  # of the dataset, once a batch is here
 
     def begin(self, resume: Path | None, *, may_restart: bool) -> None:
         """Restore a checkpoint, if there is one to resume from, and open the run's records."""
@@ -121,11 +118,6 @@ class Training:
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
-        digest = self._loader.mixture_digest
-        if self._is_mixture is None:
-            self._is_mixture = any_rank(digest != 0)
-        if self._is_mixture:
-            require_one_mixture(digest, self.step)
         examples = self._collator.collate(batch, self.step)
         _seed(self._config.run.seed, self.step, self._context.rank)
         loss_sum = self._stepper.take(examples, self.step)

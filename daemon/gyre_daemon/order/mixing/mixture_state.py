@@ -4,8 +4,6 @@ A state keeps the sources with their fingerprints, the block, and every phase of
 the definition and those that it was given where it began or resumed.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,14 +70,6 @@ class MixtureState:
     def defined(self) -> tuple[Phase, ...]:
         """The phases that come from the mixture's definition."""
         return tuple(phase for phase in self.phases if phase.first_step not in self.given)
-
-    @property
-    def digests(self) -> list[int]:
-        """For each phase a number of 1 to 2^63 - 1 that tells it and all before it from others."""
-        phases = [[phase.first_step, *phase.weights] for phase in self.phases]
-        told = (json.dumps([self.block, phases[: end + 1]]) for end in range(len(phases)))
-        hashed = (hashlib.blake2b(each.encode(), digest_size=8).digest() for each in told)
-        return [(int.from_bytes(each, "little") >> 1) or 1 for each in hashed]
 
     def encoded(self) -> list[Any]:
         """As a value of JSON."""
