@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gyre_trainer.errors import TrainError
 from gyre_trainer.inspection.rule_checks import check_checkpoints, check_rule
 from gyre_trainer.inspection.shared_refusal import refusing_together
-from gyre_trainer.inspection.verification import verify as verify_module
+from gyre_trainer.inspection.verification import verify_module
 from gyre_trainer.layers.split.block import SplitBlock, block_of, entry_of
 from gyre_trainer.rotation.backward.replay import outside_of_layers
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled

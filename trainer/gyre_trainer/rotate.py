@@ -40,19 +40,6 @@ from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.recomputed_layers import recompute_layers
 from gyre_trainer.layers.split.block import SplitBlock, rotate_by
 from gyre_trainer.layers.split.joined import PartOfSplit
-from gyre_trainer.layers.whole.adapters import adapters_of, use_norms_of_shards
-from gyre_trainer.layers.whole.forward_methods import register_forward_method
-from gyre_trainer.layers.whole.later_adapters import notice_later_adapters, reads_whole_weights
-from gyre_trainer.layers.whole.read_parameters import read_layers_of
-from gyre_trainer.layers.whole.read_rule import (
-    MIN_READ_NUMEL,
-    ReadRule,
-    reads_much,
-    shard_own,
-    share_cut,
-)
-from gyre_trainer.layers.whole.replicated import no_sync, replicate
-from gyre_trainer.layers.whole.vocabulary import fix_vocabulary
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.adamw_8bit import AdamW8bit
 from gyre_trainer.optimizers.muon import Muon
@@ -66,6 +53,16 @@ from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.fused_optimizers import support_dtensors
 from gyre_trainer.shards.initial.random_writes import refuse_random_writes
 from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters, use_norms_of_shards
+from gyre_trainer.whole.forward_methods import register_forward_method
+from gyre_trainer.whole.gathered import (
+    MIN_READ_NUMEL,
+    ReadRule,
+    is_read_elsewhere,
+    read_layers_of,
+    reads_much,
+)
+from gyre_trainer.whole.replicated import no_sync, replicate, shard_base, shard_own, share_cut
 
 __all__ = [
     "Adafactor",
@@ -185,7 +182,7 @@ def rotate_all(
 
     Afterwards all that `rotate` promises is true of the whole model. Modules that were rotated
     before are left as they are. Parameters of 2^18 elements or more that other modules have
-    themselves are sharded, too, and gathered when a forward reads them (`ReadRule`).
+    themselves are sharded, too, and gathered while their forward runs (`ReadRule`).
 
     Args:
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
@@ -293,7 +290,7 @@ class _Walk:
     def visit(self, path: str, module: nn.Module, *, keeps_whole: bool = False) -> None:
         """Rotate the module, or the modules inside it; with ``keeps_whole`` only by rules."""
         key = self._key(path, module)
-        if isinstance(module, RotatedModule | PartOfSplit):
+        if isinstance(module, RotatedModule | PartOfSplit) or is_read_elsewhere(module):
             pass
         elif key is not None:
             self._used.add(key)
@@ -320,7 +317,7 @@ class _Walk:
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)
         use_norms_of_shards(module)
-        reads_whole_weights(module)
+        shard_base(module, self._target, self._min_numel)
         for name, child in module.named_children():
             inner = f"{path}.{name}".removeprefix(".")
             if child in read:
@@ -457,7 +454,6 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     call_every_expert(module)
     replicate(module, target.mesh, target.policy.outer_dtype)
     note_all_logits(module)
-    fix_vocabulary(module)
     if target.policy.recomputes:
         recompute_norms(module)
     if target.policy.recompute == "layer":

@@ -1,10 +1,12 @@
 """Models whose forwards read parameters, for tests of that."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from gyre_trainer.rotate import ReadRule
+from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,21 +104,30 @@ class Case:
     """A model, and what of it is cut by hand.
 
     Attributes:
-        rules: for `rotate_all`.
+        rules: for `rotate_all`, by path: the parameters of layers inside that a module reads.
         num_whole: how many parameters stay whole.
     """
 
     build: Callable[[], nn.Module]
-    rules: tuple[str, ...] = ()
+    rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     num_whole: int = 0
 
+    def read_rules(self) -> dict[type[nn.Module] | str, Rule | None]:
+        """The rules, as `rotate_all` takes them."""
+        return {path: ReadRule(names=names) for path, names in self.rules.items()}
 
+
+LAYER = ("layer.weight", "layer.bias")
 CASES = {
-    "layer": Case(lambda: nn.Sequential(ReadsLayer())),
-    "list": Case(lambda: nn.Sequential(Mixes()), ("0",), 2),
-    "raw": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Routes()), ("1",)),
-    "root": Case(Routes, ("",)),
-    "loop": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Repeats()), ("1",)),
-    "tied": Case(TiesByHand),
-    "checkpoint": Case(lambda: Checkpointed(ReadsLayer(), Mixes(), Routes()), ("blocks.[12]",), 2),
+    "layer": Case(lambda: nn.Sequential(ReadsLayer()), {"0": LAYER}),
+    "list": Case(lambda: nn.Sequential(Mixes()), {"0": ()}, 2),
+    "raw": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Routes()), {"1": ()}),
+    "root": Case(Routes, {"": ()}),
+    "loop": Case(lambda: nn.Sequential(nn.Linear(DIM, DIM), Repeats()), {"1": ()}),
+    "tied": Case(TiesByHand, {"": ("embedding.weight",)}),
+    "checkpoint": Case(
+        lambda: Checkpointed(ReadsLayer(), Mixes(), Routes()),
+        {"blocks.0": LAYER, "blocks.[12]": ()},
+        2,
+    ),
 }

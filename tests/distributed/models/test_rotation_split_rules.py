@@ -11,6 +11,7 @@ from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import rotate, rotate_all
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.comparing import apart
 from tests.distributed.conftest import StartRanks
@@ -78,7 +79,9 @@ class Others(Layer):
         """The output."""
         y = super().forward(x)
         other = self.second.down(y.repeat(1, 1, 2)[..., :12])
-        return y + other * self.second.down.weight.square().mean()
+        weight: Any = self.second.down.weight
+        all_of_it = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return y + other * all_of_it.square().mean()
 
 
 def with_shared_parts() -> list[nn.Sequential]:

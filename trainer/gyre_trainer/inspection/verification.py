@@ -40,7 +40,7 @@ _NOISE_OF_OTHERS = 5e-3
 _TIMES_ROUNDING = 4.0
 
 
-def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module that computes something else when it rotates than it does as a whole.
 
     Compared are the outputs, what is in caches, and, where gradients are enabled, those of inputs

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from gyre_trainer.layers.experts.lists import CallsEveryExpert
-from gyre_trainer.layers.split.block import rotates_whole
 from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
@@ -33,7 +32,7 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         for path, module in modules.items()
         if isinstance(module, RotatedModule) and module.rotation.rule.recompute_pays
         for outer in (path, *_around(path))
-        if not rotates_whole(modules[outer])
+        if not (isinstance(modules[outer], RotatedModule) and modules[outer].rotates_whole)
     }
     found: set[str] = set()
     for path, module in modules.items():

@@ -37,7 +37,6 @@ from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation import row_lookup
 from gyre_trainer.rotation.backward.randomness import Randomness
 from gyre_trainer.rotation.backward.replay import replay_of_layer
 from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
@@ -46,7 +45,7 @@ from gyre_trainer.rotation.call import Call, ComputedSlice
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
 from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.row_lookup import sends_rows
+from gyre_trainer.rotation.row_lookup import run_by_rows, sends_rows
 from gyre_trainer.shards.gradient_ring import GradientRing
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.regrouping import to_shards
@@ -57,7 +56,7 @@ _Grads = Sequence[Tensor | None]
 def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The module's output; backward leaves averaged gradients on the sharded parameters."""
     if sends_rows(rotation):
-        return row_lookup.run(rotation, args, kwargs)
+        return run_by_rows(rotation, args, kwargs)
     call = Call(rotation, args, kwargs)
     given = call.given
     if call.recomputed:

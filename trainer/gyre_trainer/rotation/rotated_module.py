@@ -3,7 +3,7 @@
 from collections.abc import Set
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -33,10 +33,12 @@ class RotatedModule(ShardedModule):
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
+        rotates_whole: whether it goes round the ring itself, and not only a part of what it calls.
         num_hooks: how many hooks modules inside had when it was rotated.
         guard: what its rule depends on and code may switch later.
     """
 
+    rotates_whole: ClassVar[bool] = True
     rotation: Rotation
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False

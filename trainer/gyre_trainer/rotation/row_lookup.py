@@ -26,7 +26,7 @@ def sends_rows(rotation: Rotation) -> bool:
     return isinstance(rotation.rule, RowsRule) and rotation.sharded.ring.size > 1 and not is_encoded
 
 
-def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def run_by_rows(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The module's output; backward leaves an averaged gradient on the sharded parameter."""
     rule, sharded, module = rotation.rule, rotation.sharded, rotation.module
     assert isinstance(rule, RowsRule)

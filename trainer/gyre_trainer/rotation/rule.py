@@ -19,7 +19,6 @@ from gyre_trainer.rotation.backward.slice_dropout import (
 )
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.stand_ins import behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ def parameter_at(module: nn.Module, name: str) -> Any:
         RotationError: the module has no such parameter any more.
     """
     path, _, last = name.rpartition(".")
-    return behind(_parameters_at(module, path, last)[last])
+    return _parameters_at(module, path, last)[last]
 
 
 def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:

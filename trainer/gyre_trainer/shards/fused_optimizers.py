@@ -6,19 +6,23 @@ optimizer's states are cut as their parameters are.
 A `torch.amp.GradScaler` skips a step whose gradients are infinite. Torch lets the ranks agree on
 that by the placement of the first gradient: where that is of a replicated parameter, such as a
 norm's, each rank would decide by its own shards of all others.
+
+The gradient of a sharded parameter's `full_tensor()` is averaged over the ranks, as others are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils._pytree import tree_map
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 _OPERATORS = (
     torch.ops.aten._fused_sgd_.default,
@@ -42,6 +46,23 @@ def support_dtensors() -> None:
     of_torch = handlers[_UNSCALE]
     if not isinstance(of_torch, _ShardsFirst):
         handlers[_UNSCALE] = _ShardsFirst(of_torch)
+    if DTensor.full_tensor is not _full_tensor:
+        DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
+
+
+_of_torch = DTensor.full_tensor
+
+
+@wraps(_of_torch)
+def _full_tensor(
+    self: DTensor, *, grad_placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    # Torch takes the gradient of one rank for that of all. Where ranks compute with other parts of
+    # a batch, the parameter would train wrongly, and nothing would tell.
+    trains = self.requires_grad and torch.is_grad_enabled() and grad_placements is None
+    if trains and sharded_parameters_of(self) is not None:  # type: ignore[arg-type]
+        grad_placements = [Partial("avg")] * self.device_mesh.ndim
+    return _of_torch(self, grad_placements=grad_placements)
 
 
 class _View:

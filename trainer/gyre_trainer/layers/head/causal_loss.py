@@ -29,9 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.head.slice_statistics import LogitTransform, wide
-from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, uncompiled
+from gyre_trainer.whole.replicated import ReplicatedModule
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from gyre_trainer.layers.head.slice_statistics import (
     statistics_of,
 )
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.ring_pass import run
@@ -36,6 +35,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, parameter_at
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.whole.replicated import ReplicatedModule
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -8,17 +8,19 @@ module's own code runs once, as ever. It calls the core, which goes round the ri
 it, so no path through the module's code can be silently wrong.
 """
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.projections import core_of, layer_of
 from gyre_trainer.layers.split.joined import JoinedForward, PartOfSplit
 from gyre_trainer.layers.split.unfinished import Unfinished, with_first
+from gyre_trainer.rotation.call import cast as to_dtype
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, num_hooks
-from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.rule import Rule, swapped
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 
 
@@ -29,6 +31,7 @@ class SplitBlock(RotatedModule):
         core_path: the path of the core inside.
     """
 
+    rotates_whole: ClassVar[bool] = False
     core_path: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +53,20 @@ class SplitLast(PartOfSplit):
     """Mixed in before the class of a last layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The block's output; of any other input what the layer makes of it."""
+        """The block's output; of any other input what the layer makes of it, with whole weights."""
         (x,) = (*args, *kwargs.values())
+        (block,) = self.around
         if isinstance(x, Unfinished):
-            return x.take(self.around[0])
-        output: Tensor = super().forward(x)  # type: ignore[misc]
+            return x.take(block)
+        module = cast("nn.Module", self)
+        dtype = block.rotation.policy.outer_dtype
+        whole = {
+            name: to_dtype(each.full_tensor(), dtype)
+            for name, each in module.named_parameters()
+            if isinstance(each, DTensor)
+        }
+        with swapped(module, whole):
+            output: Tensor = super().forward(x)  # type: ignore[misc]
         return output
 
 
@@ -93,11 +105,6 @@ def _require_no_hooks(module: nn.Module, rule: Rule) -> None:
             "called for each slice, with a part of what the layer computes. Remove it, register it "
             "on the module itself, or give no rule for the module"
         )
-
-
-def rotates_whole(module: nn.Module) -> bool:
-    """Whether a module goes round the ring itself, and not only a part of what it calls."""
-    return isinstance(module, RotatedModule) and not isinstance(module, SplitBlock)
 
 
 def entry_of(module: RotatedModule) -> nn.Module:

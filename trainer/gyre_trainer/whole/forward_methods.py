@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
+from gyre_trainer.whole.replicated import ReplicatedModule
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

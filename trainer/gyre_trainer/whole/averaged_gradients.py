@@ -5,14 +5,14 @@
 All ranks must take part in the mean. The backward of one rank may reach no replicated parameter,
 because its forward left their modules out: it has zeros then. If it did not take part, its next
 collective would be taken for the mean. So a backward also counts that reaches a parameter that
-rotates. Where none of these is trained, as beside adapters, a backward counts that reaches an
+rotates. Where none of these is trained, as with adapters, a backward counts that reaches an
 output of the model.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
 from typing import Any
 from weakref import ref
@@ -40,6 +40,9 @@ from gyre_trainer.shards.averages.replica_gradients import (
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
 
+# A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more
+# collectives, a larger one more memory.
+_BUCKET_NUMEL = 25 * 2**18
 _PLAIN = (Tensor, nn.Parameter)  # tensors of other classes may take no hook
 
 
@@ -237,18 +240,13 @@ class ReplicatedGradients:
         used = grads[0].new_tensor(has)
         trains = grads[0].new_tensor([p.requires_grad for p in self._parameters])
         wrote = grads[0].new_tensor([self._writes.found or shards_were_written(self.ring)])
-        flat = torch.cat([*(grad.flatten() for grad in grads), used, trains, wrote])
-        with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
-            for group in self._groups:
-                dist.all_reduce(flat, group=group)
-        sizes = [*(grad.numel() for grad in grads), len(used), len(trains), 1]
-        *sums, used, trains, wrote = torch.split(flat, sizes)
-        if self._can_read(flat):
+        *sums, used, trains, wrote = self._added_up([*grads, used, trains, wrote])
+        if self._can_read(used):
             self._require_one_choice(trains)
             if wrote.item():
                 self._compare_written()
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
-        by_any = has if all(has) or isinstance(flat, FakeTensor) else used.gt(0).tolist()
+        by_any = has if all(has) or isinstance(used, FakeTensor) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(
             parameters, grads, sums, has, by_any, strict=True
         ):
@@ -258,6 +256,18 @@ class ReplicatedGradients:
                 parameter.grad = grad if spec is None else with_spec(grad, spec)
             if wanted:
                 call_held(parameter, is_new=not there)
+
+    def _added_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of the tensors over all ranks, flat and in float32 or wider; collective."""
+        sums = list[Tensor]()
+        with self.ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
+            for bucket in _buckets(tensors):
+                wide = reduce(torch.promote_types, {t.dtype for t in bucket}, torch.float32)
+                flat = torch.cat([each.flatten().to(wide) for each in bucket])
+                for group in self._groups:
+                    dist.all_reduce(flat, group=group)
+                sums += torch.split(flat, [each.numel() for each in bucket])
+        return sums
 
     def _can_read(self, summed: Tensor) -> bool:
         """Whether what the ranks have added up can be read here.
@@ -277,6 +287,18 @@ class ReplicatedGradients:
                     "mixed up with those of others. Freeze and unfreeze the same parameters on all "
                     "ranks (requires_grad_)."
                 )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in their order, several together up to a size."""
+    bucket, numel = list[Tensor](), 0
+    for each in tensors:
+        if bucket and numel + each.numel() > _BUCKET_NUMEL:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(each)
+        numel += each.numel()
+    yield bucket
 
 
 class _TakesGradient(torch.autograd.Function):

@@ -1,0 +1,430 @@
+"""Large parameters that a forward reads itself, as in `x @ self.weight`: gathered on use.
+
+[Note: All-gather on use]
+
+Each rank keeps a shard of such a parameter. When the forward of the module that reads it is called,
+the shards go round the ring once, N-1 hops, and a plain tensor with all values stands in the
+parameter's place until the forward returns. Autograd saves the place of such values, not the
+values, so nothing whole lives between forward and backward. Backward gathers once more, N-1 hops,
+and sends the gradient round the ring, N-1 hops, so that each rank has its shard's. These are the
+bytes of a module that rotates. What differs is the memory: the parameters that one forward reads,
+and in backward their gradients, are whole on every rank for a while.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from gyre_trainer.comm.identity import HopIdentity
+from gyre_trainer.comm.ring import Direction, Ring
+from gyre_trainer.comm.spans import path_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.wrap import RotationTarget
+from gyre_trainer.shards.gradient_ring import GradientRing
+from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.local_shards import digest_of, spec_of, with_spec
+from gyre_trainer.shards.remote_slices import RemoteSlices
+from gyre_trainer.shards.sharded_parameters import (
+    ShardedParameters,
+    shard_parameters,
+    sharded_parameters_of,
+)
+
+# A parameter of 2^18 elements is 1 MiB in float32. A smaller one would take longer for its hops, in
+# forward and in backward, than its memory is worth; of one that is twice as large, every rank would
+# have twice as much that it need not have.
+MIN_READ_NUMEL = 2**18
+
+
+class GatheredParameter:
+    """A sharded parameter that a module's forward reads. See [Note: All-gather on use].
+
+    Attributes:
+        owner: the module that has it: the reader, a container inside, or a layer that it names.
+        last: its name there.
+        reader: the module whose forward reads it.
+        sharded: the sharded parameters that it is one of.
+        dtype: what it is read in, and travels in; None for its own.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        last: str,
+        reader: nn.Module,
+        sharded: ShardedParameters,
+        policy: RotationPolicy,
+    ) -> None:
+        self.owner, self.last, self.reader, self.sharded = owner, last, reader, sharded
+        self._policy = policy
+        parameter = owner.get_parameter(last)
+        places = [place for place, each in enumerate(sharded.parameters) if each is parameter]
+        (self._place,) = places
+        self.dtype = None if keeps_dtype(reader, parameter) else policy.outer_dtype
+        self._number = self.sharded.ring.modules.add(owner)
+        self._whole: tuple[int, Tensor] | None = None
+        self._version = 0
+        self._digest: int | None = None
+        self._unseen_modes = {True, False}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """That of the copied modules, which travels by itself."""
+        owner, reader = deepcopy(self.owner, memo), deepcopy(self.reader, memo)
+        sharded = deepcopy(self.sharded, memo)
+        return type(self)(owner, self.last, reader, sharded, self._policy)
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its model."""
+        return f"{path_of(self.owner)}.{self.last}".removeprefix(".")
+
+    @property
+    def _layout(self) -> Layout:
+        """How it travels, once everything that rotates on the ring is known."""
+        sharded = self.sharded
+        layout = Layout((sharded.layout.cuts[self._place],), sharded.ring.size)
+        return layout.in_pieces(sharded.ring.pool.largest_whole_numel)
+
+    def read(self) -> Tensor:
+        """The whole parameter as a plain tensor, whose gradients reach the shards. Collective."""
+        parameter = self.owner.get_parameter(self.last)
+        sharded = self.sharded
+        sharded.require_here(parameter, self.name)
+        if sharded.replica_gradients is not None and torch.is_grad_enabled():
+            sharded.replica_gradients.before_training(self.name)
+        whole: Tensor = _Gather.apply(parameter, self)  # type: ignore[no-untyped-call]
+        self._version = 0 if whole.is_inference() else whole._version
+        if self.reader.training in self._unseen_modes:
+            self._unseen_modes.discard(self.reader.training)
+            self._digest = digest_of(whole.detach())
+        return whole
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every write to the parameter."""
+        return self.sharded.version
+
+    def again(self, version: int) -> Tensor:
+        """The whole parameter in backward, held until that has its gradient. Collective.
+
+        Raises:
+            RotationError: it is not as it was in forward.
+        """
+        if version != self.version:
+            raise RotationError(f"{self.name} changed between forward and backward")
+        if self._whole is None or self._whole[0] != version:
+            with torch.no_grad():
+                self.gather()
+        assert self._whole is not None
+        return self._whole[1]
+
+    def gather(self) -> Tensor:
+        """The values of all ranks; in backward they are held. Collective."""
+        sharded, layout = self.sharded, self._layout
+        ring, (cut,) = sharded.ring, layout.cuts
+        own = sharded.views(sharded.flat)[self._place].detach()
+        own = own.to(self.dtype or own.dtype)
+        forward = not _is_in_backward()
+        whole = own if ring.size == 1 else own.new_empty(cut.shape)
+        for round_ in range(layout.num_rounds if ring.size > 1 else 0):
+            hop = HopIdentity(self._number, forward, False, round_, 1)
+            piece = layout.piece(ring.rank, round_)
+            sent = layout.piece_in(own.reshape(-1), piece)
+            _put(whole, layout, piece, sent)
+            with closing(RemoteSlices(ring, sent, layout, Direction.CLOCKWISE, hop)) as remote:
+                for index, part in remote:
+                    _put(whole, layout, index, part)
+        if not forward:
+            _hold(ring, self)
+            self._whole = sharded.version, whole
+        return whole
+
+    def require_unwritten(self, whole: Tensor) -> None:
+        """Refuse a forward that has written to what it read.
+
+        Torch counts writes, but not those to `data`: these are looked for after the first read in
+        training and in evaluation.
+
+        Raises:
+            RotationError: the values, or their version, are others than those that were gathered.
+        """
+        digest, self._digest = self._digest, None
+        version = 0 if whole.is_inference() else whole._version
+        if version != self._version or digest not in (None, digest_of(whole.detach())):
+            raise RotationError(
+                f"{self.name} is written to by a forward, but each rank has only its shard of it; "
+                "keep its module whole by a rule of None"
+            )
+
+    def release(self) -> None:
+        """Hold the whole parameter no longer."""
+        self._whole = None
+
+    def reduce(self, grad: Tensor) -> Tensor:
+        """The own shard's part of a gradient, averaged over the ranks. Collective."""
+        self.release()
+        sharded, layout = self.sharded, self._layout
+        ring, (cut,) = sharded.ring, layout.cuts
+        dtype = self._policy.grad_dtype or sharded.flat.dtype
+        gradients = GradientRing(ring, layout, dtype, grad.device, self._number)
+        for round_ in range(layout.num_rounds):
+            for step in range(1, ring.size + 1):
+                piece = layout.piece((ring.rank + step) % ring.size, round_)
+                start, stop = layout.bounds(cut, piece)
+                gradients.receive(piece).add(0, grad.narrow(cut.dim, start, stop - start))
+                gradients.send_on()
+        own = gradients.finish().to(sharded.flat.dtype)
+        (view,) = layout.in_rounds(1).views(own, ring.rank)
+        if sharded.replica_gradients is not None:
+            sharded.replica_gradients.settle()
+        return view
+
+
+def _put(whole: Tensor, layout: Layout, piece: int, flat: Tensor) -> None:
+    """Write a piece to its place in the whole parameter."""
+    (cut,), (part,) = layout.cuts, layout.views(flat, piece)
+    start, stop = layout.bounds(cut, piece)
+    whole.narrow(cut.dim, start, stop - start).copy_(part)
+
+
+class _Gather(torch.autograd.Function):
+    """From a sharded parameter to all of its values."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gathered: GatheredParameter) -> Tensor:
+        ctx.gathered, ctx.spec = gathered, spec_of(parameter)
+        return gathered.gather()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return with_spec(ctx.gathered.reduce(grad), ctx.spec), None
+
+
+class _Saved(NamedTuple):
+    """The place of a saved tensor in a parameter that is gathered again."""
+
+    gathered: GatheredParameter
+    version: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@contextmanager
+def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> Iterator[None]:
+    """A context in which autograd saves the places of views of whole parameters, not the values.
+
+    Args:
+        wholes: whole parameters by the numbers of their storages.
+    """
+    # Hooks do not reach those around them, such as the hooks of a checkpoint. No public function
+    # returns these.
+    around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack_other, unpack_other = around or (_same, _same)
+
+    def pack(tensor: Tensor) -> Any:
+        # the caller holds the parameters, so no other storage has such a number
+        found = wholes.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].dtype != tensor.dtype:
+            return pack_other(tensor)
+        gathered = found[1]
+        offset = int(tensor.storage_offset())
+        return _Saved(gathered, gathered.version, offset, tensor.size(), tensor.stride())
+
+    def unpack(saved: Any) -> Any:
+        if not isinstance(saved, _Saved):
+            return unpack_other(saved)
+        whole = saved.gathered.again(saved.version)
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+    wholes = dict(wholes)
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        wholes.clear()  # autograd keeps the hooks
+
+
+def storage_number(tensor: Tensor) -> int:
+    """A number that no other storage has while this one lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_in_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# Whole parameters in backward, by ring: those of one reader.
+_HELD: WeakKeyDictionary[Ring, list[GatheredParameter]] = WeakKeyDictionary()
+
+
+def _hold(ring: Ring, gathered: GatheredParameter) -> None:
+    """Note what is held; parameters of another reader are released, and all when backward ends."""
+    held = _HELD.setdefault(ring, [])
+    if held and held[0].reader is not gathered.reader:
+        _release_all(held)
+    if not held:
+        Variable._execution_engine.queue_callback(lambda: _release_all(held))
+    held.append(gathered)
+
+
+def _release_all(held: list[GatheredParameter]) -> None:
+    while held:
+        held.pop().release()
+
+
+def keeps_dtype(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a module reads its parameter in the dtype that it has, whatever it computes in.
+
+    Torch takes activations of a BatchNorm in another dtype, but not weights in another one than
+    statistics.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase) or not parameter.is_floating_point()
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a container, such as a `ParameterList`, cannot."""
+    return getattr(own_class(module), "forward", None) is not nn.Module.forward
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The parameters that a module's forward reads: its own, and those of containers inside.
+
+    Yields:
+        The name in the module, the module that has it, and its name there.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, module, name
+    for path, child in module._modules.items():
+        if child is not None and not has_forward(child):
+            for name, owner, last in own_parameters(child):
+                yield f"{path}.{name}", owner, last
+
+
+@dataclass(frozen=True)
+class ReadRule(Rule):
+    """For a module whose forward reads parameters itself, as in `x @ self.weight`.
+
+    Its own, and those of a `ParameterList` or another container inside, are cut. They are gathered
+    while its forward runs, and again in backward. See [Note: All-gather on use] in
+    `gyre_trainer.whole.gathered`. Modules inside are treated as without the rule.
+
+    Attributes:
+        min_numel: parameters with fewer elements stay whole.
+        names: parameters of layers inside that the forward reads, too, such as "layer.weight".
+    """
+
+    min_numel: int = 0
+    names: tuple[str, ...] = ()
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """The parameters, each along the first dim that all slices have a part of.
+
+        Raises:
+            RotationError: it has none that can be cut.
+        """
+        read = [name for name, *_ in own_parameters(module)] + list(self.names)
+        found = [
+            cut_of(name, parameter, num_slices)
+            for name in read
+            if (parameter := module.get_parameter(name)).dim() and self.fits(parameter)
+        ]
+        if not found or not has_forward(module):
+            raise RotationError(
+                f"{own_class(module).__name__} has no parameter of its own that its forward could "
+                "read and that can be cut. Give the rule to the module whose forward reads it."
+            )
+        return found
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether a parameter is cut."""
+        return (
+            parameter.is_floating_point()
+            and not isinstance(parameter, DTensor)
+            and parameter.numel() >= max(1, self.min_numel)
+        )
+
+
+def cut_of(name: str, parameter: Tensor, num_slices: int) -> Cut:
+    """The cut of a parameter that is gathered, along the first dim that all slices have part of."""
+    shape = tuple(parameter.shape)
+    return Cut(name, shape, _dim(shape, num_slices))
+
+
+def _dim(shape: tuple[int, ...], num_slices: int) -> int:
+    """The dim to cut: the first one, or the next where only ones come between and it is larger."""
+    for dim, size in enumerate(shape):
+        if size >= num_slices:
+            return dim
+        if dim and size > 1:
+            break
+    return 0
+
+
+def reads_much(module: nn.Module, min_numel: int) -> bool:
+    """Whether a module has a parameter of its own that is worth its hops.
+
+    One that is tied to a module inside, as a head's bias may be, is that module's.
+    """
+    rule = ReadRule(min_numel)
+    owned = [owner.get_parameter(last) for _, owner, last in own_parameters(module)]
+    if not has_forward(module) or not any(map(rule.fits, owned)):
+        return False
+    inside = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and has_forward(child)
+        for parameter in child._parameters.values()
+    }
+    return not any(id(parameter) in inside for parameter in owned if rule.fits(parameter))
+
+
+def cut_for_reading(source: nn.Parameter, cut: Cut, target: RotationTarget) -> ShardedParameters:
+    """The shards of a parameter; those that are there where it is tied to one that is cut.
+
+    Raises:
+        RotationError: it is on another device than the mesh.
+    """
+    if source.device.type not in ("meta", target.mesh.device_type):
+        raise RotationError(
+            f"{cut.name} is on {source.device}, but the mesh is of {target.mesh.device_type}"
+        )
+    sharded = sharded_parameters_of(source)
+    return sharded or shard_parameters([source], Layout((cut,), target.num_slices), target.mesh)
+
+
+def read_layers_of(module: nn.Module) -> list[nn.Module]:
+    """Layers whose weights a state-space mixer, such as Mamba's, reads when it takes one token.
+
+    Its convolution along the sequence is then a product with the last inputs, and the kernels for
+    CUDA take the weights of the step's projection. Both are small.
+    """
+    if not isinstance(getattr(module, "A_log", None), nn.Parameter):
+        return []
+    found = (getattr(module, name, None) for name in ("conv1d", "dt_proj"))
+    return [each for each in found if isinstance(each, (nn.Conv1d, nn.Linear))]
+
+
+def is_read_elsewhere(module: nn.Module) -> bool:
+    """Whether a parameter of a layer was cut for the forward of a module around it."""
+    return any(each.reader is not module for each in vars(module).get("gathered", {}).values())

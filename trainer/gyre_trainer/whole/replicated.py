@@ -1,0 +1,444 @@
+"""Parameters that every rank has whole in a forward: replicated ones, and those gathered on use.
+
+Modules read plain tensors in the places of their DTensors. Replicated parameters stand there for
+the time of the model's forward, so that any module inside may read them; those that are gathered
+for the time of their reader's. See [Note: All-gather on use] in `gyre_trainer.whole.gathered`.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import cast
+from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.rotation.sharded_module import ShardedModule
+from gyre_trainer.rotation.wrap import RotationTarget
+from gyre_trainer.shards.layout import Cut
+from gyre_trainer.shards.local_shards import as_parameter, local_of, place_of
+from gyre_trainer.shards.replaced_parameters import note_replaced
+from gyre_trainer.shards.sharded_parameters import (
+    ShardedParameters,
+    sharded_parameters_of,
+    successor_of,
+)
+from gyre_trainer.whole.adapters import names_of_read_base, plain_adapters, require_whole
+from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
+from gyre_trainer.whole.gathered import (
+    GatheredParameter,
+    ReadRule,
+    cut_for_reading,
+    cut_of,
+    has_forward,
+    keeps_dtype,
+    own_parameters,
+    saved_by_place,
+    storage_number,
+)
+
+
+class ReplicatedModule(ShardedModule):
+    """Mixed in before a module's class: its forward reads plain whole tensors instead of DTensors.
+
+    Attributes:
+        outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
+            no cast. Parameters of a BatchNorm stay in the dtype of its statistics.
+        gathered: by their names, the parameters that are cut and that its forward reads.
+        reads_inside: whether the forward reads the parameters of modules inside instead of calling
+            these.
+    """
+
+    reads_inside: ClassVar[bool] = False
+    outer_dtype: torch.dtype | None = None
+    gathered: Mapping[str, GatheredParameter] = MappingProxyType({})
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without rotation."""
+        return self.run_plain(super().forward, args, kwargs)  # type: ignore[misc]
+
+    def run_plain(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module with plain tensors in the place of parameters.
+
+        Raises:
+            RotationError: it writes to a parameter that is gathered.
+        """
+        assert isinstance(self, nn.Module)
+        if self.outer_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        own = self._readable()
+        if not own:
+            return method(*args, **kwargs)
+        wholes = {name: own[name] for name in self.gathered if name in own}
+        with ExitStack() as stack:
+            if wholes and torch.is_grad_enabled():
+                stack.enter_context(saved_by_place(self._by_storage(wholes)))
+            stack.enter_context(swapped(self, own))
+            output = method(*args, **kwargs)
+        for name, whole in wholes.items():
+            self.gathered[name].require_unwritten(whole)
+        return output
+
+    def _readable(self) -> dict[str, Tensor]:
+        """What its forward is to read in the place of its parameters, where they are not that."""
+        assert isinstance(self, nn.Module)
+        found = {}
+        for name, parameter in self._read():
+            gathered = self.gathered.get(name)
+            if gathered is not None and isinstance(parameter, DTensor):
+                found[name] = gathered.read()
+            elif isinstance(parameter, DTensor) or self.outer_dtype is not None:
+                dtype = None if keeps_dtype(self, parameter) else self.outer_dtype
+                found[name] = cast(local_of(parameter), dtype)
+        return found
+
+    def _read(self) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self, nn.Module)
+        if self.reads_inside:
+            yield from self.named_parameters()
+            return
+        for name, owner, last in own_parameters(self):
+            yield name, owner._parameters[last]  # type: ignore[misc]
+        for name, each in self.gathered.items():
+            if each.owner is not self and has_forward(each.owner):
+                yield name, each.owner._parameters[each.last]  # type: ignore[misc]
+
+    def _by_storage(
+        self, wholes: Mapping[str, Tensor]
+    ) -> dict[int, tuple[Tensor, GatheredParameter]]:
+        return {storage_number(each): (each, self.gathered[n]) for n, each in wholes.items()}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return cast(tensor, self.outer_dtype)
+
+
+class ReplicatedAttention(ReplicatedModule):
+    """Mixed in before `nn.MultiheadAttention`, which reads the weight of its last layer."""
+
+    reads_inside: ClassVar[bool] = True
+
+
+def shard_own(module: nn.Module, rule: ReadRule, target: RotationTarget) -> None:
+    """Cut the parameters that a rule says, and gather them while the module's forward runs.
+
+    Raises:
+        RotationError: there is none, or one is on another device than the mesh.
+    """
+    _shard(module, rule.cuts(module, target.num_slices), target)
+
+
+def shard_base(adapted: nn.Module, target: RotationTarget, min_numel: int) -> None:
+    """Cut what an adapted layer reads of the layer below, and gather it while its forward runs."""
+    names = [
+        name
+        for name in names_of_read_base(adapted)
+        if adapted.get_parameter(name).numel() >= max(1, min_numel)
+    ]
+    cuts = [cut_of(name, adapted.get_parameter(name), target.num_slices) for name in names]
+    _shard(adapted, cuts, target)
+
+
+def _shard(module: nn.Module, cuts: Iterable[Cut], target: RotationTarget) -> None:
+    for cut in cuts:
+        path, _, last = cut.name.rpartition(".")
+        owner = module.get_submodule(path)
+        sharded = cut_for_reading(owner.get_parameter(last), cut, target)
+        _read(module, cut.name, owner, sharded, target)
+
+
+def share_cut(model: nn.Module, target: RotationTarget) -> None:
+    """Let modules read those of their own parameters that are tied to one that is cut."""
+    for module in model.modules():
+        if isinstance(module, RotatedModule) or not has_forward(module):
+            continue
+        for name, owner, last in list(own_parameters(module)):
+            parameter = owner.get_parameter(last)
+            sharded = sharded_parameters_of(parameter)
+            if sharded is not None and not isinstance(parameter, DTensor):
+                _read(module, name, owner, sharded, target)
+
+
+def _read(
+    module: nn.Module,
+    name: str,
+    owner: nn.Module,
+    sharded: ShardedParameters,
+    target: RotationTarget,
+) -> None:
+    """Put the sharded parameter into its place, and let the module read it."""
+    last = name.rpartition(".")[2]
+    source = owner.get_parameter(last)
+    parameter = successor_of(source)
+    assert parameter is not None
+    note_replaced(source, f"{name} of {own_class(module).__name__}")
+    setattr(owner, last, parameter)
+    gathered = GatheredParameter(owner, last, module, sharded, target.policy)
+    readers = {module: name, **({owner: last} if has_forward(owner) else {})}
+    for each, own_name in readers.items():
+        mix_in(each, ReplicatedModule, "Replicated")
+        reader: Any = each
+        reader.outer_dtype = target.policy.outer_dtype
+        reader.gathered = {**reader.gathered, own_name: gathered}
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """A context whose backwards do not average gradients; the next one outside averages their sum.
+
+    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last into it, and step
+    after the last. It saves one all-reduce per backward, and those over replicas of the ring.
+    Gradients of rotated parameters travel round the ring in every backward all the same: a rank has
+    no memory for those of other slices. All ranks must do the same.
+
+    Raises:
+        RotationError: the model was not rotated, or holds no module that was.
+
+    Example:
+        with no_sync(model):
+            for part in parts[:-1]:
+                (model(part).mean() / len(parts)).backward()
+        (model(parts[-1]).mean() / len(parts)).backward()
+        optimizer.step()
+    """
+    modules = [module for module in model.modules() if hasattr(module, "grad_averaging")]
+    averaging: list[Any] = [module.grad_averaging for module in modules]
+    sharded = [
+        module.rotation.sharded.replica_gradients
+        for module in model.modules()
+        if isinstance(module, RotatedModule)
+    ]
+    sharded += [
+        each.sharded.replica_gradients
+        for module in model.modules()
+        if isinstance(module, ReplicatedModule)
+        for each in module.gathered.values()
+    ]
+    averaging += filter(None, sharded)
+    if not modules and not sharded:
+        raise RotationError(
+            f"{type(model).__name__} is not rotated; "
+            "first call rotate_all, or rotate, on the whole model"
+        )
+    before = [each.postponed for each in averaging]
+    for each in averaging:
+        each.postponed = True
+    try:
+        yield
+    finally:
+        for each, postponed in zip(averaging, before, strict=True):
+            each.postponed = postponed
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | None = None) -> None:
+    """Keep all parameters of the module that do not rotate whole on every rank.
+
+    Modules use them, and take their arguments, in ``outer_dtype``.
+
+    Raises:
+        RotationError: one is tied to a parameter that rotates, or is on another device; the message
+            names it.
+    """
+    before = [p for p in module.parameters() if isinstance(p, DTensor)]
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    plain = dict.fromkeys(plain_adapters(module))
+    for parameter in plain:
+        take_first_ranks_values(parameter, mesh)
+    for path, child in list(module.named_modules()):
+        loose = {
+            name: p
+            for name, p in child._parameters.items()
+            if p is not None and not isinstance(p, DTensor)
+        }
+        if outer_dtype is None:
+            loose = {name: p for name, p in loose.items() if p not in plain}
+        for name, parameter in loose.items():
+            if parameter in plain:
+                continue
+            if parameter not in copies:
+                where = f"{path}.{name}".removeprefix(".")
+                copies[parameter] = _replicated(parameter, where, mesh)
+                note_replaced(parameter, where)
+            setattr(child, name, copies[parameter])
+        if loose and not (isinstance(child, RotatedModule) and child.rotates_whole):
+            attends = isinstance(child, nn.MultiheadAttention)
+            if not isinstance(child, ReplicatedModule):
+                mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
+            child.outer_dtype = outer_dtype
+    averaging = ReplicatedGradients([*copies.values(), *plain], mesh)
+    averaging.note_others(p for p in before if sharded_parameters_of(p) is None)
+    module.grad_averaging = averaging  # type: ignore[assignment]  # kept alive, and a mark
+    vars(module)[_PLAIN] = _PlainParameters(outer_dtype)
+    module.register_forward_pre_hook(_watch)
+    module.register_forward_pre_hook(_stand_in)
+    module.register_forward_hook(_put_back, always_call=True)
+    module.register_forward_hook(_watch_outputs)
+    module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
+    _fix_vocabulary(module)
+
+
+@uncompiled
+def _watch(module: nn.Module, _args: Any) -> None:
+    """Before a forward: see to parameters that changed since the last one."""
+    if not torch.is_grad_enabled():
+        return
+    averaging: Any = module.grad_averaging
+    added = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and not isinstance(parameter, DTensor)
+        and parameter not in averaging
+    }
+    if added:
+        adapters = set(plain_adapters(module))
+        for name, parameter in added.items():
+            if parameter not in adapters:
+                raise RotationError(
+                    f"{name} was added to {type(module).__name__} after it was rotated, so its "
+                    "gradient would never be averaged. Add layers first, then rotate the model."
+                )
+        require_whole(module)
+        averaging.add(list(added.values()))
+    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    averaging.require_known({name: p for name, p in sharded.items() if p.requires_grad})
+    averaging.watch(sharded.values())
+    averaging.compare(module)
+
+
+@uncompiled
+def _watch_outputs(module: nn.Module, _args: Any, output: Any) -> Any:
+    """After a forward: see [Note: Ranks that reach nothing].
+
+    Raises:
+        RotationError: the output was computed with a rank's shard in the place of a parameter.
+    """
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(output, is_leaf=_is_no_container)):
+        raise RotationError(f"{own_class(module).__name__} returns a DTensor: {_READS}")
+    averaging: Any = module.grad_averaging
+    if not (averaging.alone and torch.is_grad_enabled()):
+        return output
+    return tree_map_only(Tensor, averaging.reached, output, is_leaf=_is_no_container)
+
+
+def _is_no_container(output: Any) -> bool:
+    return not isinstance(output, tuple | list | dict)  # a cache stays the object that it is
+
+
+_PLAIN = "plain_parameters"  # an attribute of models: their `_PlainParameters`
+_READS = (
+    "a forward reads a parameter of a layer that rotates, instead of calling the layer. Give the "
+    "module whose forward reads it a rule, such as rules={Reader: "
+    'ReadRule(names=("layer.weight",))}, which gathers it while that runs, read '
+    "weight.full_tensor(), or keep the layer whole by rules={path: None}."
+)
+
+
+class _PlainParameters:
+    """Plain tensors in the places of a model's replicated parameters, while its forward runs."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        """Parameters of modules that are never called are read in ``dtype``."""
+        self._dtype = dtype
+        self._places: list[tuple[dict[str, Any], str, torch.dtype | None]] | None = None
+        self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PlainParameters":
+        """That of a copied model, which finds its own places when it first runs."""
+        return _PlainParameters(self._dtype)
+
+    def stand_in(self, model: nn.Module) -> None:
+        """Put the plain tensors there."""
+        self.put_back()  # torch calls no hook after a forward that Ctrl-C has ended
+        if self._places is None:
+            self._places = [
+                # modules that are called cast their parameters themselves
+                (module._parameters, name, None if has_forward(module) else self._dtype)
+                for module in model.modules()
+                for name, parameter in list[tuple[str, Any]](module._parameters.items())
+                if isinstance(parameter, DTensor) and place_of(parameter) is None
+            ]
+        for parameters, name, dtype in self._places:
+            parameter: Any = parameters.get(name)
+            if isinstance(parameter, DTensor):  # a model around this one may have been here before
+                self._replaced.append((parameters, name, parameter))
+                parameters[name] = cast(local_of(parameter), dtype)
+
+    def put_back(self) -> None:
+        """Put the parameters back."""
+        while self._replaced:
+            parameters, name, parameter = self._replaced.pop()
+            parameters[name] = parameter
+
+
+@uncompiled
+def _stand_in(module: nn.Module, _args: Any) -> None:
+    vars(module)[_PLAIN].stand_in(module)
+
+
+@uncompiled
+def _put_back(module: nn.Module, _args: Any, _output: Any) -> None:
+    vars(module)[_PLAIN].put_back()
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError) and "DTensor" in str(error):
+        error.add_note(f"{own_class(module).__name__}: {_READS}")
+
+
+def _before_state(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    vars(module)[_PLAIN].put_back()
+
+
+def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
+    """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
+    if sharded_parameters_of(source) is not None:
+        raise RotationError(
+            f"{name} is tied to a parameter that rotates; first rotate the module that it is in"
+        )
+    if source.is_meta:
+        local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
+    elif source.device.type != mesh.device_type:
+        raise RotationError(
+            f"{name} is on {source.device}, but the mesh is of {mesh.device_type}; "
+            "move the model first"
+        )
+    else:
+        local = source.detach().clone()
+        take_first_ranks_values(local, mesh)
+    return as_parameter(local, mesh, Replicate(), source)
+
+
+def _fix_vocabulary(model: nn.Module) -> None:
+    """Let `resize_token_embeddings` of transformers refuse to change a model whose parts rotate."""
+    for module in model.modules():
+        resize = getattr(module, "resize_token_embeddings", None)
+        if resize is not None and not isinstance(resize, partial):
+            vars(module)["resize_token_embeddings"] = partial(_resized, module)
+
+
+def _resized(
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
+) -> nn.Module:
+    """The embedding, if it has this size already.
+
+    Raises:
+        RotationError: it has not.
+    """
+    embedding: nn.Module = module.get_input_embeddings()
+    size = embedding.get_parameter("weight").shape[0]
+    if new_num_tokens in (None, size) and not pad_to_multiple_of:
+        return embedding
+    raise RotationError(
+        f"{own_class(module).__name__} was rotated with an embedding of {size} tokens, and "
+        f"each rank has a shard, so resize_token_embeddings({new_num_tokens}) cannot change it. "
+        "Resize the model first, then rotate it."
+    )
