@@ -55,14 +55,18 @@ from gyre_trainer.shards.initial.random_writes import refuse_random_writes
 from gyre_trainer.shards.initial.sharded_init import materialize
 from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters, use_norms_of_shards
 from gyre_trainer.whole.forward_methods import register_forward_method
-from gyre_trainer.whole.gathered import (
+from gyre_trainer.whole.replicated import (
     MIN_READ_NUMEL,
     ReadRule,
     is_read_elsewhere,
+    no_sync,
     read_layers_of,
     reads_much,
+    replicate,
+    shard_base,
+    shard_own,
+    share_cut,
 )
-from gyre_trainer.whole.replicated import no_sync, replicate, shard_base, shard_own, share_cut
 
 __all__ = [
     "Adafactor",

@@ -107,10 +107,10 @@ class Biased(nn.Module):
 class GivesBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bias, self.attention = nn.Embedding(2, 9), Biased()
+        self.bias, self.attention = nn.Parameter(torch.randn(2, 9)), Biased()
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, self.bias.weight.view(1, 2, 3, 3))
+        output: Tensor = self.attention(x, self.bias.view(1, 2, 3, 3))
         return output
 
 

@@ -8,12 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import group_of_processes
 from gyre_trainer.errors import RingError, RotationError
-from gyre_trainer.rotate import rotate_all
+from gyre_trainer.rotate import ReadRule, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,14 +20,19 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.conftest import StartRanks
 
 
+class Reads(nn.Linear):
+    """Reads its weight itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+        return x @ self.weight
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)  # each of 3 ranks has a shard
-
-    def forward(self, x: Tensor, name: str) -> Tensor:
-        weight: Any = getattr(self, name).weight
-        return F.linear(x, weight)
+        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.reads_one, self.reads_other = Reads(4, 4), Reads(4, 4)
 
 
 def told_when_ranks_differ(reach: str, when: str) -> str:
@@ -44,7 +48,7 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
             dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
         )
         pair = Pair()
-        rotate_all(pair, mesh=mesh)
+        rotate_all(pair, mesh=mesh, rules={Reads: ReadRule()})
         text = _told(pair, when)
         dist.barrier()  # a rank that ends at once could be missed before the difference is seen
     return text
@@ -74,7 +78,7 @@ def _told(pair: Pair, when: str) -> str:
         if when == "forward":
             (pair.other if is_first else pair.one)(x)
         elif when == "read":
-            pair(x, "other" if is_first else "one")
+            (pair.reads_other if is_first else pair.reads_one)(x)
         else:
             outputs = pair.one(x), pair.other(x)
             outputs[is_first].sum().backward()
@@ -95,11 +99,12 @@ def test_ranks_that_call_different_modules_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:
     told = ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when)
-    when = "forward" if when == "read" else when
-    others = [f"rank {rank} calls one ({when}, step 1 of round 0)" for rank in range(1, num_ranks)]
+    kind, when = ("reads_", "forward") if when == "read" else ("", when)
+    step = f"({when}, step 1 of round 0)"
+    others = [f"rank {rank} calls {kind}one {step}" for rank in range(1, num_ranks)]
     for rank, message in enumerate(told):
         assert message.startswith(f"rank {rank}: "), message
-        assert f"rank 0 calls other ({when}, step 1 of round 0)" in message
+        assert f"rank 0 calls {kind}other {step}" in message
         assert any(other in message for other in others), message
         assert "weights" in message or "gradients" in message
     assert len({message.partition(": ")[2].partition(": ")[2] for message in told}) == 1

@@ -14,7 +14,6 @@ and in backward their gradients, are whole on every rank for a while.
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -23,30 +22,19 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.guard import own_class
 from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.wrap import RotationTarget
 from gyre_trainer.shards.gradient_ring import GradientRing
-from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.local_shards import digest_of, spec_of, with_spec
 from gyre_trainer.shards.remote_slices import RemoteSlices
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
-    shard_parameters,
-    sharded_parameters_of,
 )
-
-# A parameter of 2^18 elements is 1 MiB in float32. A smaller one would take longer for its hops, in
-# forward and in backward, than its memory is worth; of one that is twice as large, every rank would
-# have twice as much that it need not have.
-MIN_READ_NUMEL = 2**18
 
 
 class GatheredParameter:
@@ -67,13 +55,14 @@ class GatheredParameter:
         reader: nn.Module,
         sharded: ShardedParameters,
         policy: RotationPolicy,
+        dtype: torch.dtype | None,
     ) -> None:
         self.owner, self.last, self.reader, self.sharded = owner, last, reader, sharded
         self._policy = policy
         parameter = owner.get_parameter(last)
         places = [place for place, each in enumerate(sharded.parameters) if each is parameter]
         (self._place,) = places
-        self.dtype = None if keeps_dtype(reader, parameter) else policy.outer_dtype
+        self.dtype = dtype
         self._number = self.sharded.ring.modules.add(owner)
         self._whole: tuple[int, Tensor] | None = None
         self._version = 0
@@ -84,7 +73,7 @@ class GatheredParameter:
         """That of the copied modules, which travels by itself."""
         owner, reader = deepcopy(self.owner, memo), deepcopy(self.reader, memo)
         sharded = deepcopy(self.sharded, memo)
-        return type(self)(owner, self.last, reader, sharded, self._policy)
+        return type(self)(owner, self.last, reader, sharded, self._policy, self.dtype)
 
     @property
     def name(self) -> str:
@@ -290,141 +279,3 @@ def _hold(ring: Ring, gathered: GatheredParameter) -> None:
 def _release_all(held: list[GatheredParameter]) -> None:
     while held:
         held.pop().release()
-
-
-def keeps_dtype(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether a module reads its parameter in the dtype that it has, whatever it computes in.
-
-    Torch takes activations of a BatchNorm in another dtype, but not weights in another one than
-    statistics.
-    """
-    return isinstance(module, nn.modules.batchnorm._NormBase) or not parameter.is_floating_point()
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; a container, such as a `ParameterList`, cannot."""
-    return getattr(own_class(module), "forward", None) is not nn.Module.forward
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The parameters that a module's forward reads: its own, and those of containers inside.
-
-    Yields:
-        The name in the module, the module that has it, and its name there.
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, module, name
-    for path, child in module._modules.items():
-        if child is not None and not has_forward(child):
-            for name, owner, last in own_parameters(child):
-                yield f"{path}.{name}", owner, last
-
-
-@dataclass(frozen=True)
-class ReadRule(Rule):
-    """For a module whose forward reads parameters itself, as in `x @ self.weight`.
-
-    Its own, and those of a `ParameterList` or another container inside, are cut. They are gathered
-    while its forward runs, and again in backward. See [Note: All-gather on use] in
-    `gyre_trainer.whole.gathered`. Modules inside are treated as without the rule.
-
-    Attributes:
-        min_numel: parameters with fewer elements stay whole.
-        names: parameters of layers inside that the forward reads, too, such as "layer.weight".
-    """
-
-    min_numel: int = 0
-    names: tuple[str, ...] = ()
-
-    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """The parameters, each along the first dim that all slices have a part of.
-
-        Raises:
-            RotationError: it has none that can be cut.
-        """
-        read = [name for name, *_ in own_parameters(module)] + list(self.names)
-        found = [
-            cut_of(name, parameter, num_slices)
-            for name in read
-            if (parameter := module.get_parameter(name)).dim() and self.fits(parameter)
-        ]
-        if not found or not has_forward(module):
-            raise RotationError(
-                f"{own_class(module).__name__} has no parameter of its own that its forward could "
-                "read and that can be cut. Give the rule to the module whose forward reads it."
-            )
-        return found
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether a parameter is cut."""
-        return (
-            parameter.is_floating_point()
-            and not isinstance(parameter, DTensor)
-            and parameter.numel() >= max(1, self.min_numel)
-        )
-
-
-def cut_of(name: str, parameter: Tensor, num_slices: int) -> Cut:
-    """The cut of a parameter that is gathered, along the first dim that all slices have part of."""
-    shape = tuple(parameter.shape)
-    return Cut(name, shape, _dim(shape, num_slices))
-
-
-def _dim(shape: tuple[int, ...], num_slices: int) -> int:
-    """The dim to cut: the first one, or the next where only ones come between and it is larger."""
-    for dim, size in enumerate(shape):
-        if size >= num_slices:
-            return dim
-        if dim and size > 1:
-            break
-    return 0
-
-
-def reads_much(module: nn.Module, min_numel: int) -> bool:
-    """Whether a module has a parameter of its own that is worth its hops.
-
-    One that is tied to a module inside, as a head's bias may be, is that module's.
-    """
-    rule = ReadRule(min_numel)
-    owned = [owner.get_parameter(last) for _, owner, last in own_parameters(module)]
-    if not has_forward(module) or not any(map(rule.fits, owned)):
-        return False
-    inside = {
-        id(parameter)
-        for child in module.modules()
-        if child is not module and has_forward(child)
-        for parameter in child._parameters.values()
-    }
-    return not any(id(parameter) in inside for parameter in owned if rule.fits(parameter))
-
-
-def cut_for_reading(source: nn.Parameter, cut: Cut, target: RotationTarget) -> ShardedParameters:
-    """The shards of a parameter; those that are there where it is tied to one that is cut.
-
-    Raises:
-        RotationError: it is on another device than the mesh.
-    """
-    if source.device.type not in ("meta", target.mesh.device_type):
-        raise RotationError(
-            f"{cut.name} is on {source.device}, but the mesh is of {target.mesh.device_type}"
-        )
-    sharded = sharded_parameters_of(source)
-    return sharded or shard_parameters([source], Layout((cut,), target.num_slices), target.mesh)
-
-
-def read_layers_of(module: nn.Module) -> list[nn.Module]:
-    """Layers whose weights a state-space mixer, such as Mamba's, reads when it takes one token.
-
-    Its convolution along the sequence is then a product with the last inputs, and the kernels for
-    CUDA take the weights of the step's projection. Both are small.
-    """
-    if not isinstance(getattr(module, "A_log", None), nn.Parameter):
-        return []
-    found = (getattr(module, name, None) for name in ("conv1d", "dt_proj"))
-    return [each for each in found if isinstance(each, (nn.Conv1d, nn.Linear))]
-
-
-def is_read_elsewhere(module: nn.Module) -> bool:
-    """Whether a parameter of a layer was cut for the forward of a module around it."""
-    return any(each.reader is not module for each in vars(module).get("gathered", {}).values())
