@@ -21,7 +21,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.attention import rope_table
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import rotate, rotate_all
 from gyre_trainer.training.models.gpt import Block, GPTConfig
 from torch import Tensor, nn

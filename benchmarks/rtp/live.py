@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.head import slice_statistics
+from gyre_trainer.layers import head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -48,9 +48,9 @@ def fake_step(contender: Contender, workload: Workload, num_ranks: int) -> Step:
     """
     alone = contender.how is How.ALONE
     # one process takes as many chunks, each N times as large
-    chunk = slice_statistics._MAX_LOGITS * (num_ranks if alone else 1)
+    chunk = head._MAX_LOGITS * (num_ranks if alone else 1)
     with (
-        patch.object(slice_statistics, "_MAX_LOGITS", chunk),
+        patch.object(head, "_MAX_LOGITS", chunk),
         nullcontext(None) if alone else _fake_ring(num_ranks) as mesh,
         FakeTensorMode(),
     ):

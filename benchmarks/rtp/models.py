@@ -32,7 +32,7 @@ from gyre_trainer.accounting.baselines import data_parallel, sub_blocks
 from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.head.causal_loss import takes_causal_loss
+from gyre_trainer.layers.causal_loss import takes_causal_loss
 from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.rotation.rule import RotationPolicy
+from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.shards.layout import slice_bounds
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import Tensor

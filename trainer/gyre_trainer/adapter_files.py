@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import CheckpointRejected, RotationError
-from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.stored_weights import (
     Target,
     agreed,

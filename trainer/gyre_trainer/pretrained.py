@@ -29,14 +29,13 @@ from torch import Tensor, nn
 
 from gyre_trainer.adapter_files import has_adapters, is_adapted, load_adapters, save_adapters
 from gyre_trainer.errors import CheckpointRejected, RotationError
-from gyre_trainer.layers.encoded.quantized_linear import is_quantized
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.shards.initial.sharded_init import allocate
-from gyre_trainer.shards.joined import Joined
+from gyre_trainer.layers.quantized import is_quantized
+from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.shards.regular_files import read_regular
 from gyre_trainer.shards.stored_weights import (
     Files,
+    Joined,
     Target,
     agreed,
     is_first_rank,
@@ -46,7 +45,7 @@ from gyre_trainer.shards.stored_weights import (
     targets_of,
     write_targets,
 )
-from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header
+from gyre_trainer.shards.tensor_files import StoredTensor, layout_of, read_header, read_regular
 
 _log = logging.getLogger(__name__)
 _ONE_FILE = "model.safetensors"
@@ -309,7 +308,7 @@ def _of_files(model: nn.Module, tensors: dict[str, Joined]) -> dict[str, Joined]
             f"{own_class(model).__name__} cannot be saved by parts: transformers needs whole "
             f"tensors to write its weights ({error}). Gather them by "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load "
-            "them into a model that is not rotated, and call its save_pretrained."
+            "them into a model before it is rotated, and call its save_pretrained."
         ) from error
 
 

@@ -3,9 +3,15 @@
 `rotate_all` rotates a whole model, `rotate` one module. The rules for known kinds of modules are in
 the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 `gyre_trainer.rotation.rule.Rule`. `ReadRule` is for a module that reads parameters of its own.
+
+Also here:
+
+* Frozen layers of a rotated model that rest and travel in few bits.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,40 +27,44 @@ from gyre_trainer.comm.mesh import make_mesh, require_ring
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
-from gyre_trainer.first_calls import check_at_first_calls
-from gyre_trainer.inspection.agreement import require_equal_models
-from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
-from gyre_trainer.inspection.rotation_plan import RotationPlan, note_layer_by_layer, plan_of
-from gyre_trainer.inspection.separate_rings import note_ring
-from gyre_trainer.layers.dropout import use_equal_masks
-from gyre_trainer.layers.experts.lists import call_every_expert
-from gyre_trainer.layers.head.causal_loss import causal_loss, note_all_logits
-from gyre_trainer.layers.head.cross_entropy import (
-    TokenLogProbs,
-    linear_cross_entropy,
-    token_log_probs,
+from gyre_trainer.inspection.agreement import note_ring, require_equal_models
+from gyre_trainer.inspection.rotation_plan import (
+    RotationPlan,
+    note_layer_by_layer,
+    plan_of,
+    warn_of_whole_parameters,
 )
-from gyre_trainer.layers.known_blocks import KnownBlocks, suggested_rule
-from gyre_trainer.layers.known_modules import has_code_of, is_of_known_class, rotate_known
-from gyre_trainer.layers.norm import recompute_norms
-from gyre_trainer.layers.recomputed_layers import recompute_layers
-from gyre_trainer.layers.split.block import SplitBlock, rotate_by
-from gyre_trainer.layers.split.joined import PartOfSplit
+from gyre_trainer.inspection.verification import check_at_first_calls
+from gyre_trainer.layers.causal_loss import causal_loss, note_all_logits
+from gyre_trainer.layers.experts import call_every_expert
+from gyre_trainer.layers.head import TokenLogProbs, linear_cross_entropy, token_log_probs
+from gyre_trainer.layers.known_blocks import (
+    KnownBlocks,
+    has_code_of,
+    is_of_known_class,
+    rotate_known,
+    suggested_rule,
+)
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layers.mlp import use_equal_masks
+from gyre_trainer.layers.quantized import quantize_linear
+from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_norms
+from gyre_trainer.layers.split_blocks import PartOfSplit, SplitBlock, rotate_by
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.adamw_8bit import AdamW8bit
 from gyre_trainer.optimizers.muon import Muon
 from gyre_trainer.optimizers.stochastic import stochastically_rounded
-from gyre_trainer.quantized_models import quantize_frozen
-from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_inside
-from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.sharded_module import refuse_own_saving
-from gyre_trainer.rotation.wrap import RotationTarget
-from gyre_trainer.shards.fused_optimizers import support_dtensors
-from gyre_trainer.shards.initial.random_writes import refuse_random_writes
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.rotation.rotated_module import (
+    RotatedModule,
+    RotationTarget,
+    num_hooks_inside,
+    refuse_own_saving,
+)
+from gyre_trainer.rotation.rule import RotationPolicy, Rule
+from gyre_trainer.shards.initialisation import materialize
+from gyre_trainer.shards.quantized import Format, require_format
+from gyre_trainer.shards.sharded_parameters import refuse_random_writes, support_dtensors
 from gyre_trainer.whole.adapters import adapters_of, notice_later_adapters, use_norms_of_shards
-from gyre_trainer.whole.forward_methods import register_forward_method
 from gyre_trainer.whole.replicated import (
     MIN_READ_NUMEL,
     ReadRule,
@@ -62,11 +72,83 @@ from gyre_trainer.whole.replicated import (
     no_sync,
     read_layers_of,
     reads_much,
+    register_forward_method,
     replicate,
     shard_base,
     shard_own,
     share_cut,
 )
+
+
+def quantize_frozen(
+    model: nn.Module, to: Format, *, mesh: DeviceMesh, keep: Collection[str] = ("lm_head",)
+) -> list[str]:
+    """Keep and send the frozen linear layers of a rotated model in few bits; collective.
+
+    Each layer that rotates by itself is encoded: a rank's own rows at home, and on their way. A
+    slice is decoded on arrival, so results are those of a model with the decoded weights. All other
+    weights stay as they are: embeddings, blocks that rotate as a whole, and what is tied. So rotate
+    the model with ``find_blocks=False``; a warning names blocks that were left out.
+
+    Args:
+        model: rotated, with values, and with frozen weights. Adapters may be there or come later.
+        to: "int8", a byte for each weight and 4 for each row, off by at most 1/254 of the largest
+            weight of the row; or "nf4", half a byte and 1/16 of a byte, off by at most 0.152 of the
+            largest of 64.
+        mesh: the mesh of the model.
+        keep: the last parts of the paths of layers that stay as they are, such as "lm_head", whose
+            loss is taken by slices of the vocabulary.
+
+    Returns:
+        The paths of the layers that were encoded.
+
+    Raises:
+        RotationError: a layer that is not kept trains or has no finite values yet, or none is
+            left, or the ranks differ.
+
+    Example:
+        rotate_all(model, mesh=mesh, find_blocks=False)
+        pretrained.load(model, path)
+        quantize_frozen(model.requires_grad_(False), "nf4", mesh=mesh)
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    """
+    require_format(to)
+    rotated = {p: each for p, each in model.named_modules() if isinstance(each, RotatedModule)}
+    uses = Counter(id(each.rotation.sharded) for each in rotated.values())
+    chosen = {
+        path: each
+        for path, each in rotated.items()
+        if type(each.rotation.rule) is LinearRule
+        and uses[id(each.rotation.sharded)] == 1
+        and path.rpartition(".")[2] not in keep
+    }
+    if not chosen:
+        raise RotationError(
+            f"no linear layer of {type(model).__name__} rotates by itself; rotate the model with "
+            "find_blocks=False"
+        )
+    _warn_of_blocks(rotated)
+    for path, each in chosen.items():
+        quantize_linear(each, path, to)
+    require_equal_models(model, mesh)
+    return list(chosen)
+
+
+def _warn_of_blocks(rotated: Mapping[str, RotatedModule]) -> None:
+    """Warn where frozen weights are not encoded because their block rotates as a whole."""
+    blocks = []
+    for path, each in rotated.items():
+        names = [cut.name for cut in each.rotation.layout.cuts if len(cut.shape) > 1]
+        frozen = not any(each.rotation.module.get_parameter(name).requires_grad for name in names)
+        if len(names) > 1 and frozen:
+            blocks.append(path)
+    if blocks:
+        warnings.warn(
+            f"{len(blocks)} frozen blocks that rotate as a whole are not encoded, {blocks[0]} the "
+            "first of them; rotate the model with find_blocks=False to encode their layers",
+            stacklevel=3,
+        )
+
 
 __all__ = [
     "Adafactor",

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.embedding import OwnEmbeddingRule
-from gyre_trainer.layers.experts.moe import ExpertsRule
+from gyre_trainer.layers.experts import ExpertsRule
+from gyre_trainer.layers.linear import OwnEmbeddingRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.head import causal_loss as causal_loss_file
+from gyre_trainer.layers import causal_loss as causal_loss_file
 from gyre_trainer.rotate import (
     RotationPolicy,
     causal_loss,

@@ -10,8 +10,8 @@ import transformers
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotate import RotationPolicy, rotate_all
-from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart

@@ -11,8 +11,8 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotate import RotationPolicy, plan_of, rotate_all
-from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart

@@ -23,14 +23,13 @@ import gyre_trainer.layers
 import torch
 from gyre_trainer.layers import known_blocks
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.embedding import OwnEmbeddingRule
-from gyre_trainer.layers.experts.moe import ExpertsRule
+from gyre_trainer.layers.experts import ExpertsRule
+from gyre_trainer.layers.known_blocks import UnknownCode, digest_of
+from gyre_trainer.layers.linear import OwnEmbeddingRule
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.layers.module_code import UnknownCode, digest_of
-from gyre_trainer.layers.norm import RecomputedNorm
+from gyre_trainer.layers.recomputed_layers import RecomputedNorm
 from gyre_trainer.rotate import RotationPolicy
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 from torch import Tensor, nn
 
 from benchmarks.rtp.families import FAMILIES

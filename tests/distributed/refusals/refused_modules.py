@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
-from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
+from gyre_trainer.layers.experts import Experts, ExpertsRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.attention import AttentionRule
-from gyre_trainer.layers.experts.moe import Experts, ExpertsRule
+from gyre_trainer.layers.experts import Experts, ExpertsRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate, rotate_all
 from gyre_trainer.rotation.rule import ModuleSlice

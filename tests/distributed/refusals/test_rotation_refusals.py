@@ -10,7 +10,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import MeshError, RotationError
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, register_forward_method, rotate, rotate_all
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

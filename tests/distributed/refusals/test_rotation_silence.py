@@ -12,7 +12,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

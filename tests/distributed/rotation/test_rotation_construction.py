@@ -15,7 +15,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import nn
 

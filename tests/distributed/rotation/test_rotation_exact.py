@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, rotate
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.layers.experts.moe import Experts, ExpertsRule, MoE
+from gyre_trainer.layers.experts import Experts, ExpertsRule, MoE
 from gyre_trainer.rotate import RotationPolicy, rotate_all
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -21,7 +21,7 @@ from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import RotationPolicy
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed import training

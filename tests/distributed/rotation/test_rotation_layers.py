@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.layers.head import linear_cross_entropy
+from gyre_trainer.rotation.rule import RotationPolicy
 from torch import Tensor, nn
 
 from tests.distributed.comparing import BATCH, Case, distances

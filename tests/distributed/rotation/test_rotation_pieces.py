@@ -10,9 +10,9 @@ import torch
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards import layout
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks

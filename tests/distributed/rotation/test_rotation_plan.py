@@ -10,7 +10,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate, rotate_all
-from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import own_class
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.training.models.gpt import GPTConfig
 
 from tests.distributed.conftest import StartRanks

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import RotationPolicy
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import (

@@ -9,7 +9,7 @@ from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.step_cost import measure_step
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.shards.initial.sharded_init import materialize
+from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.build import add_adapters, encode_frozen
 from gyre_trainer.training.collate import Examples, collator_of
 from gyre_trainer.training.config import TrainConfig

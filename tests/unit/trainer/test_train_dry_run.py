@@ -12,7 +12,7 @@ from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.layers.head import slice_statistics
+from gyre_trainer.layers import head
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
@@ -213,7 +213,7 @@ def test_few_chunks_of_a_head_tell_what_all_cost(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config()
-    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", 37 * MODEL["vocab_size"] // num_ranks)
+    monkeypatch.setattr(head, "_MAX_LOGITS", 37 * MODEL["vocab_size"] // num_ranks)
     few = dry_run(settings, Strategy.GYRE, num_ranks)
     monkeypatch.setattr(dry_runs, "few_for_all", nullcontext)
     every = dry_run(settings, Strategy.GYRE, num_ranks)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gyre_trainer.shards.averages.outside_writes import OutsideWrites
+from gyre_trainer.shards.averaging import OutsideWrites
 from gyre_trainer.shards.local_shards import digest_of
 from torch import nn
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.head import slice_statistics
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy, token_log_probs
+from gyre_trainer.layers import head as head_file
+from gyre_trainer.layers.head import linear_cross_entropy, token_log_probs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_torch(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
+    monkeypatch.setattr(head_file, "_MAX_LOGITS", max_logits)
     options: dict[str, Any] = {
         "reduction": reduction,
         "label_smoothing": label_smoothing,
@@ -90,7 +90,7 @@ TRANSFORMS: dict[str, tuple[dict[str, float], Callable[[Tensor], Tensor]]] = {
 def test_logits_are_scaled_and_capped_before(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, transform: str
 ) -> None:
-    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
+    monkeypatch.setattr(head_file, "_MAX_LOGITS", max_logits)
     arguments, applied = TRANSFORMS[transform]
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.03}
     found = outcome(linear_cross_entropy, head(), {**options, **arguments, "ignore_index": -1})
@@ -119,7 +119,7 @@ def by_token_plain(
 def test_log_probs_and_entropies_of_tokens_are_those_of_all_logits(
     monkeypatch: pytest.MonkeyPatch, max_logits: int, transform: str
 ) -> None:
-    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", max_logits)
+    monkeypatch.setattr(head_file, "_MAX_LOGITS", max_logits)
     arguments, applied = TRANSFORMS[transform]
     found = outcome(by_token, head(), {**arguments, "ignore_index": -1})
     expected = outcome(by_token_plain, head(), {"applied": applied})
@@ -196,7 +196,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_statistics, "_MAX_LOGITS", 4 * NUM_CLASSES)
+    monkeypatch.setattr(head_file, "_MAX_LOGITS", 4 * NUM_CLASSES)
     linear = head()
     x = torch.randn(200, DIM, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, NUM_CLASSES, (200,))

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.rotation.backward.deferred_grads import DeferredGrads, DeferWeightGrads
-from gyre_trainer.rotation.output_reduction import RunningSum
-from gyre_trainer.shards import gradient_ring
-from gyre_trainer.shards.gradient_ring import SliceGrad
+from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
+from gyre_trainer.shards import travel
+from gyre_trainer.shards.travel import SliceGrad
 from torch import Tensor
 
 
@@ -144,7 +143,7 @@ def test_a_slices_gradient_is_scaled_and_starts_with_the_first_contribution(
 def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, empty: bool
 ) -> None:
-    monkeypatch.setattr(gradient_ring, "_MAX_PRODUCT_NUMEL", 8)
+    monkeypatch.setattr(travel, "_MAX_PRODUCT_NUMEL", 8)
     left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     part = torch.full((5, 3), torch.nan if empty else 1.0)
     SliceGrad([part], empty=empty, scale=0.5).add_product(0, left, right)

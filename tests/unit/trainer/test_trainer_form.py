@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gyre_trainer.rotation.form import Arguments, Form, Missing
+from gyre_trainer.rotation.call import Arguments, Form, Missing
 
 
 class Pair(NamedTuple):

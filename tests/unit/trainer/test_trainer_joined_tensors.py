@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gyre_trainer.shards.joined import Joined, Piece
+from gyre_trainer.shards.stored_weights import Joined, Piece
 from torch import Tensor
 
 Join = Callable[[Sequence[Tensor]], Tensor]

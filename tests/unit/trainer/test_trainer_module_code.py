@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from gyre_trainer.layers.module_code import UnknownCode, digest_of
+from gyre_trainer.layers.known_blocks import UnknownCode, digest_of
 from torch import Tensor, nn
 
 

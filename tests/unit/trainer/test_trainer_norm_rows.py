@@ -6,8 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 from gyre_trainer.accounting.live_bytes import LiveBytes
-from gyre_trainer.layers.norm import recompute_norms
-from gyre_trainer.rotation.backward import recomputation
+from gyre_trainer.layers.recomputed_layers import recompute_norms
+from gyre_trainer.rotation import recomputation
 from torch import Tensor, nn
 
 BATCH, TIME, DIM = 3, 64, 8

@@ -6,7 +6,7 @@ import pytest
 import scipy
 import torch
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.shards.initial.sharded_init import Constant, Normal, Uniform, fill, materialize
+from gyre_trainer.shards.initialisation import Constant, Normal, Uniform, fill, materialize
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import Tensor, nn
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.layers.head.causal_loss import LossHead
+from gyre_trainer.layers.causal_loss import LossHead
 from gyre_trainer.rotate import linear_cross_entropy
-from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated, set_resting_dtype
 from gyre_trainer.training.config import TrainConfig

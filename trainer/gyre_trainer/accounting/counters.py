@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
-from gyre_trainer.layers.head.alike_chunks import multiplicity
+from gyre_trainer.layers.head import multiplicity
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]

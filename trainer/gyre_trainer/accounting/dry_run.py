@@ -22,9 +22,9 @@ from gyre_trainer.accounting.fake_mode import QuickFakeTensorMode
 from gyre_trainer.accounting.known_values import KnownValues
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.errors import ConfigError, TrainError
-from gyre_trainer.layers.head.alike_chunks import few_for_all
+from gyre_trainer.layers.head import few_for_all
 from gyre_trainer.rotate import make_mesh
-from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.training.build import encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig

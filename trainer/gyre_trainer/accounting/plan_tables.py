@@ -34,10 +34,10 @@ from gyre_trainer.accounting.rings import (
     ring_sizes,
 )
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.inspection.table import table
+from gyre_trainer.inspection.rotation_plan import table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, has_adapters, rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig

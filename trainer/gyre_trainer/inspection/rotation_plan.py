@@ -1,18 +1,38 @@
-"""What became of a model's parameters: the rule that cuts each, and this rank's bytes of it."""
+"""What became of a model's parameters: the rule that cuts each, and this rank's bytes of it.
 
-from collections.abc import Iterator, Mapping, Sequence
+Also here:
+
+* Tables of text for a terminal.
+* A warning where much of a model does not rotate: which modules, and why.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.inspection.table import table
-from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of
+from gyre_trainer.layers.recomputed_layers import RecomputedLayer
+from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
 from gyre_trainer.shards.local_shards import local_of, place_of
+
+
+def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
+    """Aligned columns; the first ``num_texts`` are aligned to the left, all others to the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
 
 How = Literal["rotated", "replicated", "local"]
 
@@ -226,3 +246,58 @@ def _entry(
             ),
             num_trainable=sum(tensor.numel() for tensor in new.values() if tensor.requires_grad),
         )
+
+
+# Below this share most of what rotation saves is lost. Fewer elements than these, 4 MiB in float32,
+# are not worth a line.
+_ENOUGH = 0.9
+_MIN_NUMEL = 2**20
+_MAX_NAMED = 4
+
+
+def warn_of_whole_parameters(
+    model: nn.Module,
+    plan: RotationPlan,
+    kept: Mapping[str, str],
+    is_of_known_class: Callable[[nn.Module], bool],
+) -> None:
+    """Warn if less than nine tenths of the parameters rotate, and name the largest of the others.
+
+    Args:
+        model: the model.
+        plan: its plan.
+        kept: by paths of modules that stay whole on purpose, why they do.
+        is_of_known_class: whether a module is of a class that rotates by default.
+    """
+    whole = [entry for entry in plan.entries if entry.how == "replicated"]
+    numel = sum(entry.numel for entry in whole)
+    total = numel + sum(entry.numel for entry in plan.entries if entry.how == "rotated")
+    if numel < _MIN_NUMEL or numel <= (1 - _ENOUGH) * total:
+        return
+    by_reason: Counter[str] = Counter()
+    example: dict[str, PlanEntry] = {}
+    for entry in whole:
+        module = model.get_submodule(entry.path)
+        reason = _reason(module, entry, kept, is_known=is_of_known_class(module))
+        by_reason[reason] += entry.numel
+        example.setdefault(reason, entry)
+    lines = [
+        f"{count:,} as in {example[reason].path or 'the model'}: {reason}"
+        for reason, count in by_reason.most_common(_MAX_NAMED)
+    ]
+    warnings.warn(
+        f"only {1 - numel / total:.0%} of the parameters rotate; whole on every rank are "
+        f"{'; '.join(lines)}. Give their modules rules, or see docs/rotate.md",
+        stacklevel=3,
+    )
+
+
+def _reason(module: nn.Module, entry: PlanEntry, kept: Mapping[str, str], *, is_known: bool) -> str:
+    for path, reason in kept.items():
+        if entry.path == path or entry.path.startswith(f"{path}."):
+            return reason
+    if is_parametrized(module):
+        return f"the weights of {entry.module_class} are computed from others"
+    if is_known:
+        return f"{entry.module_class} has a forward of its own"
+    return f"no rule is known for {entry.module_class}"

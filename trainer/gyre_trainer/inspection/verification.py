@@ -1,31 +1,288 @@
-"""Compares a rotated module with the whole one, gathered for that once: outputs and gradients."""
+"""Compares a rotated module with the whole one, gathered for that once: outputs and gradients.
+
+Also here:
+
+* Checks that a rule is true of its module, on the own slice and before training.
+* The checks of a rule at a module's first calls: what it says of itself, and what it computes.
+"""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.errors import RotationError
-from gyre_trainer.inspection.rule_checks import largest_finite
-from gyre_trainer.inspection.shared_refusal import refuse_together
-from gyre_trainer.rotation.backward.randomness import generators_of
-from gyre_trainer.rotation.backward.slice_dropout import Undropped, dropout_inside, may_drop_out
-from gyre_trainer.rotation.caches.shared_cache import copies_of_caches, is_cache, kept_in_copies
-from gyre_trainer.rotation.call import cast
+from gyre_trainer.errors import RotationError, TrainError
+from gyre_trainer.inspection.agreement import refuse_together, refusing_together
+from gyre_trainer.layers.split_blocks import SplitBlock, block_of, entry_of
+from gyre_trainer.rotation.caches import copies_of_caches, is_cache, kept_in_copies
+from gyre_trainer.rotation.call import Call, cast
+from gyre_trainer.rotation.dropout import (
+    MASKS_ARGUMENT,
+    Dropout,
+    Place,
+    Undropped,
+    dropout_inside,
+    generators_of,
+    may_drop_out,
+    set_states,
+    states_of,
+)
+from gyre_trainer.rotation.output_reduction import SumOfOutputs
+from gyre_trainer.rotation.recomputation import WatchCheckpoints, outside_of_layers
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.rule import parameter_at, swapped
+from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
+from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
 from gyre_trainer.shards.local_shards import local_of
+
+_DROPOUTS = frozenset(
+    (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.native_dropout,
+        torch.bernoulli,
+    )
+)
+
+
+def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose slices' outputs do not add up to its own output, in its present mode.
+
+    Random numbers that it draws for this are drawn again afterwards.
+
+    Raises:
+        RotationError: it drops out before its first layers or after its last one and the rule does
+            not, or elsewhere than the rule knows, or its output is not linear in the weights that
+            the rule names.
+    """
+    with _same_numbers(rotation), torch.inference_mode(mode=False):
+        _check_dropout(rotation, *_recordable(args, kwargs))
+    with _same_numbers(rotation):
+        _check_linearity(rotation, args, kwargs)
+
+
+@contextmanager
+def _same_numbers(rotation: Rotation) -> Iterator[None]:
+    """A context whose random numbers are drawn again afterwards."""
+    generators = generators_of(rotation.sharded.flat.device)
+    states = states_of(generators)
+    try:
+        yield
+    finally:
+        set_states(generators, states)
+
+
+def _recordable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Arguments with copies of tensors of inference mode, so that a graph may keep them."""
+
+    def recordable(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    found: tuple[Any, Any] = tree_map_only(Tensor, recordable, (args, kwargs), is_leaf=is_cache)
+    return found
+
+
+class _DropoutOutside(TorchFunctionMode):
+    """Refuses dropout before or after a module's layers: all slices must have one mask there.
+
+    Attributes:
+        seen: whether anything was dropped out.
+    """
+
+    def __init__(self, name: str, *, after: bool) -> None:
+        """With ``after``, what takes a gradient is refused, and else what takes none."""
+        super().__init__()
+        self._name, self._after = name, after
+        self.seen = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        x = args[0] if args else (kwargs or {}).get("input")
+        rate = (kwargs or {}).get("p", args[1] if len(args) > 1 else None)
+        if func in _DROPOUTS and isinstance(x, Tensor) and rate != 0 and _trains(args, kwargs):
+            self.seen = True
+            if x.requires_grad is self._after:
+                where = "after its last layer" if self._after else "before its first layers"
+                raise RotationError(
+                    f"{self._name} drops out {where}, with {getattr(func, '__name__', 'dropout')}: "
+                    "each slice would draw another mask. Keep that dropout outside of the rotated "
+                    "module, or give its rule drops_out=True."
+                )
+        return func(*args, **kwargs or {})
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a dropout drops anything, by its third argument."""
+    last = args[2] if len(args) > 2 else (kwargs or {}).get("training", True)
+    return last is not False
+
+
+def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if not rotation.module.training:
+        return
+    last = [cut.name in rotation.rule.linear_in for cut in rotation.layout.cuts]
+    outside = _DropoutOutside(rotation.name, after=True)
+    behind = _dropouts(rotation, args, kwargs, last, outside)
+    first = [not each for each in last]
+    if not rotation.rule.drops_out and outside.seen:
+        before = _DropoutOutside(rotation.name, after=False)
+        _dropouts(rotation, args, kwargs, first, before)
+    if not behind:
+        return
+    inside = _dropouts(rotation, args, kwargs, first)
+    for one, other in zip(behind, inside, strict=True):
+        is_whole = one.takes_grad or not other.takes_grad
+        if is_whole is (one.place is Place.INSIDE):
+            raise RotationError(
+                f"{rotation.name} drops out a tensor of shape {one.shape} that "
+                f"{'every slice has whole' if is_whole else 'is cut'}, "
+                f"{'between' if is_whole else 'after'} its layers, so its rule does not know which "
+                "slices must drop the same entries. Keep that dropout outside the rotated module."
+            )
+
+
+def _dropouts(
+    rotation: Rotation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    trainable: list[bool],
+    outside: AbstractContextManager[object] | None = None,
+) -> list[Dropout]:
+    """What the own slice drops out as the rule knows, where these parameters take a gradient.
+
+    ``outside`` is a context for other dropout.
+    """
+    undropped = Undropped()
+    if rotation.rule.drops_out:
+        kwargs = {**kwargs, MASKS_ARGUMENT: undropped}
+    with torch.no_grad():
+        call, flat = _own_slice_call(rotation, args, kwargs)
+    call.trainable = trainable
+    with torch.enable_grad(), outside or nullcontext():
+        call.compute(rotation.sharded.ring.rank, flat)
+    return undropped.seen
+
+
+def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose forward calls torch's checkpoint, where gradients are taken.
+
+    Random numbers that it draws for this are drawn again afterwards.
+
+    Raises:
+        RotationError: it does.
+    """
+    if not torch.is_grad_enabled():
+        return
+    call, flat = _own_slice_call(rotation, args, kwargs)
+    for tensor in call.inputs:
+        tensor.requires_grad_(tensor.is_floating_point())
+    call.trainable = [True] * len(rotation.layout.cuts)
+    with _same_numbers(rotation), WatchCheckpoints() as watch:
+        outputs = call.compute(rotation.sharded.ring.rank, flat).outputs
+    if watch.found(outputs):
+        raise RotationError(
+            f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
+            "backward by its own hooks, which does not work with a slice of its parameters. "
+            'Leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
+            "rotate one by one (no rule for the module)."
+        )
+
+
+@torch.no_grad()
+def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose slices' outputs do not add up to its own output.
+
+    They add up where the output is linear in the weights that the rule names: times -2 where these
+    weights are times -2. With a residual, a norm or an activation after the last layer it is not.
+
+    Raises:
+        RotationError: the output is not linear in these weights.
+    """
+    names = rotation.rule.linear_in
+    call, flat = _own_slice_call(rotation, args, kwargs)
+    index = rotation.sharded.ring.rank
+    with _same_numbers(rotation):
+        outputs = call.compute(index, flat).outputs
+    expected = [-2 * output for output in _that_add_up(rotation, outputs)]
+    scaled = flat.clone()
+    for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
+        view.mul_(-2 if cut.name in names else 1)
+    found = _that_add_up(rotation, call.compute(index, scaled).outputs)
+    if not all(_is_close(one, other) for one, other in zip(found, expected, strict=True)):
+        raise RotationError(
+            f"the output of {rotation.name} is not linear in {', '.join(names)}, "
+            "so its slices do not add up to it. Keep residuals, norms, activations and dropout "
+            "after the last layer outside of the rotated module."
+        )
+
+
+def _that_add_up(rotation: Rotation, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those of a slice's outputs that are added to the other slices'."""
+    return [
+        output
+        for position, output in enumerate(outputs)
+        if isinstance(
+            rotation.rule.output_reduction(position, rotation.pieces, output.dtype), SumOfOutputs
+        )
+    ]
+
+
+@torch.no_grad()
+def _own_slice_call(
+    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, Tensor]:
+    """A call for the own slice alone, and that slice in the dtype of the computation.
+
+    No compiler takes part: a graph for the checks alone would be one of few.
+    """
+    rotation = replace(rotation, policy=replace(rotation.policy, compiler=None))
+    call = Call(rotation, args, kwargs)
+    call.detach_inputs(call.tensors[:])
+    flat, buffer = rotation.own_piece(0, forward=True)
+    own = flat.clone()
+    if buffer is not None:
+        rotation.sharded.ring.pool.put(buffer)
+    return call, own
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """The largest magnitude among the finite values; 0 where there is none."""
+    if not tensor.numel():  # an expert without tokens
+        return 0.0
+    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item())
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal but for rounding, with the same values that are not finite."""
+    atol = 1e-2 * largest_finite(expected)
+    return torch.allclose(found, expected, rtol=1e-2, atol=atol, equal_nan=True)
+
 
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
 # Norms of `transformers` compute in float32, even of float64.
@@ -36,7 +293,7 @@ _TOLERANCE_OF_OTHERS = 5e-2
 _NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
 _NOISE_OF_OTHERS = 5e-3
 # What both ways sum in few bits, such as gradients of keys, which cancel, may be off by more. So a
-# difference counts beside the whole module's own rounding: its distance from float32.
+# difference is compared with the whole module's own rounding: its distance from float32.
 _TIMES_ROUNDING = 4.0
 
 
@@ -369,4 +626,70 @@ def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float) -> b
         return True
     return torch.allclose(
         found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True
+    )
+
+
+# A module of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. Larger
+# ones might not fit into the memory that rotation is used for.
+_MAX_VERIFIED_NUMEL = 2**22
+
+
+def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | None) -> None:
+    """From now on a module's first call in each mode, training and evaluation, is checked.
+
+    Args:
+        module: rotated by a rule; any other is left as it is.
+        rule: that of the caller; None for the way of the module's class.
+        verify: as `rotate_all` has it.
+    """
+    # A module of which a part rotates, such as torch's attention, is of a kind with tests.
+    if not isinstance(module, RotatedModule) or not _has_one_way(module):
+        return
+    numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
+    is_large = verify is None and rule is not None and numel > _MAX_VERIFIED_NUMEL
+    module.is_unverified = is_large
+    verifies = rule is not None and not is_large if verify is None else verify
+    proves = rule is not None and bool(rule.linear_in)
+    if not (verifies or proves):
+        return
+    module.unchecked_modes = frozenset((True, False))
+
+    @uncompiled
+    def first_call(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rotated = block_of(called)
+        left = rotated.unchecked_modes  # a copy of the module has its own
+        if rotated.training not in left:
+            return
+        try:
+            # A checkpoint around the call counts what is saved; the checks are not made again.
+            with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                check_checkpoints(rotated.rotation, args, kwargs)
+                if proves:
+                    with refusing_together(rotated.rotation):
+                        check_rule(rotated.rotation, args, kwargs)
+                if verifies:
+                    verify_module(rotated.rotation, args, kwargs)
+        except Exception as error:
+            if rule is not None and not isinstance(error, TrainError):
+                error.add_note(_told_of_slices(rotated))
+            raise
+        rotated.unchecked_modes = left - {rotated.training}
+        hooks = called._forward_pre_hooks
+        if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:
+            del hooks[hook.id], called._forward_pre_hooks_with_kwargs[hook.id]
+
+    hook = entry_of(module).register_forward_pre_hook(first_call, with_kwargs=True)
+
+
+def _has_one_way(module: RotatedModule) -> bool:
+    """Whether each of its calls goes round the ring with the arguments of the call."""
+    return isinstance(module, SplitBlock) or type(module).forward is RotatedModule.forward
+
+
+def _told_of_slices(module: RotatedModule) -> str:
+    """What to do where the code of a module fails that rotates as a whole."""
+    return (
+        f"{module.rotation.name} rotates as a whole, by {type(module.rotation.rule).__name__}, so "
+        "its code runs with a slice of its parameters. If that is what fails, let the layers "
+        "inside rotate one by one: no rule for the module, and find_blocks=False"
     )

@@ -1,11 +1,27 @@
+# ruff: noqa: N803  # names carry shape letters
 # ruff: noqa: N803, N806  # names carry shape letters
 """Self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
 
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
+
+Which heads each slice of an attention has where slices cannot have equal parts of all heads.
+
+The ranks may be able to share the query heads evenly, but not the key/value heads: 8 query heads
+and 2 key/value heads on 4 ranks. Then a slice has its query heads and the key/value heads that
+serve these, and several slices have the same key/value head. Or they can share neither: of 25 heads
+on 4 ranks, a slice has 7 or 6.
+
+How Gyre's own attention rotates: by key/value heads, by query heads, or layer by layer.
+
+Where the ranks cannot share the key/value heads evenly but can share the query heads, layers that
+rotate by themselves compute keys and values first, and a slice attends to those that its query
+heads use. Where the ranks can share neither, all four layers rotate one by one, and each rank
+attends with all heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.layers.projections import (
+from gyre_trainer.layers.linear import (
+    LinearRule,
     changed_counts,
     core_of,
     count_of,
@@ -25,16 +41,126 @@ from gyre_trainer.layers.projections import (
     require_changeable,
     require_counts,
 )
-from gyre_trainer.layers.shared_heads import SharedHeads
-from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.layers.mlp import refuse_dropout
+from gyre_trainer.rotation.dropout import MASKS_ARGUMENT
 from gyre_trainer.rotation.output_reduction import (
     ConcatenatedOutputs,
     EqualParts,
     OutputReduction,
     SumOfOutputs,
 )
+from gyre_trainer.rotation.rotated_module import (
+    PartialRotation,
+    RotatedModule,
+    RotationTarget,
+    wrap,
+)
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHeads:
+    """The heads of each slice.
+
+    The first slices have a query head more where the slices cannot have equally many. Each
+    key/value head of a slice serves equally many of its query heads, which follow one another. So a
+    slice whose query heads lie unevenly on two key/value heads has one of these more than once.
+
+    Attributes:
+        num_kv_heads: key/value heads of the module.
+        group: query heads of the module that each of them serves.
+        num_slices: at most the number of query heads.
+        kv_width: features of all keys, and of all values.
+    """
+
+    num_kv_heads: int
+    group: int
+    num_slices: int
+    kv_width: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the module."""
+        return self.num_kv_heads * self.group
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.kv_width // self.num_kv_heads
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all slices have equally many query heads."""
+        return self.num_heads % self.num_slices == 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each slice has a head, and none is larger than the first one."""
+        sizes = [
+            len(range(*self.heads(index))) + self.num_kv_heads_of(index)
+            for index in range(min(self.num_slices, self.num_heads))
+        ]
+        return len(sizes) == self.num_slices and sizes[0] == max(sizes)
+
+    def heads(self, index: int) -> tuple[int, int]:
+        """The half-open range of the query heads of slice ``index``."""
+        few, more = divmod(self.num_heads, self.num_slices)
+        start = index * few + min(index, more)
+        return start, start + few + (index < more)
+
+    def slice_at(self, start: int) -> int:
+        """The slice whose queries begin at a feature."""
+        return [self.heads(index)[0] for index in range(self.num_slices)].index(
+            start // self.head_width
+        )
+
+    def group_of(self, index: int) -> int:
+        """Query heads of a slice that each of its key/value heads serves."""
+        start, stop = self.heads(index)
+        return gcd(stop - start, start, self.group)
+
+    def num_kv_heads_of(self, index: int) -> int:
+        """Key/value heads of a slice, each counted as often as the slice has it."""
+        start, stop = self.heads(index)
+        return (stop - start) // self.group_of(index)
+
+    def kv_heads(self, index: int) -> tuple[int, ...]:
+        """The module's key/value heads that slice ``index`` has, in their order."""
+        return tuple(head // self.group for head in range(*self.heads(index), self.group_of(index)))
+
+    def of_queries(self) -> Ranges:
+        """For each slice, the half-open range of the features of its queries."""
+        return self._of_slices(self._queries)
+
+    def of_keys(self) -> Ranges:
+        """For each slice, half-open ranges of the features of its keys, or of its values."""
+        return self._of_slices(self._keys)
+
+    def of_all(self) -> Ranges:
+        """The same of one layer with all queries, keys and values, in this order."""
+        queries = self.kv_width * self.group
+        return self._of_slices(
+            lambda index: (
+                *self._queries(index),
+                *self._keys(index, queries),
+                *self._keys(index, queries + self.kv_width),
+            )
+        )
+
+    def _of_slices(self, ranges: Callable[[int], Iterable[tuple[int, int]]]) -> Ranges:
+        return tuple(tuple(ranges(index)) for index in range(self.num_slices))
+
+    def _queries(self, index: int) -> Iterator[tuple[int, int]]:
+        start, stop = self.heads(index)
+        yield start * self.head_width, stop * self.head_width
+
+    def _keys(self, index: int, offset: int = 0) -> Iterator[tuple[int, int]]:
+        for head in self.kv_heads(index):
+            yield offset + head * self.head_width, offset + (head + 1) * self.head_width
+
 
 _HEADS = -3  # the dim of heads in what is added to scores of queries and keys
 
@@ -397,3 +523,70 @@ class AttentionRule(Rule):
             return [heads.heads(index) for index in range(layout.num_slices)]
         own = self.num_heads(layout.cuts) // layout.num_slices
         return [(index * own, (index + 1) * own) for index in range(layout.num_slices)]
+
+
+@dataclass(frozen=True)
+class QueryHeadsRule(Rule):
+    """For `Attention.attend`: a slice holds query heads of q and o, and gets all keys and values.
+
+    Attributes:
+        heads: the heads of the whole module; the ring's size divides the query heads.
+        head_dim: channels of one head.
+    """
+
+    heads: Heads
+    head_dim: int
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Rows of q, columns of o, and a segment of o's bias."""
+        return projections(module, ("q",), "o")
+
+    def run(
+        self, current: ModuleSlice, /, x_BTD: Tensor, keys: Tensor, values: Tensor, *rest: Any
+    ) -> Tensor:
+        """The slice's contribution: its query heads attend to their keys and values."""
+        start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
+        keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
+        output: Tensor = current.forward(x_BTD, keys, values, *rest)
+        return output
+
+    def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """The heads of keys or values that serve query heads ``start`` to ``stop``."""
+        group = self.heads.num_heads // self.heads.num_kv_heads
+        serving = [head // group for head in range(start, stop)]
+        if serving[0] == serving[-1]:
+            return keys.narrow(-1, serving[0] * self.head_dim, self.head_dim)
+        by_head = keys.view(*keys.shape[:-1], self.heads.num_kv_heads, self.head_dim)
+        return by_head.index_select(-2, torch.tensor(serving, device=keys.device)).flatten(-2)
+
+
+class RotatedQueries(RotatedModule):
+    """Mixed in before `Attention`: keys and values first, then one pass round the ring."""
+
+    k: nn.Module
+    v: nn.Module
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope_TC: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        allowed_B1TT: Tensor | None = None,
+    ) -> Any:
+        """The module's output for this rank's part of the batch, as without rotation."""
+        keys, values = self.k(x_BTD), self.v(x_BTD)
+        return self.ring_forward(x_BTD, keys, values, rope_TC, padding_BT, allowed_B1TT)
+
+
+def rotate_attention(module: Attention, target: RotationTarget) -> None:
+    """Rotate by key/value heads, else by query heads, else layer by layer, as the ring allows."""
+    heads = module.heads
+    if heads.num_kv_heads % target.num_slices == 0:
+        wrap(module, AttentionRule(heads.num_kv_heads), target)
+        return
+    by_queries = heads.num_heads % target.num_slices == 0
+    for layer in (module.k, module.v) if by_queries else (module.q, module.k, module.v, module.o):
+        wrap(layer, LinearRule(), target)
+    if by_queries:
+        rule = QueryHeadsRule(heads, module.head_dim)
+        wrap(module, rule, target, PartialRotation(module.attend, ("q", "o"), RotatedQueries))

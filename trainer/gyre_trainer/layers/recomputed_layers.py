@@ -1,14 +1,406 @@
-"""Finds the layers of a model that backward computes again: the items of its outermost lists."""
+"""Finds the layers of a model that backward computes again: the items of its outermost lists.
 
-from collections.abc import Iterator
-from typing import Any
+Also here:
 
-from torch import nn
+* Norms under recomputation keep only their input, and the modules after them keep nothing.
+
+What a forward writes to its modules: attributes such as a state that the next call reads.
+
+A module whose forward runs more than once for one call, in backward or for every rank's slice, must
+find what it found the first time, and leave what it left.
+
+Layers of which only the input is kept: torch's checkpoint around each.
+
+Backward runs a layer's forward again, up to the last tensor that it needs, so slices of what comes
+before travel once more.
+"""
+
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.layers.experts.lists import CallsEveryExpert
-from gyre_trainer.rotation.backward.recomputed_layer import RecomputedLayer
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.comm.spans import path_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.experts import CallsEveryExpert
+from gyre_trainer.layers.known_blocks import has_code_of, is_trained
+from gyre_trainer.rotation.call import Arguments, is_constant
+from gyre_trainer.rotation.recomputation import Replay, recomputation_of, recomputed
+from gyre_trainer.rotation.rotated_module import (
+    RotatedModule,
+    behaviours_of,
+    mix_in,
+    own_class,
+    uncompiled,
+)
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.local_shards import local_of
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+class RecomputedNorm:
+    """Mixed in before the class of a norm whose code is known; backward computes its output again.
+
+    Attributes:
+        has_own_rows: whether each row of the input, along its last dim, gives a row of the output.
+    """
+
+    has_own_rows: bool
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without recomputation."""
+        assert isinstance(self, nn.Module)
+        weights = [
+            local_of(parameter) for parameter in self._parameters.values() if parameter is not None
+        ]
+        if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return recomputed(self._compute, *args, *weights, by_rows=self.has_own_rows)
+
+    def _compute(self, x: Tensor, *weights: Tensor) -> Tensor:
+        assert isinstance(self, nn.Module)
+        names = [name for name, parameter in self._parameters.items() if parameter is not None]
+        with swapped(self, dict(zip(names, weights, strict=True))):
+            output: Tensor = super().forward(x)  # type: ignore[misc]
+        return output
+
+
+def _is_recorded(tensors: list[Any]) -> bool:
+    """Whether all of these are tensors through which a backward may follow."""
+    are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors)
+    return (
+        torch.is_grad_enabled() and are_tensors and any(tensor.requires_grad for tensor in tensors)
+    )
+
+
+def recompute_norms(model: nn.Module) -> None:
+    """Let norms in a rotated model keep their inputs alone for backward.
+
+    Norms inside of rotated modules are left as they are, and so are those of unknown code, which
+    might draw random numbers or count its calls.
+    """
+    inside = {id(module) for module in _modules_inside_rotations(model)}
+    for module in model.modules():
+        if (
+            id(module) not in inside
+            and not isinstance(module, RecomputedNorm | RotatedModule)
+            and _keeps_its_input(module)
+        ):
+            has_own_rows = _has_own_rows(module)
+            mix_in(module, RecomputedNorm, "Recomputed")
+            module.has_own_rows = has_own_rows  # type: ignore[assignment]
+
+
+def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that run slice by slice and whose parameters are replicated."""
+    for module in model.modules():
+        if isinstance(module, RotatedModule):
+            yield from (
+                module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated
+            )
+
+
+def _keeps_its_input(module: nn.Module) -> bool:
+    """Whether a module is a norm of known code: one of torch, or of a library, that was trained."""
+    others = [
+        *module.children(),
+        *module.buffers(),
+        *(parameter for parameter in module.parameters() if parameter.ndim > 1),
+    ]
+    if others:
+        return False
+    has_weights = next(module.parameters(), None) is not None
+    return _is_of_torch(module) or (has_weights and is_trained(module))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return any(isinstance(module, norm) and has_code_of(module, norm) for norm in _NORMS)
+
+
+def _has_own_rows(module: nn.Module) -> bool:
+    """Whether a known norm takes the rows along the last dim one by one."""
+    if _is_of_torch(module):
+        return len(getattr(module, "normalized_shape", ())) == 1
+    return "RMSNorm" in own_class(module).__name__
+
+
+# Those of every module: parameters, buffers and modules inside, hooks, and `training`.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ABSENT = object()
+# Containers whose contents are put back; what others do when they are changed is not known.
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
+
+
+class Place(Protocol):
+    """Where a module keeps a value."""
+
+    @property
+    def name(self) -> str:
+        """That of the attribute."""
+        ...
+
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        ...
+
+    def put(self, value: Any) -> None:
+        """Let ``value`` be there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """An attribute of a module; `_ABSENT` is the value of one that it has not."""
+
+    attributes: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return self.attributes.get(self.name, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is _ABSENT:
+            self.attributes.pop(self.name, None)
+        else:
+            self.attributes[self.name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What is in a container that an attribute of a module has; its value is a copy of it."""
+
+    container: Any
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return copy(self.container)
+
+    def put(self, value: Any) -> None:
+        self.container.clear()
+        put_all = "update" if isinstance(self.container, dict | set) else "extend"
+        getattr(self.container, put_all)(value)
+
+
+class BeforeCall:
+    """What the attributes of a module, and of those inside, are before a call.
+
+    Lists, dicts, sets and deques are looked into. Of a tensor is known whether it was written to,
+    and not what it had.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [
+            (vars(each), {name: x for name, x in vars(each).items() if name not in kept}, kept)
+            for each in module.modules()
+            for kept in [_OF_EVERY_MODULE | _kept_by(each)]
+        ]
+        self._contents: dict[int, tuple[_Contents, Any]] = {}
+        self._versions: list[tuple[str, Tensor, int]] = []
+        for _, was, _ in self._attributes:
+            for name, value in was.items():
+                self._note(name, value)
+
+    def _note(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and not value.is_inference():
+            self._versions.append((name, value, value._version))
+        elif type(value) in _CONTAINERS and id(value) not in self._contents:
+            place = _Contents(value, name)
+            self._contents[id(value)] = place, place.value
+            for each in value.values() if isinstance(value, dict) else value:
+                self._note(name, each)
+
+    def changes(self) -> list[tuple[Place, Any]]:
+        """The places that have other values now, with the values before."""
+        found: list[tuple[Place, Any]] = [
+            (_Attribute(attributes, name), was.get(name, _ABSENT))
+            for attributes, was, kept in self._attributes
+            for name in dict.fromkeys((*was, *attributes))
+            if name not in kept and attributes.get(name, _ABSENT) is not was.get(name, _ABSENT)
+        ]
+        return found + [
+            (place, was)
+            for place, was in self._contents.values()
+            if not _are_same(place.container, was)
+        ]
+
+    def counts(self) -> bool:
+        """Whether a number has another value now, or a container other contents."""
+        return any(
+            isinstance(place, _Contents) or (isinstance(was, int | float) and place.value != was)
+            for place, was in self.changes()
+        )
+
+    def overwritten(self) -> str | None:
+        """The name of an attribute with a tensor that was written to; None without one."""
+        return next(
+            (name for name, tensor, version in self._versions if tensor._version != version), None
+        )
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two containers have the same objects."""
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return _are_same(list(one.keys()), list(other.keys())) and _are_same(
+            list(one.values()), list(other.values())
+        )
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _kept_by(module: nn.Module) -> set[str]:
+    """The names of attributes that rotation itself keeps with a module."""
+    classes = (cls for behaviour in behaviours_of(module) for cls in behaviour.__mro__)
+    return {name for cls in classes for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or has one inside."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+@contextmanager
+def as_before(written: list[tuple[Place, Any]]) -> Iterator[None]:
+    """A context in which attributes have the values of before a call; they get the present back."""
+    now = [(place, place.value) for place, _ in written]
+    for place, value in written:
+        place.put(value)
+    try:
+        yield
+    finally:
+        for place, value in now:
+            place.put(value)
+
+
+class RecomputedLayer:
+    """Mixed in before the class of a layer of which backward computes all again from its input.
+
+    A call with an object that computing again would change, such as a cache of keys and values,
+    keeps its activations.
+
+    Attributes:
+        has_experts: whether a list of experts is inside, of which each rank calls other ones with
+            tokens.
+    """
+
+    has_experts: bool = False
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without recomputation.
+
+        Raises:
+            RotationError: the module writes to one of its buffers, or to an argument.
+        """
+        assert isinstance(self, nn.Module)
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        changing = next((leaf for leaf in arguments.leaves if not is_constant(leaf)), None)
+        if changing is not None:
+            _warn_of(self, changing)
+            return forward(*args, **kwargs)
+        return _checkpointed(self, forward, arguments)
+
+
+class _Entered(torch.autograd.Function):
+    """The same tensor, which no node before it can compute again.
+
+    Else a module inside of a layer would ask the layer before for the input of its last norm, and
+    that would compute it too early.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    """The output of a layer, which backward computes again."""
+    tensors = [
+        tensor if recomputation_of(tensor) is None else _Entered.apply(tensor)  # type: ignore[no-untyped-call]
+        for tensor in arguments.take_tensors()
+    ]
+    # Plain tensors may stand in the place of parameters while the model runs.
+    parameters, replay = list(_parameters_of(module)), Replay()
+    changes: list[tuple[Place, Any]] = []
+
+    def compute(*given: Tensor) -> Any:
+        args, kwargs = arguments.call(arguments.leaves, given)
+        if not replay.began:
+            with replay.running():
+                return forward(*args, **kwargs)
+        with _in_place(parameters), as_before(changes), replay.running():
+            return forward(*args, **kwargs)
+
+    written = [*tensors, *module.buffers()]
+    versions, before = [each._version for each in written], BeforeCall(module)
+    output = checkpoint(
+        compute,
+        *tensors,
+        use_reentrant=False,
+        # which tensor is the last that backward needs depends on a rank's tokens
+        early_stop=not module.has_experts,
+    )
+    changes += before.changes()
+    overwritten = before.overwritten()
+    if overwritten is not None or versions != [each._version for each in written]:
+        what = f"its attribute {overwritten}" if overwritten else "one of its buffers"
+        raise RotationError(
+            f"{path_of(module)} ({own_class(module).__name__}) writes to an argument or to {what}, "
+            'so backward cannot compute it again; take RotationPolicy(recompute="block")'
+        )
+    return output
+
+
+def _warn_of(module: nn.Module, argument: object) -> None:
+    kind = type(argument).__name__
+    warnings.warn(
+        f"{own_class(module).__name__} is called with a {kind}, which computing it again in "
+        "backward would change, so its activations are kept; call the model without it "
+        "(use_cache=False for a cache of keys and values)",
+        stacklevel=2,
+    )
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for each in module.modules():
+        parameters: dict[str, Any] = each._parameters
+        for name, parameter in parameters.items():
+            yield parameters, name, parameter
+
+
+@contextmanager
+def _in_place(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """A context in which modules have these parameters, as they had them in forward."""
+    now = [(parameters, name, parameters.get(name)) for parameters, name, _ in places]
+    for parameters, name, parameter in places:
+        parameters[name] = parameter
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in now:
+            parameters[name] = parameter
+
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

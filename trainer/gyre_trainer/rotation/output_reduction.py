@@ -1,13 +1,26 @@
-"""How the slices' outputs make the module's output, and sums that many slices contribute to."""
+"""How the slices' outputs make the module's output, and sums that many slices contribute to.
 
-from collections.abc import Sequence
-from typing import Protocol
+Weight gradients of linear layers, computed last in a slice's backward.
+
+A slice's gradient is still in flight to this rank while the slice's backward begins. So a linear
+layer only records the two matrices whose product is its weight's gradient. The product is formed
+when the gradient's buffer has arrived, straight into it: no weight's gradient exists beside the
+buffer, and the hop is hidden behind the rest of the slice's backward. An operator that forms its
+weight's gradient in parts adds each part to the buffer at once, and so waits for the hop earlier.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.sharded_parameters import has_sole_storage
+from gyre_trainer.shards.travel import SliceGrad
 
 
 class RunningSum:
@@ -174,3 +187,167 @@ class EqualParts:
     def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
         """The slice's own part of ``grad``."""
         return grad.chunk(self._num_slices, self._dim)[index]
+
+
+_UNBIND = (torch.unbind, Tensor.unbind)
+_TRANSPOSE = (torch.t, Tensor.t)
+
+
+class _Where(NamedTuple):
+    """Which weight a linear layer has: position and entry, and whether it has the transpose."""
+
+    position: int
+    entry: int | None
+    transposes: bool
+
+
+class WeightGradProduct(NamedTuple):
+    """The gradient of a weight as the product of two matrices.
+
+    Attributes:
+        position: the weight's index among the shards that take a gradient.
+        entry: which of the matrices along that shard's first dim the weight is; None where it is
+            the whole shard.
+    """
+
+    position: int
+    left: Tensor
+    right: Tensor
+    entry: int | None = None
+
+
+@dataclass(slots=True)
+class DeferredGrads:
+    """What the slices' graphs of one call share beside autograd.
+
+    Attributes:
+        sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete
+            after the backward of the last slice.
+        positions: the weights of the slice whose graph is recorded, by their ids: their index among
+            the shards that take a gradient.
+        entries: position, entry and matrix of weights that were unbound, by the matrices' ids.
+            Keeping the matrices here keeps their ids from being reused.
+        transposed: position and matrix of weights that were transposed, by the matrices' ids.
+        products: recorded by linear layers of the slice whose backward runs; `take_products`
+            empties it.
+        slice_grad: waits for the gradient of the slice whose backward runs, and returns it.
+    """
+
+    sums: Mapping[int, RunningSum]
+    positions: Mapping[int, int] = field(default_factory=dict)
+    entries: dict[int, tuple[int, int, Tensor]] = field(default_factory=dict)
+    transposed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    products: list[WeightGradProduct] = field(default_factory=list)
+    slice_grad: Callable[[], SliceGrad] | None = None
+
+    def add_product(self, position: int, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to the gradient of the weight at ``position`` at once."""
+        assert self.slice_grad is not None
+        self.slice_grad().add_product(position, left, right)
+
+    def take_products(self) -> list[WeightGradProduct]:
+        """The products that were recorded since the last call."""
+        products = self.products[:]
+        self.products.clear()
+        return products
+
+
+class DeferWeightGrads(TorchFunctionMode):
+    """A context: linear layers on the weights in ``deferred.positions`` record gradients.
+
+    The same holds for the matrices that `unbind` takes out of such a weight, and for its transpose.
+    Any other use of a weight gives its gradient as usual.
+    """
+
+    def __init__(self, deferred: DeferredGrads) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not args:  # by keywords, which no known layer does
+            return result
+        if func in _UNBIND and id(args[0]) in self._deferred.positions:
+            self._note_entries(self._deferred.positions[id(args[0])], result)
+        if func in _TRANSPOSE and id(args[0]) in self._deferred.positions:
+            self._deferred.transposed[id(result)] = self._deferred.positions[id(args[0])], result
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._deferred.entries.clear()
+        self._deferred.transposed.clear()
+
+    def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
+        if tensors and tensors[0].ndim == 2:
+            self._deferred.entries.update(
+                {id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)}
+            )
+
+    def _linear(
+        self,
+        input: Tensor,  # noqa: A002  # torch's name
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Any:
+        position, entry = self._deferred.positions.get(id(weight)), None
+        if position is None and id(weight) in self._deferred.entries:
+            position, entry, _ = self._deferred.entries[id(weight)]
+        transposes = position is None and id(weight) in self._deferred.transposed
+        if transposes:
+            position, _ = self._deferred.transposed[id(weight)]
+        if (
+            position is None
+            or not torch.is_grad_enabled()
+            or torch.is_autocast_enabled(input.device.type)
+        ):
+            return F.linear(input, weight, bias)
+        where = _Where(position, entry, transposes)
+        return _Linear.apply(input, weight, bias, where, self._deferred)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that records its weight's gradient and adds its input's to a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        where: _Where,
+        deferred: DeferredGrads,
+    ) -> Tensor:
+        ctx.save_for_backward(source, weight)
+        ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))
+        output = F.linear(source, weight, bias)
+        # With a bias and three dims or more it is a view, which nothing may write to in place.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # Only the backward of a ring pass comes here, and it records no graph.
+        source, weight = ctx.saved_tensors
+        grad = _rows(grad_output)
+        where: _Where = ctx.where
+        left, right = grad.t(), _rows(source)
+        if where.transposes:
+            left, right = right.t(), left.t()
+        ctx.deferred.products.append(WeightGradProduct(where.position, left, right, where.entry))
+        grad_source = grad_bias = None
+        if ctx.needs_input_grad[0] and ctx.sum is None:
+            grad_source = (grad @ weight).view(source.shape)
+        elif ctx.needs_input_grad[0]:
+            ctx.sum.add_product(grad, weight, source.shape)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_source, None, grad_bias, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix of its last dim; `reshape` cannot do this where that dim is empty."""
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)

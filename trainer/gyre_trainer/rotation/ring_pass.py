@@ -9,46 +9,234 @@ evaluation between forward and backward, a second forward, or an exception canno
 
 Backward sends the slices counter-clockwise: rank r computes with slice r+1, r+2, ..., and with its
 own slice last, which needs no hop. The gradient of a slice follows one step behind its weights
-(`gyre_trainer.shards.gradient_ring`). Slice s starts on rank s-1, which is the first to compute
+(`gyre_trainer.shards.travel`). Slice s starts on rank s-1, which is the first to compute
 with it, and its gradient moves with it to s-2, s-3, ..., so each rank adds its contribution, and
 after N-1 hops the gradient reaches rank s, which adds the last one. Weights take N-1 hops in
 forward and N-1 in backward, gradients N-1: 3 (N-1)/N of the parameters' bytes, the minimum.
 
 Two things hide the hops of backward. The gradient's buffer arrives while the slice's backward
-computes, and weight gradients are formed last, straight into it (`deferred_grads`). And the first
-hop of the next module starts while this module computes with its own slice (`prefetch`). What
+computes, and weight gradients are formed last, straight into it (`DeferredGrads`). And the first
+hop of the next module starts while this module computes with its own slice (`Prefetch`). What
 autograd would save of a remote slice is replaced by its place in the slice and found again when the
-slice comes a second time (`saved_tensors`), so a module needs no backward written for it and no
+slice comes a second time (`SavedTensors`), so a module needs no backward written for it and no
 remote slice outlives its use.
+
+Also here:
+
+* Hops of backward that start ahead of time, while the previous module still computes.
+* The tensors that autograd saves for a slice between forward and backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import (
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 
 from gyre_trainer.comm.identity import HopIdentity
-from gyre_trainer.comm.ring import Direction
+from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.backward.randomness import Randomness
-from gyre_trainer.rotation.backward.replay import replay_of_layer
-from gyre_trainer.rotation.backward.saved_tensors import SavedTensors
-from gyre_trainer.rotation.backward.weighted_outputs import GradOfWeight, as_weighing, weighing
 from gyre_trainer.rotation.call import Call, ComputedSlice
+from gyre_trainer.rotation.dropout import Randomness
+from gyre_trainer.rotation.embedding_rows import run_by_rows, sends_rows
 from gyre_trainer.rotation.output_reduction import OutputReduction
-from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
-from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.row_lookup import run_by_rows, sends_rows
-from gyre_trainer.shards.gradient_ring import GradientRing
+from gyre_trainer.rotation.recomputation import GradOfWeight, as_weighing, replay_of_layer, weighing
+from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.regrouping import to_shards
+from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards
+
+
+class SlicesInFlight:
+    """The slices of a rotation, or their pieces of one round, in flight. A context that closes it.
+
+    Attributes:
+        own: the number of the own piece, and the piece as it travels.
+        remote: the pieces of the other ranks; the first hop has started.
+        version: the version of the sharded parameters when the own piece was sent.
+    """
+
+    def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:
+        ring, pieces = rotation.sharded.ring, rotation.pieces
+        self._pool = ring.pool
+        forward = direction is Direction.CLOCKWISE
+        flat, self._buffer = rotation.own_piece(round_, forward=forward)
+        self.own = pieces.piece(ring.rank, round_), flat
+        hop = HopIdentity(rotation.number, forward, False, round_, 1)
+        self.remote = RemoteSlices(ring, flat, pieces, direction, hop)
+        self.version = rotation.sharded.version
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the hops in flight, and put the buffers back."""
+        buffer, self._buffer = self._buffer, None
+        try:
+            self.remote.close()
+        finally:
+            if buffer is not None:
+                self._pool.put(buffer)
+
+
+class Prefetch:
+    """Starts the first hop of the next round or rotation while the present one still computes.
+
+    The order of rotations in backward is learned from the last backward. All ranks learn the same
+    order, since all make the same calls in the same order. If the expectation was wrong, the hop is
+    made again.
+    """
+
+    def __init__(self) -> None:
+        self._next_rotation: WeakKeyDictionary[Rotation, ref[Rotation]] = WeakKeyDictionary()
+        self._last: Rotation | None = None
+        self._ready: tuple[Rotation, int, SlicesInFlight] | None = None
+
+    def backward_begins(self, rotation: Rotation) -> None:
+        """Note that the backward of ``rotation`` begins."""
+        if self._last is not None:
+            self._next_rotation[self._last] = ref(rotation)
+        self._last = rotation
+        Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def slices(self, rotation: Rotation, round_: int) -> SlicesInFlight:
+        """The slices that were started ahead of time, or new ones."""
+        if self._ready is not None:
+            expected_rotation, expected_round, slices = self._ready
+            self._ready = None
+            if (
+                expected_rotation is rotation
+                and expected_round == round_
+                and slices.version == rotation.sharded.version
+            ):
+                return slices
+            slices.close()
+        return SlicesInFlight(rotation, Direction.COUNTER_CLOCKWISE, round_)
+
+    def start_next(self, rotation: Rotation, round_: int) -> None:
+        """Start the round or rotation after this round; call it after the remote slices."""
+        if round_ + 1 < rotation.pieces.num_rounds:
+            next_rotation: Rotation | None = rotation
+        else:
+            known = self._next_rotation.get(rotation)
+            next_rotation, round_ = known() if known is not None else None, -1
+        if next_rotation is None:
+            _reserve_buffers(rotation)
+        elif next_rotation.rule.backward_reads_weights:
+            self.cancel()
+            self._ready = (
+                next_rotation,
+                round_ + 1,
+                SlicesInFlight(next_rotation, Direction.COUNTER_CLOCKWISE, round_ + 1),
+            )
+
+    def cancel(self) -> None:
+        """End what was started ahead of time, if anything was."""
+        if self._ready is not None:
+            self._ready[2].close()
+            self._ready = None
+
+    def _backward_ended(self) -> None:
+        """Cancel what was started: the next step has other weights."""
+        self.cancel()
+        self._last = None
+
+
+def _reserve_buffers(rotation: Rotation) -> None:
+    """Let the pool allocate the buffers that `start_next` will take in the second backward.
+
+    The first backward starts no hop ahead of time.
+    """
+    sharded, dtype = rotation.sharded, rotation.travelling_dtype
+    if sharded.ring.size > 1:
+        num_buffers = 2 if rotation.sends_copy else 1  # for the remote and the own slice
+        buffers = [
+            sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device)
+            for _ in range(num_buffers)
+        ]
+        for buffer in buffers:
+            sharded.ring.pool.put(buffer)
+
+
+_PREFETCHES: WeakKeyDictionary[Ring, Prefetch] = WeakKeyDictionary()
+
+
+def prefetch_of(ring: Ring) -> Prefetch:
+    """The one prefetch of all rotations on a ring."""
+    return _PREFETCHES.setdefault(ring, Prefetch())
+
+
+class _WeightView(NamedTuple):
+    """The place of a saved view of the weights in the slice's buffer."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _SavedTensor(NamedTuple):
+    """Any other saved tensor, and its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """The saved tensors of one slice's graph; views of its weights are saved without memory.
+
+    In backward such a view is made again on the buffer that then holds the slice.
+
+    Attributes:
+        flat: the slice's weights while they are on this rank; None while they are elsewhere.
+    """
+
+    def __init__(self, flat: Tensor, name: str) -> None:
+        """``flat`` is the slice's weights, and ``name`` the module's, for messages."""
+        self.flat: Tensor | None = flat
+        self._storage = flat.untyped_storage()._cdata
+        self._name = name
+
+    def recording(self) -> saved_tensors_hooks:
+        """A context in which autograd saves its tensors here."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _WeightView | _SavedTensor:
+        # the caller holds the slice while it records, so no other storage has this number
+        if tensor.untyped_storage()._cdata == self._storage:
+            return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _SavedTensor(tensor.detach(), tensor._version)
+
+    def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
+        if isinstance(saved, _WeightView):
+            if self.flat is None:
+                raise RotationError(
+                    f"backward reads weights of {self._name} that are not on this rank: its rule "
+                    "says that backward reads none, or a tensor left a slice by another way than "
+                    "the module's output, such as an attribute, a list or a cache"
+                )
+            return self.flat.as_strided(saved.size, saved.stride, saved.offset)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs "
+                "was modified in place after forward"
+            )
+        return saved.tensor
+
 
 _Grads = Sequence[Tensor | None]
 

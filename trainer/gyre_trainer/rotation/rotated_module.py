@@ -1,22 +1,367 @@
-"""A module whose forward runs slice by slice."""
+"""A module whose forward runs slice by slice.
 
-from collections.abc import Set
+Also here:
+
+* What a rule depends on and code may switch later; it is compared at each call of a module.
+* What torch's methods for whole models do to modules with shards: `to`, `bfloat16`, `deepcopy`.
+* Shards a module's parameters and replaces the forward that reads them by a rotation.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any, ClassVar, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.backward.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
-from gyre_trainer.rotation.backward.slice_dropout import may_drop_out
-from gyre_trainer.rotation.guard import MIXED, Guard, own_class
+from gyre_trainer.rotation.dropout import MASKS_ARGUMENT, DropoutMasks, may_drop_out, new_key
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.sharded_module import ShardedModule, copy_shards
+from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
+from gyre_trainer.shards.averaging import note_replaced
+from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.local_shards import converted_to, local_of, with_local
+from gyre_trainer.shards.sharded_parameters import (
+    ShardedParameters,
+    convert_sharded,
+    copy_sharded,
+    note_successors,
+    shard_parameters,
+    sharded_parameters_of,
+    successor_of,
+)
+
+_KERNELS = {"attention kernel": "_attn_implementation", "experts kernel": "_experts_implementation"}
+MIXED = "_mixed_in"  # marks classes that `mix_in` made
+
+
+def own_class(module: nn.Module) -> type:
+    """The module's class before anything was mixed in."""
+    return next(
+        cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and MIXED not in vars(cls)
+    )
+
+
+def sets_forward(module: nn.Module) -> bool:
+    """Whether an instance has another forward than its class.
+
+    Libraries that wrap forwards for one call leave the class's own on the instance; it is removed.
+    """
+    forward: Any = vars(module).get("forward")
+    if forward is None:
+        return False
+    own: Any = own_class(module)
+    if getattr(forward, "__self__", None) is module and forward.__func__ is own.forward:
+        del vars(module)["forward"]
+        return False
+    return True
+
+
+def kernels_of(module: nn.Module) -> dict[str, Any]:
+    """The kernels that a module's configuration chooses; those of a core are its own."""
+    config = getattr(module, "config", None)
+    return {
+        name: value
+        for name, key in _KERNELS.items()
+        if (value := getattr(config, key, None)) is not None
+    }
+
+
+def drop_rates(module: nn.Module) -> dict[str, float]:
+    """The rates of dropout among a module's own attributes, as for functions of torch."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, float) and "drop" in name
+    }
+
+
+@dataclass(slots=True)
+class Guard:
+    """The state of a module when it was rotated.
+
+    Attributes:
+        module: the module whose forward runs with slices: the rotated one, or the core of a block.
+        name: of the rotated module's class.
+        cls: the module's class.
+        fields: what is compared, by names for messages.
+        glance: what is looked at first, as fast as it may be.
+        drops_out: whether the rule knows of dropout.
+    """
+
+    module: nn.Module
+    name: str
+    cls: type
+    fields: dict[str, Any]
+    glance: list[Any]
+    drops_out: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, *, drops_out: bool) -> "Guard":
+        """The guard of a module that is rotated now."""
+        own = own_class(module)
+        fields = dict(_fields(module, own, drops_out=drops_out))
+        return cls(module, name, own, fields, list(_glance(module, own)), drops_out)
+
+    def require_same(self) -> None:
+        """Return if nothing was switched that the rule depends on.
+
+        Raises:
+            RotationError: names what was, and what it is now.
+        """
+        now = list(_glance(self.module, self.cls))
+        if now == self.glance:
+            return
+        fields = dict(_fields(self.module, self.cls, drops_out=self.drops_out))
+        for name in {**self.fields, **fields}:
+            before, after = self.fields.get(name), fields.get(name)
+            if before != after:
+                raise RotationError(
+                    f"{self.name}: {name} was {_told(before)} when it was rotated as one, and is "
+                    f"{_told(after)} now. Set it before rotate_all, or let its layers rotate one "
+                    "by one (find_blocks=False, and no rule for the module)"
+                )
+        self.glance = now
+
+
+def _glance(module: nn.Module, cls: Any) -> Iterator[Any]:
+    config = getattr(module, "config", None)
+    yield cls.forward
+    for key in _KERNELS.values():
+        yield getattr(config, key, None)
+    for name, value in vars(module).items():
+        if name != "forward" and (callable(value) or isinstance(value, float)):
+            yield name, value
+    for each in module.modules():
+        yield type(each), each is not module and vars(each).get("forward")
+
+
+def _fields(module: nn.Module, cls: Any, *, drops_out: bool) -> Iterator[tuple[str, Any]]:
+    yield "the forward of its class", cls.forward
+    for name, value in kernels_of(module).items():
+        yield f"its {name}", value
+    for name, value in vars(module).items():
+        if callable(value) and name != "forward" and not name.startswith("_"):
+            yield f"its {name}", value
+    for name, each in module.named_modules():
+        if not name:
+            continue
+        yield f"the class of {name}", own_class(each)
+        if sets_forward(each):
+            yield f"the forward of {name}", vars(each)["forward"]
+    if not drops_out:
+        for name, rate in drop_rates(module).items():
+            if rate > 0:
+                yield f"its {name}", rate
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+SAVE_ADVICE = (
+    "Call gyre_trainer.pretrained.save_pretrained(model, folder) on all ranks, or "
+    "torch.distributed.checkpoint.save; for one file, "
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+)
+
+LOAD_ADVICE = (
+    "Call gyre_trainer.pretrained.load(model, folder), or "
+    "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+    "options=StateDictOptions(full_state_dict=True))"
+)
+
+
+class ShardedModule:
+    """The base of what is mixed in before a module's class when it is rotated, or kept whole."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn`` to all tensors inside; shards may take another dtype.
+
+        `Module.to`, `bfloat16` and the like call this. Where the dtype changes, parameters are
+        others afterwards: an optimizer that holds the old ones is refused at its next step.
+
+        Raises:
+            RotationError: it would move shards to another device, or convert them to integers, or
+                those of few bits.
+        """
+        places = list(_places(cast("nn.Module", self)))
+        for place in places:
+            _require_convertible(place, fn)
+        for place in places:
+            place.put(None)
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for place in places:
+                place.put(place.parameter)
+        for place in places:
+            converted = _converted(place.parameter, fn)
+            if converted is not place.parameter:
+                note_replaced(place.parameter, place.name)
+                place.put(converted)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of the module, which `torch.distributed.checkpoint` saves.
+
+        `torch.save` of it is refused: each rank would write its own shards alone.
+        """
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        for value in state.values():
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                value.__reduce_ex__ = _refuse_to_pickle  # type: ignore[method-assign]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state of shards, as `torch.distributed.checkpoint` gives it.
+
+        Raises:
+            RotationError: a parameter is whole there, and cut here.
+        """
+        for name, parameter in cast("nn.Module", self).named_parameters():
+            value = state_dict.get(name)
+            if isinstance(parameter, DTensor) and type(value) in (Tensor, nn.Parameter):
+                raise RotationError(
+                    f"load_state_dict: {name} is a plain tensor, but the model is rotated (a "
+                    f"DTensor of {tuple(parameter.shape)}). {LOAD_ADVICE}"
+                )
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module with a copy of this rank's shards, on the same ring."""
+        copy_shards(list(cast("nn.Module", self).parameters()), memo)
+        return self._copy(memo)
+
+    def _copy(self, memo: dict[int, Any], *without: str) -> Self:
+        """A copy of the attributes but ``without``, once shards in them are in ``memo``."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = {name: value for name, value in vars(self).items() if name not in without}
+        vars(copied).update(deepcopy(state, memo))
+        return copied
+
+
+def _refuse_to_pickle(_protocol: object) -> Any:
+    """What pickle calls of a shard in a state.
+
+    Raises:
+        RotationError: always.
+    """
+    raise RotationError(
+        "model.state_dict() has the shards of this rank alone, and torch.save would lose the "
+        f"others. {SAVE_ADVICE}"
+    )
+
+
+def refuse_own_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` of the models of transformers inside name the function to use."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    for module in model.modules() if library else ():
+        if isinstance(module, library.PreTrainedModel):
+            cast("Any", module).save_pretrained = _refuse_save_pretrained
+
+
+def _refuse_save_pretrained(*_args: object, **_options: object) -> None:
+    """What a rotated model of transformers has in place of its own method.
+
+    Raises:
+        RotationError: always.
+    """
+    raise RotationError(
+        "model.save_pretrained() would write the shards of this rank alone, because the model is "
+        f"rotated. {SAVE_ADVICE}"
+    )
+
+
+def copy_shards(parameters: list[nn.Parameter], memo: dict[int, Any]) -> None:
+    """Copy this rank's shards of all DTensors in ``parameters`` into ``memo``, each once."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) or id(parameter) in memo:
+            continue
+        sharded = sharded_parameters_of(parameter)
+        if sharded is None:
+            memo[id(parameter)] = with_local(parameter, parameter._local_tensor.clone())
+        else:
+            copied = memo[id(sharded)] = copy_sharded(sharded)
+            for one, other in zip(sharded.parameters, copied.parameters, strict=True):
+                memo[id(one)] = other
+
+
+class _Place(NamedTuple):
+    """Where a DTensor parameter is.
+
+    Attributes:
+        owner: the module that has it.
+        last: its name there.
+        name: its name in the module that is converted, for messages.
+        parameter: the parameter.
+    """
+
+    owner: nn.Module
+    last: str
+    name: str
+    parameter: Any
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Put another parameter there."""
+        self.owner._parameters[self.last] = parameter
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    for path, child in module.named_modules():
+        for last, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor):
+                name = f"{type(module).__name__}.{path}.{last}".replace("..", ".")
+                yield _Place(child, last, name, parameter)
+
+
+def _require_convertible(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
+    shard = local_of(place.parameter.detach())
+    result = fn(shard.view(-1)[:0])
+    if (result.dtype, result.device) == (shard.dtype, shard.device):
+        return
+    sharded = sharded_parameters_of(place.parameter)
+    encoded = sharded is not None and not sharded.flat.is_floating_point()
+    if result.device == shard.device and result.is_floating_point() and not encoded:
+        return
+    raise RotationError(
+        f"{place.name} is rotated as {shard.dtype} on {shard.device} and cannot become "
+        f"{result.dtype} on {result.device}. Move or convert a model before it is rotated."
+    )
+
+
+@torch.no_grad()
+def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """The parameter after a conversion; the same one where nothing changes.
+
+    The parameters that rest in one buffer are converted together.
+    """
+    shard = local_of(parameter.detach())
+    if fn(shard.view(-1)[:0]).dtype == shard.dtype:
+        same: nn.Parameter = parameter
+        return same
+    converted = successor_of(parameter)  # a tied one was converted at its other place
+    if converted is None:
+        sharded = sharded_parameters_of(parameter)
+        if sharded is None:
+            converted = converted_to(parameter, fn(shard))
+            note_successors([parameter], [converted])
+        else:
+            convert_sharded(sharded, fn)
+            converted = successor_of(parameter)
+    assert converted is not None
+    return converted
+
 
 # Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This
 # one imports the compiler at the first call; that of `torch.compiler` would import it here.
@@ -167,3 +512,158 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
 def behaviours_of(module: nn.Module) -> list[type]:
     """What was mixed in before the module's class, the last one first."""
     return [cls.__bases__[0] for cls in type(module).__mro__ if MIXED in vars(cls)]
+
+
+@dataclass(frozen=True, slots=True)
+class RotationTarget:
+    """The ring that modules rotate on, and the policy."""
+
+    mesh: DeviceMesh
+    policy: RotationPolicy
+
+    @property
+    def num_slices(self) -> int:
+        """The number of slices of each module: the number of ranks."""
+        return ring_of(self.mesh).size
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRotation:
+    """The part of a module that rotates, where the module does not rotate as a whole.
+
+    Attributes:
+        forward: the function that runs slice by slice.
+        reads: names of the parameters, and of the modules inside, that ``forward`` uses.
+        behaviour: the class to mix in before the module's class, a subclass of `RotatedModule`.
+    """
+
+    forward: Callable[..., Any]
+    reads: tuple[str, ...]
+    behaviour: type[RotatedModule]
+
+
+def wrap(
+    module: nn.Module, rule: Rule, target: RotationTarget, partial: PartialRotation | None = None
+) -> None:
+    """Shard the parameters that ``rule`` cuts, and let the module's forward go round the ring.
+
+    Raises:
+        RotationError: the module cannot be cut like this; the message names module and parameter.
+    """
+    reads = None if partial is None else partial.reads
+    require_own_forward(module)
+    for name, child in module.named_modules():
+        if isinstance(child, RotatedModule) and _is_read(name, reads):
+            raise RotationError(
+                f"{type(module).__name__}.{name} is rotated already; "
+                f"rotate either it or {type(module).__name__}"
+            )
+    layout = Layout(tuple(rule.cuts(module, target.num_slices)), target.num_slices)
+    sharded = _sharded_parameters(module, layout, target.mesh)
+    for cut, parameter in zip(layout.cuts, sharded.parameters, strict=True):
+        path, _, name = cut.name.rpartition(".")
+        source = module.get_parameter(cut.name)
+        if source is not parameter:
+            note_replaced(source, f"{cut.name} of {type(module).__name__}")
+        setattr(module.get_submodule(path), name, parameter)
+    replicated = tuple(_replicated_names(module, layout, reads))
+    forward = module.forward if partial is None else partial.forward
+    rotation = Rotation(
+        module,
+        forward,
+        rule,
+        layout,
+        sharded,
+        target.policy,
+        replicated,
+        sharded.ring.modules.add(module),
+    )
+    if not rule.divisible or len(layout.cuts) > 1:
+        sharded.ring.pool.largest_whole_numel = max(
+            sharded.ring.pool.largest_whole_numel, layout.numel(0)
+        )
+    mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
+    module.rotation = rotation  # type: ignore[assignment]
+    module.num_hooks = num_hooks(module, rule)  # type: ignore[assignment]
+    core = module.get_submodule(rule.core)
+    module.guard = Guard.of(core, rotation.name, drops_out=rule.drops_out)  # type: ignore[assignment]
+    module._by_rule = {}  # type: ignore[assignment]
+
+
+def require_own_forward(module: nn.Module) -> None:
+    """Refuse a forward that is set on an instance: the module that rotates would not call it.
+
+    Raises:
+        RotationError: names the module.
+    """
+    for name, each in module.named_modules():
+        if sets_forward(each):
+            raise RotationError(
+                f"{own_class(module).__name__}{'.' if name else ''}{name} has a forward that is "
+                "set on the instance, so no rule can be true of it. Remove it before rotating, or "
+                "give no rule for the module"
+            )
+
+
+def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
+    return reads is None or any(name == read or name.startswith(f"{read}.") for read in reads)
+
+
+def _replicated_names(
+    module: nn.Module, layout: Layout, reads: tuple[str, ...] | None
+) -> Iterator[str]:
+    """Names of the parameters that the forward reads and no cut names."""
+    cut_names = {cut.name for cut in layout.cuts}
+    for name, _ in module.named_parameters():
+        if name not in cut_names and _is_read(name, reads):
+            yield name
+
+
+def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedParameters:
+    """The module's sharded parameters: new ones, or those of the module that they are tied with."""
+    sources = [module.get_parameter(cut.name) for cut in layout.cuts]
+    if len({id(source) for source in sources}) < len(sources):
+        names = ", ".join(cut.name for cut in layout.cuts)
+        raise RotationError(
+            f"{type(module).__name__} uses one parameter in several places among {names}; "
+            "it cannot be cut"
+        )
+    tied = [sharded_parameters_of(source) for source in sources]
+    if all(sharded is None for sharded in tied):
+        _require_uniform(module, layout, sources, mesh)
+        return shard_parameters(sources, layout, mesh)
+    sharded = tied[0]
+    if (
+        sharded is None
+        or any(other is not sharded for other in tied)
+        or sharded.layout.shapes != layout.shapes
+    ):
+        names = ", ".join(
+            cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None
+        )
+        raise RotationError(
+            f"{type(module).__name__} shares {names} with a module that is rotated already "
+            "and cut in another way; "
+            "tied modules must have the same parameters, all cut alike"
+        )
+    return sharded
+
+
+def _require_uniform(
+    module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh
+) -> None:
+    """Refuse parameters that cannot lie in one buffer on the mesh's device."""
+    for cut, source in zip(layout.cuts, sources, strict=True):
+        where = f"{type(module).__name__}.{cut.name}"
+        if not source.is_floating_point():
+            raise RotationError(
+                f"{where} is {source.dtype}, but only real floating-point parameters rotate"
+            )
+        if source.dtype != sources[0].dtype:
+            raise RotationError(
+                f"{where} is {source.dtype}, but {layout.cuts[0].name} is {sources[0].dtype}"
+            )
+        if source.device.type not in ("meta", mesh.device_type):
+            raise RotationError(
+                f"{where} is on {source.device}, but the mesh is of {mesh.device_type}"
+            )

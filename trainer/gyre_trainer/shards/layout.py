@@ -30,7 +30,7 @@ class Cut:
             the slice's range. Outputs that add up contain such a bias once.
         sections: sizes, along the cut dim, of the sections of a packed parameter; a slice has its
             part of each. Empty for a parameter that is cut as one. See [Note: Packed parameters] in
-            `gyre_trainer.shards.regrouping`.
+            `gyre_trainer.shards.travel`.
         of_slices: for each slice, half-open ranges of the cut dim, which cover it; several slices
             may have the same, whose gradients add up. Empty where a slice has its equal part.
     """

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gyre_trainer import pretrained
 from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, rotate_all
-from gyre_trainer.shards.initial.sharded_init import allocate
+from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.local_shards import local_of
 from gyre_trainer.training.checkpoints import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig

@@ -11,7 +11,7 @@ from gyre_client import Loader
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, Diverged
-from gyre_trainer.layers.encoded.quantized_linear import num_weights
+from gyre_trainer.layers.quantized import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import collator_of

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.rotation.rotated_module import mix_in, uncompiled
+from gyre_trainer.rotation.rotated_module import mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import parameter_at
 from gyre_trainer.shards.local_shards import as_dtensor, local_of, place_of
 

@@ -28,13 +28,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.rotation.sharded_module import copy_shards
-from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
-from gyre_trainer.shards.averages.outside_writes import OutsideWrites
-from gyre_trainer.shards.averages.replica_gradients import (
+from gyre_trainer.rotation.rotated_module import copy_shards, own_class
+from gyre_trainer.shards.averaging import (
+    OutsideWrites,
+    call_held,
     compare_shards,
     finish_backward,
+    hold_hooks,
     shards_were_written,
 )
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec

@@ -27,14 +27,13 @@ from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.shards.gradient_ring import GradientRing
+from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.local_shards import digest_of, spec_of, with_spec
-from gyre_trainer.shards.remote_slices import RemoteSlices
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )
+from gyre_trainer.shards.travel import GradientRing, RemoteSlices
 
 
 class GatheredParameter:

@@ -17,7 +17,7 @@ from gyre_client.messages.requests import is_location
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
-from gyre_trainer.shards.regular_files import open_regular
+from gyre_trainer.shards.tensor_files import open_regular
 from gyre_trainer.training.config import DataConfig, ModelConfig, OptimizerConfig
 from gyre_trainer.training.config_values import AtLeast0, AtLeast1
 

@@ -34,7 +34,7 @@ from torch.futures import Future
 from torch.serialization import _get_layout
 
 from gyre_trainer.errors import CheckpointRejected
-from gyre_trainer.shards.regular_files import open_regular
+from gyre_trainer.shards.tensor_files import open_regular
 
 _CLASSES = (
     _MEM_FORMAT_ENCODING,

@@ -11,8 +11,8 @@ from msgspec import Meta
 from torch import nn
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.shards.regular_files import open_regular, read_regular
+from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.shards.tensor_files import open_regular, read_regular
 from gyre_trainer.training.config_values import AtLeast0, Objective
 
 _ADAPTER = "default"  # as peft calls the only one

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gyre_trainer.layers.head.causal_loss import LibraryModel
+from gyre_trainer.layers.causal_loss import LibraryModel
 from gyre_trainer.rotate import linear_cross_entropy
-from gyre_trainer.rotation.guard import own_class
+from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
 from gyre_trainer.training.models.gpt import GPT
 
@@ -43,7 +43,7 @@ class LibraryLoss:
     """The loss of a language model of `transformers`, by slices of the vocabulary.
 
     The router's loss is in it, where the configuration sets `output_router_logits`. See [Note: The
-    head computes the loss] in `gyre_trainer.layers.head.causal_loss`.
+    head computes the loss] in `gyre_trainer.layers.causal_loss`.
     """
 
     def __init__(self, model: nn.Module) -> None:

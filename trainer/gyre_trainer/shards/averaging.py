@@ -1,28 +1,267 @@
-"""Gradients of one module's shards, averaged over the replicas of the ring.
+"""Parameters that others have replaced: an optimizer that holds one of them would not train it.
+
+Rotation replaces the parameters of a model, and `materialize` those that are on `meta`. Nothing
+else fails where an optimizer was made before: old parameters get no gradients, and a step skips
+them.
+
+Hooks on accumulated gradients that wait until these gradients are averaged.
+
+Torch calls a hook of `register_post_accumulate_grad_hook` when the gradient of this rank is there.
+One that takes the optimizer's step would step each rank by its own gradient, and the ranks would
+train different models. So such hooks are held, and called when the mean is there.
+
+Writes to parameters that no step of an optimizer made, such as those of weights that are loaded.
+
+[Note: Values that change later]
+
+Ranks that hold the same values compare them before the first backward, and take the same steps from
+then on. Another write may be made on one rank alone. Torch counts the writes to a tensor, so a rank
+knows, at no cost, that there was one outside of the optimizer's steps. Along with the gradients
+that a backward averages, each rank sends whether it has seen one. Only where some rank has, all
+ranks compare their values.
+
+Gradients of one module's shards, averaged over the replicas of the ring.
 
 When a module's gradients are complete on its ring, an all-reduce starts for them, and backward goes
 on with the modules before it. The end of backward waits for all of these, and compares values that
 were written outside of a step: see [Note: Values that change later].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
+from gyre_common.counts import counted
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.averages.held_hooks import call_held, hold_hooks
-from gyre_trainer.shards.averages.outside_writes import OutsideWrites
 from gyre_trainer.shards.local_shards import digest_of, local_of
+
+
+def ids_held_by(optimizer: Optimizer) -> list[int]:
+    """The `id` of each parameter that an optimizer has now.
+
+    Their number alone does not show that others were put into the places of some.
+    """
+    return [id(each) for group in optimizer.param_groups for each in group["params"]]
+
+
+class _Replaced:
+    """The parameters that were replaced and that something still holds, with their names."""
+
+    def __init__(self) -> None:
+        self._names = WeakIdKeyDictionary()
+        self._num_noted = 0
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
+        self._is_watching = False
+
+    def note(self, parameter: nn.Parameter, name: str) -> None:
+        self._names[parameter] = name
+        self._num_noted += 1
+        if not self._is_watching:
+            self._is_watching = True
+            register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look at an optimizer's parameters once, and again after either side has changed."""
+        seen = self._num_noted, ids_held_by(optimizer)
+        if self._seen.get(optimizer) != seen:
+            self._require_none(optimizer)
+            self._seen[optimizer] = seen
+
+    def _require_none(self, optimizer: Optimizer) -> None:
+        held = (each for group in optimizer.param_groups for each in group["params"])
+        names = [self._names[each] for each in held if each in self._names]
+        if names:
+            raise RotationError(
+                f"{type(optimizer).__name__} holds {counted(len(names), 'parameter')}, first "
+                f"{names[0]}, that the model has no more: rotate_all, rotate, materialize "
+                "or a conversion, such as bfloat16(), has replaced them, so a step would not "
+                "train it. Make the optimizer after these."
+            )
+
+
+_REPLACED = _Replaced()
+
+
+def note_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Refuse the step of every optimizer that holds this parameter from now on.
+
+    Args:
+        parameter: no module has it any more. It is referred to weakly.
+        name: its name, for the message.
+    """
+    _REPLACED.note(parameter, name)
+
+
+class HeldHook:
+    """Stands in the place of a hook; when torch calls it, it only notes that.
+
+    Attributes:
+        hook: the hook.
+        was_called: whether torch has called it since `call_held`.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+        self.was_called = False
+
+    def __call__(self, _parameter: Tensor) -> None:
+        """Note that there is a gradient."""
+        self.was_called = True
+
+
+def hold_hooks(parameter: Tensor, own: Callable[..., None]) -> None:
+    """Hold all hooks on the accumulated gradient but those that are a `partial` of ``own``."""
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    if len(hooks) < 2:
+        return
+    for key, hook in hooks.items():
+        is_own = isinstance(hook, partial) and hook.func is own
+        if not is_own and not isinstance(hook, HeldHook):
+            hooks[key] = HeldHook(hook)  # torch reads the dict; a handle removes by the key
+
+
+def call_held(parameter: Tensor, *, is_new: bool = False) -> None:
+    """Call the held hooks that torch has called, now that the gradient is the mean.
+
+    Args:
+        parameter: with a gradient.
+        is_new: whether other ranks alone had a gradient, so that torch has called none here.
+    """
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    for hook in list(hooks.values()):
+        if isinstance(hook, HeldHook) and (hook.was_called or is_new):
+            hook.was_called = False
+            hook.hook(parameter)
+
+
+class OutsideWrites:
+    """Whether parameters were written to outside of a step since all ranks compared them.
+
+    A step is one of an optimizer that derives from torch's.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self._parameters = parameters
+        self._num_counted: int | None = None
+        self._found = False
+        self._in_step = False
+        _STEPS.watch(self)
+
+    @property
+    def found(self) -> bool:
+        """Whether there was such a write; False before the first `settle`."""
+        self.look()
+        return self._found
+
+    def track(self, parameters: Sequence[Tensor]) -> None:
+        """Watch these from now on; what is known of others stays."""
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            self.look()
+            self._parameters = list(parameters)
+            self.skip()
+
+    def look(self) -> None:
+        """Take the writes since the last look for such that are outside of a step.
+
+        But in one: a backward of its closure looks at what the step has written so far.
+        """
+        if self._in_step:
+            self.skip()
+        elif self._num_counted is not None and self._num_counted != self._count():
+            self._found = True
+
+    def begin_step(self, *, has_closure: bool) -> None:
+        """Take the writes until `end_step` for those of a step.
+
+        Only a closure looks before that. So after a step without one that fails, others are seen.
+        """
+        self._in_step = False
+        self.look()
+        self._in_step = has_closure
+
+    def end_step(self) -> None:
+        """Take the writes from now on for such that are outside of a step."""
+        self.skip()
+        self._in_step = False
+
+    def skip(self) -> None:
+        """Take the writes since the last look for those of a step."""
+        if self._num_counted is not None:
+            self._num_counted = self._count()
+
+    def settle(self) -> None:
+        """Note that all ranks have the same values now."""
+        self._num_counted, self._found = self._count(), False
+
+    def are_of(self, parameters: set[int]) -> bool:
+        """Whether one of the parameters has one of these ids."""
+        return any(id(each) in parameters for each in self._parameters)
+
+    def _count(self) -> int:
+        return sum(map(_num_writes, self._parameters))
+
+
+def _num_writes(parameter: Tensor) -> int:
+    """The writes to a parameter, or to its shard as a tensor of its own."""
+    local = parameter._local_tensor._version if isinstance(parameter, DTensor) else 0
+    return parameter._version + local
+
+
+class _Steps:
+    """Tells those who watch parameters which writes are those of a step."""
+
+    def __init__(self) -> None:
+        self._watching: WeakSet[OutsideWrites] = WeakSet()
+        self._num_watched = 0
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = WeakKeyDictionary()
+        self._stepped: WeakKeyDictionary[Optimizer, list[ref[OutsideWrites]]] = WeakKeyDictionary()
+
+    def watch(self, writes: OutsideWrites) -> None:
+        if not self._num_watched:
+            register_optimizer_step_pre_hook(self._before)
+            register_optimizer_step_post_hook(self._after)
+        self._watching.add(writes)
+        self._num_watched += 1
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        has_closure = len(args) > 1 or bool(kwargs)  # the first one is the optimizer
+        for each in self._of(optimizer):
+            each.begin_step(has_closure=has_closure)
+
+    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for each in self._of(optimizer):
+            each.end_step()
+
+    def _of(self, optimizer: Optimizer) -> Iterator[OutsideWrites]:
+        held = ids_held_by(optimizer)
+        seen = self._num_watched, held
+        if self._seen.get(optimizer) != seen:
+            self._seen[optimizer] = seen
+            ids = set(held)
+            self._stepped[optimizer] = [ref(each) for each in self._watching if each.are_of(ids)]
+        for reference in self._stepped[optimizer]:
+            if (there := reference()) is not None:
+                yield there
+
+
+_STEPS = _Steps()
 
 
 class ReplicaGradients:

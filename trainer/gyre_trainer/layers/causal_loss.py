@@ -27,10 +27,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.head.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.head.slice_statistics import LogitTransform, wide
-from gyre_trainer.rotation.guard import own_class
-from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, uncompiled
+from gyre_trainer.layers.head import LogitTransform, linear_cross_entropy, wide
+from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, own_class, uncompiled
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 _log = logging.getLogger(__name__)
@@ -172,7 +170,7 @@ class LibraryModel:
             self._head, self._place = LossHead(head), (model.get_submodule(parent), name)
         else:
             raise RotationError(
-                f"{self.name}: a loss by slices of the vocabulary needs a head that is an nn.Linear"
+                f"{self.name}: a loss by slices of the vocabulary needs an nn.Linear as head"
                 f" (got {'none' if head is None else type(head).__name__}). "
                 "Call model(labels=...), or linear_cross_entropy for a model of your own."
             )

@@ -1,0 +1,591 @@
+# ruff: noqa: N806  # names carry shape letters
+"""Which modules follow the experts of a list in the forward of the module that has them.
+
+[Note: Ranks without tokens for any expert]
+
+A rank whose tokens choose no expert calls them all with no tokens, before the next module that
+rotates, if that one follows the experts, as shared experts do. It must not do so before a router,
+or its ranks would call different modules. Only a rank that calls an expert sees which of them it
+is. So in the first forward all ranks tell each other what they call: each time that one would call
+its first expert, another module that rotates, or nothing more. All do that equally often, because
+they call the modules before the experts alike. Once a rank has called an expert, a module that
+other ranks would call instead follows it.
+
+Also here:
+
+* How a module with a list of experts is watched: rows of tokens, weights and sums of outputs.
+
+A mixture of experts by groups of experts: experts travel, and each rank keeps its own tokens.
+
+No token is sent, so none is dropped for lack of capacity, and no rank waits for an expert that more
+tokens chose. The price is that all experts travel to every rank, chosen or not.
+
+Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of
+an expert that is here.
+
+Lists of experts of which a rank calls only those that its tokens chose.
+
+Every rank must call the same modules in the same order. So a module with such a list calls the
+experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
+next chosen expert, and the last ones before another module that rotates, such as shared experts,
+or after its forward. Whether such a module follows the experts, a rank without tokens for any of
+them cannot see, so the ranks tell each other in the first forward. An empty sum of
+their outputs is added to the module's output, so that they take part in backward as well, in the
+same order on every rank. So is one of what is called before the experts, such as a router: on a
+rank without tokens, nothing else may lead from the loss to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from gyre_trainer.comm.mesh import ring_group
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.linear import changed_counts
+from gyre_trainer.layers.mlp import refuse_dropout
+from gyre_trainer.rotation.recomputation import (
+    SharedInput,
+    Weighing,
+    as_weighing,
+    recomputed,
+    weighing,
+)
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
+from gyre_trainer.rotation.rule import ModuleSlice, Rotation, Rule
+from gyre_trainer.shards.initialisation import Uniform
+from gyre_trainer.shards.layout import Cut
+
+
+class CallOrder:
+    """Which of some modules follow a list of experts; collective until a rank calls an expert."""
+
+    def __init__(self, mesh: DeviceMesh, num_others: int) -> None:
+        """``num_others`` other modules rotate."""
+        self._mesh = mesh
+        self._num_others = num_others
+        self._is_known = not num_others
+        self._following: set[int] = set()
+
+    def copy(self) -> "CallOrder":
+        """The order of a copied module, which is not known yet."""
+        return CallOrder(self._mesh, self._num_others)
+
+    def expert_comes(self) -> None:
+        """The first expert in a forward is called now."""
+        self._tell(self._num_others)
+
+    def forward_ends(self) -> None:
+        """No expert was called in a forward."""
+        self._tell(self._num_others + 1)
+
+    def follows(self, number: int, *, after_expert: bool) -> bool:
+        """Whether the module ``number``, which is called now, follows the experts.
+
+        ``after_expert`` is whether this rank has called an expert in this forward.
+        """
+        if after_expert:
+            self._following.add(number)
+        else:
+            self._tell(number)
+        return number in self._following
+
+    def _tell(self, number: int) -> None:
+        if self._is_known:
+            return
+        called = torch.zeros(self._num_others + 2, device=self._mesh.device_type)
+        called[number] = 1
+        if isinstance(called, FakeTensor):
+            self._is_known = True
+            return
+        with ring_of(self._mesh).hang_diagnosis.collective("comparing what is called of experts"):
+            dist.all_reduce(called, dist.ReduceOp.MAX, group=ring_group(self._mesh))
+        *others, expert, _ = called.gt(0).tolist()
+        if expert:
+            self._is_known = True
+            self._following |= {place for place, there in enumerate(others) if there}
+
+
+_PRODUCTS = frozenset(
+    (
+        *(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply),
+        *(Tensor.__mul__, Tensor.__rmul__),
+    )
+)
+_WATCH_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class WatchExperts(TorchFunctionMode):
+    """A context: graphs keep neither the rows of tokens that experts get, nor what these return.
+
+    Rows that are taken from a matrix of tokens are taken again in backward. What an expert returned
+    is multiplied by its weights as [Note: Weighted outputs] says. A sum keeps nothing of the rows
+    that are added to it; torch's would, for their shape.
+    """
+
+    def __init__(self, now: Weighing) -> None:
+        super().__init__()
+        self._now = now
+        self._sources: list[tuple[Tensor, int, SharedInput]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if weighing() is not self._now:
+            return func(*args, **kwargs)
+        if func in _WATCH_GRADIENTS:
+            self._now.require_not_weighted(args[0])
+        result = None
+        is_plain = torch.is_grad_enabled() and not kwargs
+        if is_plain and len(args) == 2 and func in _PRODUCTS:
+            result = self._now.weighted(*args)
+        if result is None and getattr(func, "__name__", "") != "__get__":  # of an attribute
+            self._now.used(tree_leaves((args, kwargs)))
+        if is_plain and len(args) == 2 and func is Tensor.__getitem__:
+            result = self._rows(*args)
+        elif is_plain and len(args) == 4 and func is Tensor.index_add_:
+            result = _added(*args)
+        return func(*args, **kwargs) if result is None else result
+
+    def _rows(self, tokens: Tensor, index: Any) -> Tensor | None:
+        """``tokens[index]``; None where that are not the rows of one expert."""
+        leading = isinstance(index, tuple) and len(index) == 2 and index[0] is None
+        rows = index[1] if leading else index
+        if not (
+            isinstance(rows, Tensor)
+            and (rows.dtype, rows.ndim) in ((each, 1) for each in _INTEGERS)
+            and tokens.ndim == 2
+            and tokens.is_floating_point()
+            and tokens.requires_grad
+            and tokens._version == 0  # what was written to may be again, before backward needs it
+            and rows.device == tokens.device
+            and len(rows) <= len(tokens)  # more are of all experts; each would take them all again
+        ):
+            return None
+        taken = recomputed(_taken, tokens, rows, shared=self._shared(tokens))
+        return taken.unsqueeze(0) if leading else taken
+
+    def _shared(self, tokens: Tensor) -> SharedInput:
+        for known, version, shared in self._sources:
+            if known is tokens and known._version == version:
+                return shared
+        self._sources.append((tokens, tokens._version, SharedInput(tokens)))
+        return self._sources[-1][-1]
+
+
+def _added(total: Tensor, dim: Any, rows: Any, source: Any) -> Tensor | None:
+    """``total.index_add_(dim, rows, source)``; None where autograd sees more in it."""
+    is_own = total._base is None and (total.grad_fn is not None or not total.requires_grad)
+    if not (
+        is_own
+        and dim == 0
+        and isinstance(source, Tensor)
+        and source.requires_grad
+        and (source.dtype, source.ndim) == (total.dtype, total.ndim)
+    ):
+        return None
+    with DisableTorchFunction():
+        result: Tensor = _RowsAdded.apply(total, rows, source)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RowsAdded(torch.autograd.Function):
+    """A matrix to which rows are added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, rows: Tensor, source: Tensor) -> Tensor:
+        ctx.mark_dirty(total)
+        ctx.save_for_backward(rows)
+        return total.index_add_(0, rows, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grad, None, grad.index_select(0, rows)
+
+
+def _taken(tokens: Tensor, rows: Tensor) -> Tensor:
+    return tokens.index_select(0, torch.where(rows < 0, rows + len(tokens), rows))
+
+
+class Experts(nn.Module):
+    """Gated MLPs, of which each token chooses some; their weights are stacked along the first dim.
+
+    The forward reads the number of experts from the weights, so it runs with all experts or a
+    slice.
+    """
+
+    def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+
+    def inits(self) -> dict[str, Uniform]:
+        """Each expert is initialised as a linear layer is."""
+        return {name: Uniform(weight.shape[-1] ** -0.5) for name, weight in self.named_parameters()}
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters in place, with torch's generator."""
+        for name, init in self.inits().items():
+            nn.init.uniform_(self.get_parameter(name), -init.bound, init.bound)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the outputs of each token's experts.
+
+        Args:
+            x: (..., D).
+            chosen: numbers of experts, (..., K). Numbers outside [0, E) add nothing.
+            weights: the weights of the chosen experts, (..., K).
+        """
+        x_TD, chosen_TK, weights_TK = (
+            x.flatten(0, -2),
+            chosen.flatten(0, -2),
+            weights.flatten(0, -2),
+        )
+        num_experts = self.down.shape[0]
+        if num_experts == 0:
+            return torch.zeros_like(x)
+        token_R, place_R = ((chosen_TK >= 0) & (chosen_TK < num_experts)).nonzero(as_tuple=True)
+        expert_R, order_R = chosen_TK[token_R, place_R].sort(stable=True)
+        token_R, place_R = token_R[order_R], place_R[order_R]
+        rows = torch.split(x_TD[token_R], expert_R.bincount(minlength=num_experts).tolist())
+        stacks = zip(rows, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        y_RD = torch.cat(
+            [
+                F.linear(F.silu(F.linear(row, gate)) * F.linear(row, up), down)
+                for row, gate, up, down in stacks
+            ]
+        )
+        weights_R1 = weights_TK[token_R, place_R].unsqueeze(-1)
+        return (
+            torch.zeros_like(x_TD)
+            .index_add_(0, token_R, (y_RD * weights_R1).type_as(x_TD))
+            .view_as(x)
+        )
+
+
+class MoE(nn.Module):
+    """A router and its experts.
+
+    Each token goes to the experts with its largest softmax scores, weighted by these scores over
+    their sum.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, num_experts: int, num_chosen: int) -> None:
+        super().__init__()
+        self.num_chosen = num_chosen
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.experts = Experts(num_experts, dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output, shaped as ``x``: (..., D)."""
+        scores = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = scores.topk(self.num_chosen, dim=-1)
+        output: Tensor = self.experts(x, chosen, weights / weights.sum(-1, keepdim=True))
+        return output
+
+
+@dataclass(frozen=True)
+class ExpertsRule(Rule):
+    """For a module that adds up the outputs of the experts that each token chose.
+
+    A slice holds the same range of experts of all ``weights``. The forward must read the number of
+    experts from them, or from the attribute ``count``; add nothing for a choice of that very
+    number, which stands for experts elsewhere; and be linear in the last of the weights. Where it
+    unbinds them with `unbind()`, an expert's gradient is formed in the ring's buffer; where it
+    indexes them, the gradients of all the slice's experts exist beside it.
+
+    Attributes:
+        weights: names of the parameters, each with the experts along its first dim.
+        chosen: the argument with the experts' numbers, by its position or its name.
+        scores: the argument with a weight for every expert in its last dim, of which a slice takes
+            its own; None where the weights are of the chosen experts.
+        last: names of the parameters that the output is linear in; () for the last of ``weights``.
+        arguments: names of the forward's arguments in their order, so that ``chosen`` and
+            ``scores`` may be names of arguments that are passed by position; () without that.
+        count: the module's attribute with the number of experts, a slice's own while it computes.
+    """
+
+    weights: tuple[str, ...] = ("gate", "up", "down")
+    chosen: int | str = 1
+    scores: int | str | None = None
+    last: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    count: str = ""
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """The parameters of the last layer."""
+        return self.last or self.weights[-1:]
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """All weights, along the experts."""
+        refuse_dropout(module)
+        parameters = dict(module.named_parameters())
+        missing = [name for name in self.weights if name not in parameters]
+        if missing:
+            raise RotationError(
+                f"{type(module).__name__} has no parameter {missing[0]}, which the rule cuts"
+            )
+        shapes = {name: tuple(parameters[name].shape) for name in self.weights}
+        sizes = {shape[0] if shape else 0 for shape in shapes.values()}
+        if len(sizes) > 1:
+            raise RotationError(
+                f"{type(module).__name__} has different numbers of experts in {shapes}"
+            )
+        return [Cut(name, shape, 0) for name, shape in shapes.items()]
+
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the slice's experts for the tokens that chose them."""
+        start, stop = current.bounds[self.weights[0]]
+        own, named = self.arguments_of(start, stop, args, kwargs)
+        with changed_counts(current.module, {self.count: stop - start} if self.count else {}):
+            return current.forward(*own, **named)
+
+    def arguments_of(
+        self, start: int, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments for the experts of [start, stop), by position and by name.
+
+        Raises:
+            RotationError: the module is called without an argument that the rule names.
+        """
+        if self.arguments:
+            args, kwargs = (), dict(zip(self.arguments, args, strict=False)) | kwargs
+        arguments: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+        for name, argument in (("chosen", self.chosen), ("scores", self.scores)):
+            if argument is not None and argument not in arguments:
+                raise RotationError(
+                    f"ExpertsRule({name}={argument!r}): the module is called without that argument"
+                )
+        chosen = arguments[self.chosen]
+        is_here = (chosen >= start) & (chosen < stop)
+        if self.scores is not None:
+            arguments[self.scores] = arguments[self.scores].narrow(-1, start, stop - start)
+        arguments[self.chosen] = torch.where(is_here, chosen - start, stop - start)
+        own = [arguments.pop(position) for position in range(len(args))]
+        return own, {str(name): value for name, value in arguments.items()}
+
+
+_LIST_NAME = "experts"
+
+
+class _Calls:
+    """The calls of one list of experts during one forward of the module that has it."""
+
+    def __init__(self, experts: Sequence[nn.Module], owner: str, order: CallOrder) -> None:
+        self._experts = [ref(expert) for expert in experts]
+        self._order = order
+        self._owner = owner
+        self._no_tokens: Tensor | None = None  # outside of a forward
+        self._next = 0
+        self._without_tokens = False  # while the experts that are left are called
+        self._outputs: list[Tensor] = []
+
+    @property
+    def recomputed(self) -> list[Rotation]:
+        """The rotations of the experts, if backward computes all of them again."""
+        experts: list[Any] = [expert() for expert in self._experts]
+        found = [
+            each.rotation
+            for each in experts
+            if isinstance(each, RotatedModule)
+            and each.rotation.policy.recomputes
+            and each.rotation.rule.recompute_pays
+        ]
+        return found if len(found) == len(experts) else []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        """The calls of the copied experts."""
+        copied = memo[id(self)] = _Calls([], self._owner, self._order.copy())
+        experts = [expert() for expert in self._experts]
+        copied._experts = [ref(deepcopy(each, memo)) for each in experts if each is not None]
+        return copied
+
+    def begin(self, no_tokens: Tensor) -> None:
+        self._no_tokens, self._next, self._without_tokens = no_tokens, 0, False
+
+    def before(self, index: int) -> None:
+        """Call the experts between the last one and ``index``, which is called now."""
+        if self._no_tokens is None:
+            return
+        if index < self._next:
+            raise RotationError(
+                f"{self._owner} calls expert {index} after expert {self._next - 1}; "
+                "experts that rotate must be called in the order of their list, each at most once"
+            )
+        if not self._next and not self._without_tokens:
+            self._order.expert_comes()
+        self._call_up_to(index)
+        self._next = index + 1
+
+    def before_other(self, number: int) -> None:
+        """Call the experts that are left before another module, if it follows them."""
+        if self._no_tokens is None:
+            return
+        if self._order.follows(number, after_expert=self._next > 0):
+            self._call_up_to(len(self._experts))
+
+    def after_other(self, output: Any) -> None:
+        """Note what another module returned, if it was called before the experts."""
+        if self._no_tokens is not None and not (self._next or self._without_tokens):
+            self._outputs += [each.flatten()[:0] for each in _numbers(output) if each.requires_grad]
+
+    def end(self) -> Tensor | None:
+        """Call the experts that are left.
+
+        Returns:
+            The empty sum of those that were called so, and of what was called before the experts.
+        """
+        if not self._next:
+            self._order.forward_ends()
+        self._call_up_to(len(self._experts))
+        sums = [output.sum() for output in self._outputs]
+        self.abandon()
+        return torch.stack([each.to(sums[0].dtype) for each in sums]).sum() if sums else None
+
+    def abandon(self) -> None:
+        self._no_tokens = None
+        self._outputs = []
+
+    def _call_up_to(self, index: int) -> None:
+        self._without_tokens = True
+        for missing in range(self._next, index):
+            expert = self._experts[missing]()
+            assert expert is not None
+            output = expert(self._no_tokens)
+            self._outputs += _numbers(output)
+            self._next = missing + 1
+        self._without_tokens = False
+
+
+class CallsEveryExpert:
+    """Mixed in before the class of a module with a list of experts."""
+
+    _expert_calls: _Calls
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without rotation."""
+        recomputed = self._expert_calls.recomputed
+        if not recomputed or not torch.is_grad_enabled():
+            return self._with_every_expert(*args, **kwargs)
+        now = Weighing(recomputed)
+        with as_weighing(now), WatchExperts(now):
+            return self._with_every_expert(*args, **kwargs)
+
+    def _with_every_expert(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = _numbers((args, kwargs))[0]
+        self._expert_calls.begin(tokens.reshape(-1, tokens.shape[-1])[:0].clone())
+        try:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            nothing = self._expert_calls.end()
+        finally:
+            self._expert_calls.abandon()
+        return output if nothing is None else _added_experts(output, nothing)
+
+
+def call_every_expert(model: nn.Module) -> None:
+    """Let all modules with a list of rotated experts call every expert, on every rank.
+
+    A list of experts is a `ModuleList` or a `ModuleDict` named `experts`, of modules of one class.
+    """
+    for path, module in list(model.named_modules()):
+        experts = getattr(module, _LIST_NAME, None)
+        if isinstance(experts, nn.ModuleList | nn.ModuleDict) and _are_rotated(experts):
+            if isinstance(module, CallsEveryExpert):
+                continue
+            mix_in(module, CallsEveryExpert, "Whole")
+            others = list(_others(module, experts))
+            order = CallOrder(_mesh_of(experts), len(others))
+            listed = list(experts.children())
+            calls = _Calls(listed, path or type(module).__name__, order)
+            module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
+            for index, expert in enumerate(listed):
+                # before the hook that compares the expert, a collective, so that all ranks agree
+                expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
+            for number, other in enumerate(others):
+                other.register_forward_pre_hook(partial(_before_other, calls, number), prepend=True)
+                other.register_forward_hook(partial(_after_other, calls))
+
+
+@uncompiled
+def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
+    calls.before(index)
+
+
+@uncompiled
+def _before_other(calls: _Calls, number: int, _module: nn.Module, _args: Any) -> None:
+    calls.before_other(number)
+
+
+@uncompiled
+def _after_other(calls: _Calls, _module: nn.Module, _args: Any, output: Any) -> None:
+    calls.after_other(output)
+
+
+def _numbers(output: Any) -> list[Tensor]:
+    """The tensors of floating-point numbers in an output."""
+    leaves = tree_flatten(output)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _mesh_of(experts: nn.Module) -> DeviceMesh:
+    rotated = next(each for each in experts.modules() if isinstance(each, RotatedModule))
+    parameter = rotated.rotation.sharded.parameters[0]
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh
+
+
+def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
+    """The topmost modules beside the experts that are called and rotate, or have such inside.
+
+    One inside would be too late: what is around it may be computed again in backward.
+    """
+    for child in module.children():
+        if child is experts or not _rotates(child):
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _others(child, experts)
+        else:
+            yield child
+
+
+def _rotates(module: nn.Module) -> bool:
+    return any(isinstance(each, RotatedModule) for each in module.modules())
+
+
+def _are_rotated(experts: nn.Module) -> bool:
+    listed = list(experts.children())
+    is_list = len(listed) > 1 and len({own_class(expert) for expert in listed}) == 1
+    return is_list and _rotates(experts)
+
+
+def _added_experts(output: Any, nothing: Tensor) -> Any:
+    """The output, with an exact zero added to its first tensor of floating-point numbers."""
+    leaves, spec = tree_flatten(output)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[position] = leaf + nothing.to(leaf.dtype)
+            break
+    return tree_unflatten(leaves, spec)

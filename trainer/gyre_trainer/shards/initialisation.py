@@ -1,0 +1,731 @@
+"""Initial values as a model's own `_init_weights(module)` gives them, shard by shard.
+
+Transformers' models have such a method, and many others: it is called for each module, children
+first, and changes parameters of that module in place. Each call is made twice. The first one runs
+on `meta`, where nothing is computed, and shows which parameters change. The second one changes
+whole parameters in memory that is given back after it, when each rank has taken its shard. So the
+values are those of a single process, and a rank holds one module's parameters whole at a time.
+
+Buffers of models that were built on `meta`, such as the frequencies of rotary positions.
+
+Some modules keep such tensors without registering them (CodeGen); they are made likewise.
+
+Their values are in no checkpoint; a module's constructor computes them. So the constructor runs
+again, for those modules alone.
+
+Initial weights, shard by shard: the same for every number of ranks.
+
+A parameter is seen as a matrix (its first dim by all others) on a fixed grid of cells. Each cell
+has a stream of random numbers of its own: the Philox counter-based generator (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and parameter name, at the
+cell's coordinates. A rank generates only the cells that its shard touches.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from math import prod, sqrt
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gyre_trainer.comm.mesh import groups_of
+from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.averaging import note_replaced
+from gyre_trainer.shards.local_shards import place_of
+from gyre_trainer.shards.sharded_parameters import note_rewritten
+
+_Init = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter, and what stands in its place meanwhile.
+
+    Attributes:
+        parameter: as the rank keeps it.
+        twin: of its shape and dtype, on `meta`.
+        places: the modules that have it, by their paths, and its name in each.
+        first: the names of the first place, and of those that the model's constructor ties to it.
+    """
+
+    parameter: nn.Parameter
+    twin: nn.Parameter
+    places: list[tuple[str, nn.Module, str]]
+    first: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        path, _, name = self.places[0]
+        return _joined(path, name)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        for _, module, name in self.places:
+            module._parameters[name] = parameter
+
+    def is_first_in(self, path: str) -> bool:
+        """Whether its first place, or one tied to it since, is in the module of this path."""
+        return not path or any(name.startswith(f"{path}.") for name in self.first)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}".removeprefix(".")
+
+
+def has_own_init(model: nn.Module) -> bool:
+    """Whether a model has a method `_init_weights`."""
+    return callable(getattr(model, "_init_weights", None))
+
+
+@torch.no_grad()
+def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
+    """Fill this rank's shards with the values of `_init_weights`, after `torch.manual_seed(seed)`.
+
+    A tied parameter has the values of its first place, as if it had been tied afterwards. Of places
+    that the model's constructor ties, as BART's does, the last one's values stay, as they do where
+    the library draws them. Random numbers are drawn on the CPU, and later ones are as if none had
+    been drawn here.
+
+    Returns:
+        The names of the parameters that it has filled.
+
+    Raises:
+        RotationError: a value depends on one that the parameter had before.
+    """
+    targets = _targets(model)
+    filled: set[str] = set()
+    with torch.random.fork_rng(devices=[]), _replaced(targets):
+        torch.default_generator.manual_seed(seed)
+        for path, module, init in _calls("", model, model._init_weights, _seen(model)):  # type: ignore[arg-type]
+            changed = _changed_by(init, module, targets)
+            wholes = [_whole(target) for target in changed]
+            init(module)
+            for target, whole in zip(changed, wholes, strict=True):
+                target.put(target.twin)
+                if target.is_first_in(path):
+                    _take_shard(target, whole.data)
+                    filled.add(target.name)
+    return filled
+
+
+def _targets(model: nn.Module) -> list[_Target]:
+    found: dict[nn.Parameter, _Target] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in found:
+                meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                found[parameter] = _Target(parameter, nn.Parameter(meta), [])
+            found[parameter].places.append((path, module, name))
+    _find_first(model, list(found.values()))
+    return list(found.values())
+
+
+def _find_first(model: nn.Module, targets: Sequence[_Target]) -> None:
+    """Note for each target which of its places are tied to the first one from the beginning."""
+    is_tied = any(len(target.places) > 1 for target in targets)
+    beginnings = _parameters_of_constructor(model) if is_tied else {}
+    for target in targets:
+        target.first.add(target.name)
+        first = beginnings.get(target.name)
+        names = [_joined(path, name) for path, _, name in target.places]
+        target.first.update(n for n in names if first is not None and beginnings.get(n) is first)
+
+
+def _parameters_of_constructor(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, on `meta`, of another model of the same configuration, before its ties.
+
+    Most models are tied after they were initialised, by a method `tie_weights`; the constructor of
+    some does it. None are returned where a configuration alone does not make the model.
+    """
+    cls: Any = next(c for c in type(model).__mro__ if "gyre_trainer." not in c.__module__)
+    without_init = next(
+        (
+            context
+            for each in cls.__mro__
+            if (context := getattr(sys.modules.get(each.__module__), "no_init_weights", None))
+        ),
+        nullcontext,
+    )
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), without_init():
+            made: nn.Module = cls(model.config)
+    except Exception:  # foreign code, that may take other arguments
+        return {}
+    return dict(made.named_parameters(remove_duplicate=False))
+
+
+@contextmanager
+def _replaced(targets: Sequence[_Target]) -> Iterator[None]:
+    """A context in which the twins are the model's parameters."""
+    for target in targets:
+        target.put(target.twin)
+    try:
+        yield
+    finally:
+        for target in targets:
+            target.put(target.parameter)
+
+
+def _seen(model: nn.Module) -> set[nn.Module] | None:
+    """Takes the modules that had their turn, where the library marks them; None without marks."""
+    return set() if callable(getattr(model, "_initialize_weights", None)) else None
+
+
+def _calls(
+    path: str, module: nn.Module, init: _Init, seen: set[nn.Module] | None
+) -> Iterator[tuple[str, nn.Module, _Init]]:
+    """The calls of `_init_weights`, in their order; a module that has its own uses that.
+
+    A module in several places is initialised once where there is a set for those ``seen``, as the
+    library does it, and else at each place, as `Module.apply` does.
+    """
+    init = getattr(module, "_init_weights", init)
+    for name, child in module.named_children():
+        yield from _calls(f"{path}.{name}".removeprefix("."), child, init, seen)
+    if seen is None or module not in seen:
+        if seen is not None:
+            seen.add(module)
+        yield path, module, init
+
+
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages of the tensors that operators write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+            if argument.is_write and isinstance(value, Tensor):
+                self.storages.add(value.untyped_storage()._cdata)
+        return func(*args, **kwargs or {})
+
+
+# Of `torch.nn.init`: they return a tensor on `meta` as it is, so nothing shows that it changes.
+_IDLE_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+
+
+@contextmanager
+def _writing_on_meta() -> Iterator[None]:
+    """A context in which all of `torch.nn.init` writes to tensors on `meta`, too."""
+    of_torch = {name: getattr(nn.init, name) for name in _IDLE_ON_META}
+    for name, function in of_torch.items():
+        setattr(nn.init, name, partial(_written_on_meta, function))
+    try:
+        yield
+    finally:
+        for name, function in of_torch.items():
+            setattr(nn.init, name, function)
+
+
+def _written_on_meta(
+    function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    return tensor.zero_() if tensor.is_meta else function(tensor, *args, **kwargs)
+
+
+def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> list[_Target]:
+    """The parameters that a call changes; found on `meta`, without random numbers."""
+    state = torch.get_rng_state()
+    before = [_storage(target) for target in targets]
+    with _Written() as written, _writing_on_meta():
+        try:
+            init(module)
+        except RuntimeError:  # `parameter.data = values` takes values of its own device alone
+            with torch.device("meta"):
+                init(module)
+    torch.set_rng_state(state)
+    replaced = [
+        t for t in targets for _, owner, n in t.places if owner._parameters[n] is not t.twin
+    ]
+    if replaced:
+        raise RotationError(
+            f"_init_weights puts another parameter in the place of {replaced[0].name}; "
+            "let it change the values in place"
+        )
+    return [  # `parameter.data = values` gives it another storage
+        target
+        for target, old in zip(targets, before, strict=True)
+        if _storage(target) != old or old in written.storages
+    ]
+
+
+def _storage(target: _Target) -> int:
+    return int(target.twin.untyped_storage()._cdata)
+
+
+def _whole(target: _Target) -> nn.Parameter:
+    """Memory for the whole parameter, in its place; NaN."""
+    whole = torch.full(target.parameter.shape, torch.nan, dtype=target.parameter.dtype)
+    parameter = nn.Parameter(whole)
+    target.put(parameter)
+    return parameter
+
+
+def _take_shard(target: _Target, whole: Tensor) -> None:
+    parameter = target.parameter
+    if not isinstance(parameter, DTensor):
+        local, own = parameter.data, whole
+    else:
+        local, own, place = parameter.to_local(), whole, place_of(parameter)
+        if place is not None:
+            own = whole.narrow(place.dim, place.start, place.stop - place.start)
+    if bool(own.isnan().any()):
+        raise RotationError(
+            f"_init_weights changes {target.name}, but not all of it, or by what it was before; "
+            "give the model a method inits()"
+        )
+    local.copy_(own)
+
+
+def make_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers that are on `meta`, as the constructors of their modules do.
+
+    So are other tensors that modules keep, but for parameters.
+
+    That takes a module whose constructor requires a `config` alone, as transformers' do: the one
+    with the buffer, or the nearest one around it. The configuration is the one that it keeps, or
+    else that of the nearest module around it.
+
+    Raises:
+        RotationError: a module is made in another way, or with another configuration; the message
+            names the buffer.
+    """
+    constructed: dict[str, nn.Module | Exception] = {}
+    for path, module in list(model.named_modules()):
+        kept = {**module._buffers, **vars(module)}
+        names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
+        if names:
+            name = f"{path}.{names[0]}".removeprefix(".")
+            _take_tensors(module, _made_again(model, path, name, constructed), device)
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _outwards(path: str) -> list[str]:
+    """The paths of a module and of those around it, the model's "" last."""
+    names = path.split(".") if path else []
+    return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+
+
+def _nearest_config(model: nn.Module, path: str) -> Any:
+    """The `config` of the module at ``path``, or of the nearest one around it; None without one."""
+    configs = (getattr(model.get_submodule(each), "config", None) for each in _outwards(path))
+    return next((config for config in configs if config is not None), None)
+
+
+def _made_again(
+    model: nn.Module, path: str, name: str, constructed: dict[str, nn.Module | Exception]
+) -> nn.Module:
+    """Another module like the one at ``path``, with buffers on the CPU.
+
+    Args:
+        model: the model.
+        path: of the module.
+        name: of its buffer, for messages.
+        constructed: by path, the modules that were made before, or why they cannot be.
+    """
+    module, failed = model.get_submodule(path), None
+    for around in _outwards(path):
+        if around not in constructed:
+            constructed[around] = _constructed(model, around)
+        made = constructed[around]
+        if isinstance(made, Exception):
+            failed = failed or made
+            continue
+        inside = path.removeprefix(around).removeprefix(".")
+        found: nn.Module | None = dict(made.named_modules(remove_duplicate=False)).get(inside)
+        # a module around it may have given it a buffer, as Falcon-H1's model does to its mixers
+        if (
+            found is not None
+            and _is_like(module, found)
+            and (_has_all(module, found) or not around)
+        ):
+            return found
+    reason = "" if failed is None else f" ({type(failed).__name__}: {failed})"
+    raise RotationError(
+        f"buffer {name} is on meta, and {_own_class(module).__name__} cannot be made again from "
+        f"the config that it, or a module around it, keeps. Create it on a real device{reason}"
+    )
+
+
+def _own_class(module: nn.Module) -> Any:
+    """The class without those that this package mixes in, which are made in it."""
+    return next(each for each in type(module).__mro__ if "gyre_trainer." not in each.__module__)
+
+
+def _constructed(model: nn.Module, path: str) -> nn.Module | Exception:
+    """Another module of the class and configuration of the one at ``path``, or why there is none.
+
+    It is on the CPU; its parameters are on `meta`. Random numbers that it draws are drawn again
+    later.
+    """
+    module, config = model.get_submodule(path), _nearest_config(model, path)
+    accepted = inspect.signature(_own_class(module)).parameters
+    required = {
+        parameter.name
+        for parameter in accepted.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    known = {"config": config, "layer_idx": getattr(module, "layer_idx", None)}
+    if not required <= known.keys() or "config" not in accepted or config is None:
+        return TypeError(f"{_own_class(module).__name__} takes {', '.join(accepted) or 'nothing'}")
+    arguments = {each: value for each, value in known.items() if each in accepted}
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        try:
+            made: nn.Module = _own_class(module)(**arguments)
+        except Exception as error:  # foreign code, with a config that may not be its own
+            return error
+    return made
+
+
+def _is_like(module: nn.Module, made: nn.Module) -> bool:
+    """Whether both have one class, one shape of each parameter, and equal numbers and texts."""
+    shapes = {each: parameter.shape for each, parameter in module.named_parameters()}
+    own = _plain_values(module)
+    return (
+        type(made) is _own_class(module)
+        and all(shapes.get(each, p.shape) == p.shape for each, p in made.named_parameters())
+        and all(own.get(each, value) == value for each, value in _plain_values(made).items())
+    )
+
+
+def _has_all(module: nn.Module, made: nn.Module) -> bool:
+    """Whether the second module has all buffers of the first one."""
+    return module._buffers.keys() <= made._buffers.keys()
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Numbers and texts that a module keeps: another one was made with another configuration."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str)) and name != "training"
+    }
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A context in which new modules have their parameters on `meta`, so that these cost nothing.
+
+    Memory that a constructor asks for is given back before anything is written to it.
+    """
+
+    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> None:
+    """Replace the tensors on `meta` that are no parameters; one object stays one object."""
+    moved: dict[int, Tensor] = {}
+
+    def taken(value: Tensor) -> Tensor:
+        if value.is_meta:
+            raise RotationError(
+                f"a buffer of {type(module).__name__} is on meta, and its constructor computes it "
+                "from parameters; create it on a real device"
+            )
+        return moved.setdefault(id(value), value.to(device))
+
+    for name, buffer in module._buffers.items():
+        if _is_on_meta(buffer):
+            found = made._buffers.get(name)
+            assert buffer is not None
+            if found is None or (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
+                raise RotationError(
+                    f"buffer {name} of {type(module).__name__} is on meta, and its constructor "
+                    f"now makes another one of that name. Create it on a real device."
+                )
+            module._buffers[name] = taken(found)
+    for name, value in vars(module).items():
+        if _is_on_meta(value) and isinstance(vars(made).get(name), Tensor):
+            vars(module)[name] = taken(vars(made)[name])
+
+
+# Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
+# makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
+# generator per cell.
+_CELL = 256
+
+_Cell = npt.NDArray[np.float64]
+
+
+class Init(Protocol):
+    """The distribution of a parameter's entries."""
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """The entries of one cell, float64 of that shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """A normal distribution with mean 0."""
+
+    std: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """The entries of one cell."""
+        cell = generator.standard_normal(shape)
+        cell *= self.std
+        return cell
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """The uniform distribution on [-bound, bound)."""
+
+    bound: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """The entries of one cell."""
+        return generator.uniform(-self.bound, self.bound, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same value for all entries."""
+
+    value: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """The entries of one cell."""
+        return np.full(shape, self.value)
+
+
+@runtime_checkable
+class HasInits(Protocol):
+    """A model or layer that says how its parameters are initialised."""
+
+    def inits(self) -> Mapping[str, Init]:
+        """Distributions by the names that `named_parameters` gives."""
+        ...
+
+
+def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
+    """Give every parameter its initial value in place, and memory first where it is on `meta`.
+
+    The values depend on the seed and on each parameter's name and shape alone: not on the number of
+    ranks, and not on whether the parameter is rotated. Distributions are those of the model's
+    ``inits()``, else those that torch gives each layer. A model with a method `_init_weights`, as
+    transformers' are, gets the very values of that method after `torch.manual_seed(seed)` on the
+    CPU, and each rank holds one module's parameters whole at a time. Buffers on `meta` are made by
+    the constructors of their modules, where these take a `config` alone: their own, or that of
+    the nearest module around them.
+
+    Args:
+        model: rotated or not.
+        seed: in [0, 2^64).
+        device: where parameters on `meta` that are not rotated go, and buffers; rotated ones stay
+            on the mesh's device.
+
+    Raises:
+        RotationError: a parameter has no distribution, or a buffer on `meta` cannot be made; the
+            message names it. Or the ranks of a rotated model have different seeds.
+
+    Example:
+        with torch.device("meta"):
+            model = MyModel()
+        rotate_all(model, mesh=make_mesh("cuda"))
+        materialize(model, seed=0, device="cuda")
+    """
+    _require_one_seed(model, seed)
+    allocate(model, torch.device(device))
+    filled: set[str] = set()
+    if isinstance(model, HasInits):
+        inits = model.inits()
+    else:
+        inits = torch_inits(model)
+        if has_own_init(model):
+            filled = fill_by_own_init(model, seed=seed)
+    for name, parameter in model.named_parameters():
+        if name in filled:
+            continue
+        if name not in inits:
+            raise RotationError(
+                f"parameter {name} has no initial distribution; give the model a method inits()"
+            )
+        fill(parameter, inits[name], seed=seed, name=name)
+    _clear_padding(model, {p for name, p in model.named_parameters() if name in filled})
+    note_rewritten(model.parameters())
+
+
+def _require_one_seed(model: nn.Module, seed: int) -> None:
+    """Refuse different seeds on the ranks of a rotated model, whose shards would not fit together.
+
+    Collective.
+    """
+    meshes = (each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    mesh = next(meshes, None)
+    halves = divmod(seed, 2**32)
+    if mesh is None:
+        return
+    extremes = torch.tensor([halves, [-each for each in halves]], device=mesh.device_type)
+    with collective("comparing the seeds of materialize"):
+        for group in groups_of(mesh):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if isinstance(extremes, FakeTensor) or not extremes.sum(0).any():
+        return  # a dry run has no other ranks
+    raise RotationError(
+        f"materialize got the seed {seed} on rank {dist.get_rank()} and another one on another "
+        "rank, so the shards would be of different models. Pass the same seed on all ranks."
+    )
+
+
+@torch.no_grad()
+def _clear_padding(model: nn.Module, filled: Collection[nn.Parameter]) -> None:
+    """Set the padding rows of embeddings to zero, as torch does; those ``filled`` stay as made."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module.weight in filled:
+            continue
+        if module.padding_idx is not None:
+            local, first, _ = _local_shard(module.weight, name)
+            local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on `meta` memory, and compute buffers; tied parameters stay tied.
+
+    Raises:
+        RotationError: a buffer on `meta` cannot be made; the message names it.
+    """
+    make_buffers(model, device)
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    for path, child in model.named_modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                if parameter not in real:
+                    note_replaced(parameter, f"{path}.{name}".removeprefix("."))
+                    real[parameter] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
+                setattr(child, name, real[parameter])
+
+
+def torch_inits(model: nn.Module) -> dict[str, Init]:
+    """The distributions of `inits()`, or of torch's `reset_parameters` for known layers."""
+    inits: dict[str, Init] = {}
+    for path, module in model.named_modules():  # outer modules first: they take precedence
+        for name, init in _inits_of(module).items():
+            inits.setdefault(f"{path}.{name}".removeprefix("."), init)
+    return inits
+
+
+def _inits_of(module: nn.Module) -> Mapping[str, Init]:
+    match module:
+        case HasInits():
+            return module.inits()
+        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            fan_in = prod(module.weight.shape[1:])
+            return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))
+        case nn.Embedding():
+            return {"weight": Normal(1.0)}
+        case (
+            nn.LayerNorm()
+            | nn.RMSNorm()
+            | nn.GroupNorm()
+            | nn.BatchNorm1d()
+            | nn.BatchNorm2d()
+            | nn.BatchNorm3d()
+        ):
+            return {"weight": Constant(1.0), "bias": Constant(0.0)}
+        case nn.MultiheadAttention():
+            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+            weights = {name: getattr(module, name) for name in names}
+            bounds = {
+                name: Uniform(sqrt(6 / sum(weight.shape)))
+                for name, weight in weights.items()
+                if weight is not None
+            }
+            return {**bounds, "in_proj_bias": Constant(0.0), "out_proj.bias": Constant(0.0)}
+        case _:
+            return {}
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
+    """Fill this rank's shard of a parameter, cell by cell."""
+    rows, columns = parameter.shape[0], prod(parameter.shape[1:])
+    local, row_start, column_start = _local_shard(parameter, name)
+    matrix = local.view(local.shape[0], prod(local.shape[1:]))
+    cell_of = _cells(init, (rows, columns), seed, name)
+    for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
+        for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
+            _copy_cell(
+                torch.from_numpy(cell_of(row, column)),
+                matrix,
+                row * _CELL - row_start,
+                column * _CELL - column_start,
+            )
+
+
+def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
+    """Copy the part of a cell that lies inside ``matrix``; (top, left) is the cell's corner."""
+    target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
+    inside = cell[max(-top, 0) :, max(-left, 0) :]
+    target.copy_(inside[: target.shape[0], : target.shape[1]])
+
+
+def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
+    """A function from (row, column) to that cell; cells at the far edges are smaller."""
+    key = np.frombuffer(
+        blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(),
+        dtype=np.uint64,
+    )
+
+    def cell(row: int, column: int) -> _Cell:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, column, row]))
+        return init.draw(
+            generator, (min(_CELL, shape[0] - row * _CELL), min(_CELL, shape[1] - column * _CELL))
+        )
+
+    return cell
+
+
+def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
+    """This rank's shard of a parameter, and its first row and column in the whole as a matrix."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0, 0
+    place = place_of(parameter)
+    if place is None:
+        return parameter.to_local(), 0, 0
+    if place.dim == 0:
+        return parameter.to_local(), place.start, 0
+    if prod(parameter.shape[1 : place.dim]) > 1:
+        raise RotationError(
+            f"parameter {name} is cut along dim {place.dim} of {tuple(parameter.shape)}; "
+            "its shards must be ranges of rows or of columns"
+        )
+    return parameter.to_local(), 0, place.start * prod(parameter.shape[place.dim + 1 :])
