@@ -4,7 +4,9 @@
 
 On a CPU it runs at toy size. A rank of N is simulated: the ring's neighbours are this process, and
 a hop copies a buffer on a stream of its own. Such a copy is faster than any link between GPUs, but
-it takes memory bandwidth, and kernels wait for it as they would for NCCL's.
+it takes memory bandwidth, and kernels wait for it as they would for NCCL's. Buffers are filled
+with values as weights have them, so kernels take the time that they take in training. The last
+table is of whole steps: embedding, blocks, head with its loss, and AdamW.
 """
 
 import argparse
@@ -12,80 +14,94 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from unittest.mock import patch
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.buffer_pool import BufferPool, with_room
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Direction, Hop, Ring
-from gyre_trainer.comm.transport import Stream
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.transport import Leg, Stream, Work
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
-from gyre_trainer.rotate import rotate, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from gyre_trainer.training.models.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.rtp.workloads import Model, Workload, make_batch
+
 _NUM_ROUNDS = 10
+_WEIGHT_STD = 0.02
 # Sixteen key/value heads, not eight: as many as the largest number of ranks, so that every slice is
 # of heads.
 _LLAMA_BLOCK = GPTConfig(128_256, 1, 4096, 32, 16, 14_336, 4096, norm="layer")
 _TOY_BLOCK = GPTConfig(64, 1, 64, 4, 4, 128, 32, norm="layer")
+_LLAMA_STEP = Workload(replace(_LLAMA_BLOCK, num_layers=4))
+_TOY_STEP = Workload(replace(_TOY_BLOCK, num_layers=2))
 
 
-class CopyHop(Hop):
-    """A hop that is a copy on another stream.
+class CopyTransport:
+    """Hops by copies on another stream; without ``hops`` nothing moves.
 
     Waiting holds up the current stream, as NCCL's does.
     """
 
-    def __init__(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        stream: torch.cuda.Stream | None,
-        ring: Ring,
-    ) -> None:
-        super().__init__((), ring, 0, {})
-        self._arrived: torch.cuda.Event | None = None
-        size = min(outgoing.numel(), incoming.numel())
-        if stream is None:
-            incoming[:size].copy_(outgoing[:size])
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            incoming[:size].copy_(outgoing[:size])
-            self._arrived = stream.record_event()
+    moves = True
+
+    def __init__(self, device: torch.device, *, hops: bool) -> None:
+        self._hops = hops
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+        if not self._hops:
+            return []
+        if self._stream is None:
+            _copy(legs)
+            return [(_Copied(None), "copying")]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            _copy(legs)
+            return [(_Copied(self._stream.record_event()), "copying")]
+
+    def give_up(self) -> None: ...
+
+
+def _copy(legs: Sequence[Leg]) -> None:
+    """Copy sent tensors to received ones, as far as they fit."""
+    incoming = [leg.tensor.view(-1) for leg in legs if leg.arrives]
+    outgoing = [leg.tensor.view(-1) for leg in legs if not leg.arrives]
+    for target, source in zip(incoming, outgoing, strict=False):
+        size = min(target.numel(), source.numel())
+        target[:size].copy_(source[:size])
+
+
+@dataclass(frozen=True)
+class _Copied:
+    arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
+        if self.arrived is not None:
+            self.arrived.wait()
+
+
+def _filled(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    buffer = with_room(numel, dtype, device, is_scratch=True)
+    return buffer.normal_(std=_WEIGHT_STD) if dtype.is_floating_point else buffer.zero_()
 
 
 @contextmanager
 def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Iterator[None]:
-    """A context in which this process is rank 0 of a ring.
+    """A context in which this process is rank 0 of a ring whose slices are all equally large.
 
     Without ``hops`` nothing is moved, so that the difference is the cost of hops.
     """
-    stream = torch.cuda.Stream() if device.type == "cuda" and hops else None  # type: ignore[no-untyped-call]
-
-    def shift(
-        ring: Ring,
-        outgoing: Tensor,
-        incoming: Tensor,
-        direction: Direction,
-        kind: Stream,
-        identity: int = 0,
-    ) -> Hop:
-        return CopyHop(outgoing, incoming, stream, ring) if hops else Hop((), ring, 0, {})
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        with patch.object(Ring, "shift", shift):
-            yield
+        ring = ring_of(make_mesh(device.type))
+        ring.transport, ring.pool = CopyTransport(device, hops=hops), BufferPool(_filled)
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -213,6 +229,42 @@ def cross_entropy_table(
     ]
 
 
+def steps_table(
+    workload: Workload, tokens: Sequence[int], ranks: Sequence[int], device: torch.device
+) -> list[str]:
+    """Whole steps with recomputation by block: with hops, and relative to those without."""
+    lines = [
+        "| tokens | ranks | step, ms | hops exposed | peak, MiB |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for num_tokens in tokens:
+        for num_ranks in ranks:
+            moving, still = (
+                step_cost(workload.with_tokens(num_tokens), num_ranks, device, hops=hops)
+                for hops in (True, False)
+            )
+            cells = f"{moving.ms:.2f} | {moving.ms / still.ms - 1:+.1%} | {moving.peak}"
+            lines.append(f"| {num_tokens} | {num_ranks} | {cells} |")
+    return lines
+
+
+def step_cost(workload: Workload, num_ranks: int, device: torch.device, *, hops: bool) -> Cost:
+    """A step of AdamW on this rank's tokens."""
+    with simulated_ring(num_ranks, device, hops=hops):
+        model = Model(workload).to(device, workload.dtype)
+        policy = RotationPolicy(recompute="block")
+        rotate_all(model, mesh=make_mesh(device.type), policy=policy, min_numel=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        batch = make_batch(workload, 1, device)
+
+        def step() -> None:
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return cost(step, device)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,12 +277,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(torch.cuda.get_device_name(), "\n")
         tokens = [2**power for power in range(10, 16)]
         print("\n".join(slices_table(_LLAMA_BLOCK, tokens, (2, 4, 8, 16), device)), "\n")
-        print("\n".join(cross_entropy_table(4096, 128_256, 8192, 8, device)))
+        print("\n".join(cross_entropy_table(4096, 128_256, 8192, 8, device)), "\n")
+        print("\n".join(steps_table(_LLAMA_STEP, [4096, 16_384], (2, 4, 8), device)))
         return
     torch.set_num_threads(1)
     print("a CPU: toy sizes, to show that it runs\n")
     print("\n".join(slices_table(_TOY_BLOCK, [32, 64], (2, 4), device)), "\n")
-    print("\n".join(cross_entropy_table(32, 512, 64, 4, device)))
+    print("\n".join(cross_entropy_table(32, 512, 64, 4, device)), "\n")
+    print("\n".join(steps_table(_TOY_STEP, [32], (2, 4), device)))
 
 
 if __name__ == "__main__":

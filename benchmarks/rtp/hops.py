@@ -1,4 +1,4 @@
-"""The cost of a hop: CPU time per MiB, through gloo and shared memory, beside an all-reduce.
+"""The cost of a hop: CPU time per MiB, of bare transfers of gloo and of a ring, and an all-reduce.
 
 python -m benchmarks.rtp.hops
 """
@@ -33,13 +33,13 @@ def costs() -> dict[str, Cost]:
     here, there = torch.randn(2, _TOTAL_MIB * _MIB // 4).unbind()
     found = {"a copy in memory": _cost(lambda: there.copy_(here))}
     for size in _SIZES_MIB:
-        found[f"hops of {size:g} MiB on gloo"] = _cost(
+        found[f"bare transfers of {size:g} MiB on gloo"] = _cost(
             partial(_hops, here, there, int(size * _MIB) // 4)
         )
     ring = ring_of(make_mesh("cpu"))
     for size in _SIZES_MIB:
-        found[f"hops of {size:g} MiB through shared memory"] = _cost(
-            partial(_shared_hops, ring, here, int(size * _MIB) // 4)
+        found[f"hops of {size:g} MiB"] = _cost(
+            partial(_ring_hops, ring, here, int(size * _MIB) // 4)
         )
     found["all-reduces of 27 MiB"] = _cost(
         lambda: [dist.all_reduce(part) for part in there.chunk(2)]
@@ -59,7 +59,7 @@ def _hops(here: Tensor, there: Tensor, numel: int) -> None:
             work.wait()
 
 
-def _shared_hops(ring: Ring, here: Tensor, numel: int) -> None:
+def _ring_hops(ring: Ring, here: Tensor, numel: int) -> None:
     """The same as `_hops`, in the way of a rotation."""
     for outgoing in torch.split(here, numel):
         incoming = ring.pool.take(numel, here.dtype, here.device)

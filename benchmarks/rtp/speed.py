@@ -2,11 +2,9 @@
 
     python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
 
-Contenders take turns in the same processes, round by round. Gyre has three more turns. In the
-first, the computing thread makes the hops' copies while it waits for them, so nothing travels while
-a slice computes. In the second, hops go through the process group, as they do between hosts and as
-the other contenders' messages do. In the third, hops are left out: the difference is their cost.
-The narrow shape has next to nothing to compute, so its time is Python's.
+Contenders take turns in the same processes, round by round. Gyre has one more turn, in which hops
+are left out: the difference is their cost. The narrow shape has next to nothing to compute, so its
+time is Python's.
 """
 
 import argparse
@@ -24,7 +22,6 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS
 from gyre_trainer.comm.ring import Direction, Hop, Ring
-from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import Stream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,9 +38,7 @@ _NUM_WARM_UP_STEPS = 3
 class Hops(StrEnum):
     """How buffers get to the next rank."""
 
-    SHARED = ""
-    WAITED_FOR = ", hops while it waits"
-    GROUP = ", hops in the process group"
+    MADE = ""
     LEFT_OUT = ", its hops left out"
 
 
@@ -52,7 +47,7 @@ class Turn:
     """One contender's turn. Without hops, Gyre computes as much on whatever its buffers contain."""
 
     contender: Contender
-    hops: Hops = Hops.SHARED
+    hops: Hops = Hops.MADE
 
     @property
     def label(self) -> str:
@@ -74,7 +69,7 @@ def _turns(*, recompute: bool) -> list[Turn]:
     contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
     return [
         *map(Turn, contenders),
-        *(Turn(contenders[-1], hops) for hops in Hops if hops is not Hops.SHARED),
+        Turn(contenders[-1], Hops.LEFT_OUT),
     ]
 
 
@@ -118,17 +113,9 @@ def hopping(hops: Hops) -> AbstractContextManager[object]:
         stream: Stream,
         identity: int = 0,
     ) -> Hop:
-        return Hop((), ring, 0, {})
+        return Hop((), ring)
 
-    match hops:
-        case Hops.LEFT_OUT:
-            return patch.object(Ring, "shift", stay)
-        case Hops.WAITED_FOR:
-            return patch.object(transport, "CopyThread", lambda due_copies, links: None)
-        case Hops.GROUP:
-            return patch.object(transport, "connect_neighbours", lambda group, timeout: {})
-        case Hops.SHARED:
-            return nullcontext()
+    return patch.object(Ring, "shift", stay) if hops is Hops.LEFT_OUT else nullcontext()
 
 
 def take_step(

@@ -41,7 +41,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         config = options.read(options)
         if not options.be_rank:
             _print(options.show(config, options))
-            return 0
+            return int(getattr(options, "status", 0))
         config.require_divisible(options.nproc)
         options.prepare(config, options)
     except TrainError as error:
@@ -110,8 +110,15 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
+        _abort_rings()
         os._exit(status)
     return 0
+
+
+def _abort_rings() -> None:
+    """Abort the process groups of this rank's rings, so that hops on a device end."""
+    if registry := sys.modules.get("gyre_trainer.comm.ring_registry"):
+        registry.abort_all()
 
 
 def _one_line(error: Exception) -> str:

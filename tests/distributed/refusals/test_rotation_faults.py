@@ -5,15 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.shared_memory import transport
-from gyre_trainer.comm.shared_memory.link import Link
+from gyre_trainer.comm.ring import Hop
 from gyre_trainer.errors import RingError
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
@@ -26,17 +24,8 @@ TIMEOUT_S = 2.0
 CULPRIT = 1
 
 
-def told_when_one(fails_by: str, reach: str) -> tuple[str | None, str | None]:
+def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     """This rank's errors when one rank does not take part in a step, and at a second try."""
-    with (
-        patch.object(transport, "connect_neighbours", lambda group, timeout: {})
-        if reach == "group"
-        else nullcontext()
-    ):
-        return _told_when_one(fails_by)
-
-
-def _told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     mesh = DeviceMesh.from_group(
         dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), "cpu", mesh_dim_names=("rotate",)
     )
@@ -60,7 +49,7 @@ def _told_when_one(fails_by: str) -> tuple[str | None, str | None]:
 def _fail(by: str, store: Store, step: Callable[[], object]) -> None:
     match by:
         case "dies in a hop":
-            with patch.object(Link, "_copy", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            with patch.object(Hop, "wait", lambda _: os.kill(os.getpid(), signal.SIGKILL)):
                 step()
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,21 +69,20 @@ def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("fails_by", "num_ranks", "reach", "symptom"),
+    ("fails_by", "num_ranks", "symptom"),
     [
-        ("dies", 2, "memory", "no sign of life within 5 s"),
-        ("dies", 3, "memory", "no sign of life within 5 s"),
-        ("dies", 3, "group", "no sign of life within 5 s"),
-        ("dies in a hop", 3, "memory", "no sign of life within 5 s"),
-        ("is stopped", 3, "memory", "no sign of life within 5 s"),
-        ("stands still", 2, "group", "alive, but it stands still"),
-        ("stands still", 4, "memory", "alive, but it stands still"),
+        ("dies", 2, "no sign of life within 5 s"),
+        ("dies", 3, "no sign of life within 5 s"),
+        ("dies in a hop", 3, "no sign of life within 5 s"),
+        ("is stopped", 3, "no sign of life within 5 s"),
+        ("stands still", 2, "alive, but it stands still"),
+        ("stands still", 4, "alive, but it stands still"),
     ],
 )
 def test_every_rank_names_the_one_at_fault(
-    ranks: StartRanks, fails_by: str, num_ranks: int, reach: str, symptom: str
+    ranks: StartRanks, fails_by: str, num_ranks: int, symptom: str
 ) -> None:
-    told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by, reach)
+    told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by)
     assert told.pop(CULPRIT) is None
     others = [rank for rank in range(num_ranks) if rank != CULPRIT]
     for rank, messages in zip(others, told, strict=True):

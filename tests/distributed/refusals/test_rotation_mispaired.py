@@ -1,6 +1,6 @@
 """Ranks that call different modules are told so at once; unused experts take part all the same."""
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.identity import HopIdentity
-from gyre_trainer.comm.shared_memory import transport
-from gyre_trainer.comm.transport import group_of_processes
 from gyre_trainer.errors import RingError, RotationError
 from gyre_trainer.rotate import ReadRule, rotate_all
 from torch import Tensor, nn
@@ -29,25 +27,21 @@ class Reads(nn.Linear):
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)
+        # each of 3 ranks has a shard
+        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, num_features)
         self.reads_one, self.reads_other = Reads(4, 4), Reads(4, 4)
 
 
-def told_when_ranks_differ(reach: str, when: str) -> str:
+def told_when_ranks_differ(num_features: int, works: str, when: str) -> str:
     torch.manual_seed(0)
-    with ExitStack() as context:
-        if reach != "memory":
-            context.enter_context(
-                patch.object(transport, "connect_neighbours", lambda group, timeout: {})
-            )
-        if reach == "group, one work a batch":
-            context.enter_context(patch.object(dist, "batch_isend_irecv", _as_one_work))
+    joins = works == "one work a batch"
+    with patch.object(dist, "batch_isend_irecv", _as_one_work) if joins else nullcontext():
         mesh = DeviceMesh.from_group(
             dist.new_group(timeout=timedelta(seconds=60)), "cpu", mesh_dim_names=("rotate",)
         )
-        pair = Pair()
+        pair = Pair(num_features)
         rotate_all(pair, mesh=mesh, rules={Reads: ReadRule()})
         text = _told(pair, when)
         dist.barrier()  # a rank that ends at once could be missed before the difference is seen
@@ -89,16 +83,19 @@ def _told(pair: Pair, when: str) -> str:
 
 @pytest.mark.parametrize("when", ["forward", "backward", "read"])
 @pytest.mark.parametrize(
-    ("num_ranks", "reach"),
+    ("num_ranks", "num_features", "works"),
     [
-        *((2, "memory"), (3, "memory"), (2, "group"), (3, "group")),
-        (3, "group, one work a batch"),
+        (2, 6, "one work a tensor"),
+        (3, 6, "one work a tensor"),
+        (3, 6, "one work a batch"),
+        (2, 15, "one work a tensor"),
+        (3, 15, "one work a tensor"),
     ],
 )
 def test_ranks_that_call_different_modules_are_told_which(
-    ranks: StartRanks, num_ranks: int, reach: str, when: str
+    ranks: StartRanks, num_ranks: int, num_features: int, works: str, when: str
 ) -> None:
-    told = ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when)
+    told = ranks(num_ranks).run_to_the_end(told_when_ranks_differ, num_features, works, when)
     kind, when = ("reads_", "forward") if when == "read" else ("", when)
     step = f"({when}, step 1 of round 0)"
     others = [f"rank {rank} calls {kind}one {step}" for rank in range(1, num_ranks)]
@@ -133,22 +130,6 @@ def evaluated_on_the_first_rank() -> str:
 def test_an_evaluation_on_one_rank_alone_names_the_command(ranks: StartRanks) -> None:
     for message in ranks(2).run_to_the_end(evaluated_on_the_first_rank):
         assert "call the model on all ranks, or use gyre-train eval" in message, message
-
-
-def sum_between_processes() -> list[float]:
-    """The sum of the ranks' numbers, by the group that a group of devices alone gets."""
-    of_devices = dist.new_group([0, 2], backend="cuda:gloo", use_local_synchronization=True)
-    if dist.get_rank() == 1:
-        return []
-    words = group_of_processes(of_devices)
-    assert group_of_processes(words) is words
-    total = torch.tensor([float(dist.get_rank() + 1)])
-    dist.all_reduce(total, group=words)
-    return [*dist.get_process_group_ranks(words), total.item()]
-
-
-def test_identities_go_between_processes_where_tensors_do_not(ranks: StartRanks) -> None:
-    assert ranks(3).run(sum_between_processes) == [[0, 2, 4.0], [], [0, 2, 4.0]]
 
 
 @pytest.mark.parametrize("number", [0, 1, 77, 2**20 - 1])

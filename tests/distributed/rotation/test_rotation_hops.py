@@ -1,15 +1,8 @@
-"""Hops through shared memory and the process group move the same bits and as many bytes."""
+"""Hops come to their end while a rank computes, and all checks hold where hops are late."""
 
-import gc
-import logging
-import os
-import socket
-import threading
 import time
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from unittest.mock import patch
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,105 +10,15 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS
 from gyre_trainer.comm.ring import Direction
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.step_checks import StepChecks
 from gyre_trainer.comm.transport import Stream
-from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.rotate import rotate
-from gyre_trainer.rotation.rule import RotationPolicy
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotate import rotate_all
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.distributed import training
 from tests.distributed.conftest import StartRanks
 from tests.distributed.gloo_ranks import HOP_TIMEOUT_S
-from tests.distributed.training import UNEVEN, Outcome, Variant, train_rotated
-
-NUM_STEPS = 3
-VARIANTS = [
-    Variant(),
-    Variant(
-        UNEVEN,
-        RotationPolicy(compute_dtype=torch.bfloat16, recompute="block"),
-        dtype=torch.float32,
-        num_parts=2,
-    ),
-]
-_connect_neighbours = transport.connect_neighbours
-
-
-class Said(logging.Handler):
-    """Collects the lines that the transport logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
-    """Connect neighbours as if only some of them were on one host.
-
-    ``reach`` is "all"; "some": ranks 0 and 1, in one direction; "none"; or "refused": rank 1 gets
-    no memory that can be shared.
-    """
-    if reach == "refused" and dist.get_rank() == 1:
-        with patch.object(os, "memfd_create", side_effect=PermissionError("memfd_create")):
-            return _connect_neighbours(group, timeout)
-    found = _connect_neighbours(group, timeout)
-    kept = {"some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}.get(reach, (1, -1))
-    for offset in found.keys() - set(kept):
-        found.pop(offset).close()
-    return found
-
-
-def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
-    """The outcome of a short training on this rank, and the lines that its transport logged."""
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
-    said, log = Said(), logging.getLogger(transport.__name__)
-    log.setLevel(logging.INFO)
-    log.addHandler(said)
-    with (
-        patch.object(
-            transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)
-        ),
-        patch.object(training, "make_mesh", lambda device_type, replicate: mesh),
-    ):
-        outcome = train_rotated(variant, NUM_STEPS)
-    log.removeHandler(said)
-    return outcome, said.lines
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_hops_through_memory_and_through_the_group_give_the_same_bits(
-    ranks: StartRanks, num_ranks: int, variant: Variant
-) -> None:
-    told = {
-        reach: ranks(num_ranks).run(trained, variant, reach)
-        for reach in ("none", "all", "some", "refused")
-    }
-    for (plain, _), *others in zip(*told.values(), strict=True):
-        for outcome, _ in others:
-            assert outcome.losses == plain.losses
-            assert outcome.bytes_sent == plain.bytes_sent
-            assert all(
-                torch.equal(outcome.parameters[name], plain.parameters[name])
-                for name in plain.parameters
-            )
-    for rank in range(num_ranks):
-        hops = f"rank {rank}: hops go "
-        assert told["all"][rank][1] == [hops + "through memory that is shared with both neighbours"]
-        assert told["none"][rank][1] == [
-            hops + "through the process group: memory can be shared with no neighbour"
-        ]
-    assert told["refused"][1][1] == told["none"][1][1]
-    assert (told["refused"][0][1] == told["none"][0][1]) == (num_ranks == 2)
-    memory, group = (
-        "memory that is shared with the next rank",
-        "the process group with the one before",
-    )
-    assert told["some"][0][1] == [f"rank 0: hops go through {memory}, and through {group}"]
 
 
 def carried(stream: Stream, direction: Direction) -> bool:
@@ -148,76 +51,57 @@ def test_a_hop_comes_to_its_end_while_the_slice_computes(ranks: StartRanks, num_
         assert all(ranks(num_ranks).run(carried, stream, direction))
 
 
-def kept(*, by: str) -> list[list[int]]:
-    """The counts of `of_hops` before a ring exists, while it does, and after its owner is gone."""
-    gc.collect()
-    counts = [of_hops()]
+class Deferring(StepChecks):
+    """Compares nothing before `read`, as for a device that the host does not wait for."""
+
+    def require(self, number: Tensor, expected: int, fail: Any) -> None:
+        self.note(number, expected, fail)
+
+
+class TwoNorms(nn.Module):
+    """A layer that rotates and two norms that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.norms = nn.ModuleList((nn.LayerNorm(6), nn.LayerNorm(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        for norm in self.norms:
+            x = norm(x)
+        return x
+
+
+def refused_before_the_step(frozen: Sequence[str]) -> tuple[str, str]:
+    """What backward and the optimizer's step say where rank 0 alone freezes parameters."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
-    if by == "model":  # torch keeps the mesh then, in its caches, and with it the group
-        model = rotate(MLP(4, 8), mesh=mesh)
-        model(torch.ones(2, 4)).sum().backward()
-        counts.append(of_hops()[:1])
-        del model, mesh
-        gc.collect()
-        return [counts[0][:1], counts[1], of_hops()[:1]]
     ring = ring_of(mesh)
-    outgoing, incoming = (ring.pool.take(8, torch.float32, torch.device("cpu")) for _ in range(2))
-    ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS).wait()
-    counts.append(of_hops())
-    dist.destroy_process_group(mesh.get_group())
-    del mesh, ring, outgoing, incoming
-    gc.collect()
-    return [*counts, of_hops()]
+    ring.checks = Deferring()
+    torch.manual_seed(0)
+    model = TwoNorms()
+    rotate_all(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = ["", ""]
+    if dist.get_rank() == 0:
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+
+    def backward() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    for place, act in enumerate((backward, optimizer.step)):
+        try:
+            act()
+        except RotationError as error:
+            said[place] = str(error)
+    return said[0], said[1]
 
 
-def of_hops() -> list[int]:
-    """Numbers of copying threads, of mapped memory files, and of open descriptors of both."""
-    kinds = "memfd:gyre", "eventpoll"
-    targets = [
-        str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
-    ]
-    return [
-        sum(thread.name == "gyre hops" for thread in threading.enumerate()),
-        Path("/proc/self/maps").read_text().count("/memfd:gyre"),
-        sum(any(kind in target for kind in kinds) for target in targets),
-    ]
-
-
-@pytest.mark.parametrize("by", ["ring", "model"])
-def test_nothing_is_left_of_a_ring_that_is_gone(ranks: StartRanks, by: str) -> None:
-    for before, meanwhile, after in ranks(2).run(partial(kept, by=by)):
-        assert after == before
-        assert all(more > less for more, less in zip(meanwhile, before, strict=True))
-
-
-def names_of_sockets(inodes: set[str]) -> set[str]:
-    """The names of this host's Unix sockets that have one of these inodes."""
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {row[7] for row in rows if len(row) > 7 and row[6] in inodes}
-
-
-def left_open() -> tuple[int, set[str]]:
-    """The number of mapped memory files after a step, and the names of this rank's sockets."""
-    gc.collect()
-    train_rotated(Variant(), 1)
-    files = {
-        line.split()[4]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/memfd:gyre" in line
-    }
-    targets = [
-        str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
-    ]
-    inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
-    return len(files), {name for name in names_of_sockets(inodes) if "gyre-" in name}
-
-
-def test_nothing_is_left_of_ranks_that_were_killed(ranks: StartRanks) -> None:
-    started = ranks(3)
-    told = started.run(left_open)
-    names = set().union(*(names for _, names in told))
-    assert all(num_files > 0 for num_files, _ in told)
-    assert names  # accepted connections keep the name of the socket that listened
-    started.end()
-    assert not [name for name in names if name in Path("/proc/net/unix").read_text()]
-    assert not [each for each in Path("/dev/shm").iterdir() if "gyre" in each.name]
+def test_guards_of_a_device_refuse_before_the_optimizers_step(ranks: StartRanks) -> None:
+    for in_backward, in_step in ranks(2).run(refused_before_the_step, ()):
+        assert in_backward == in_step == ""
+    frozen = ("norms.0.weight",)
+    for in_backward, in_step in ranks(2).run_to_the_end(refused_before_the_step, frozen):
+        assert in_backward == ""
+        assert "trains on 1 of 2 ranks" in in_step

@@ -1,11 +1,9 @@
 """An embedding sends the rows of its tokens: exact, repeatable, and no more bytes than these."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.distributed as dist
 from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
@@ -164,20 +161,15 @@ def test_rows_travel_in_bfloat16_and_add_up_in_float32(ranks: StartRanks) -> Non
         assert seen.counted == [head + 2 * (rows + 4)] * 2
 
 
-def told_when_ranks_differ(reach: str, when: str) -> str:
+def told_when_ranks_differ(when: str) -> str:
     torch.manual_seed(0)
-    with ExitStack() as context:
-        if reach == "group":
-            context.enter_context(
-                patch.object(transport, "connect_neighbours", lambda group, timeout: {})
-            )
-        group = dist.new_group(timeout=timedelta(seconds=60))
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
-        tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
-        tables["layer"] = nn.Linear(4, 30)
-        rotate_all(tables, mesh=mesh, policy=RotationPolicy())
-        told = _told(tables, when)
-        dist.barrier()  # a rank that ends at once could be missed before the difference is seen
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
+    tables = nn.ModuleDict({"one": nn.Embedding(30, 4), "other": nn.Embedding(30, 4)})
+    tables["layer"] = nn.Linear(4, 30)
+    rotate_all(tables, mesh=mesh, policy=RotationPolicy())
+    told = _told(tables, when)
+    dist.barrier()  # a rank that ends at once could be missed before the difference is seen
     return told
 
 
@@ -197,17 +189,13 @@ def _told(tables: nn.ModuleDict, when: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "reach", "when"),
-    [
-        *product((2, 3), ("memory", "group"), ("forward", "backward")),
-        (3, "memory", "a layer's"),
-    ],
+    ("num_ranks", "when"), [*product((2, 3), ("forward", "backward")), (3, "a layer's")]
 )
 def test_ranks_that_look_up_in_different_tables_are_told_which(
-    ranks: StartRanks, num_ranks: int, reach: str, when: str
+    ranks: StartRanks, num_ranks: int, when: str
 ) -> None:
     first = "layer (forward" if when == "a layer's" else f"other ({when}"
-    for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, reach, when):
+    for message in ranks(num_ranks).run_to_the_end(told_when_ranks_differ, when):
         assert f"rank 0 calls {first}" in message
         assert "calls one (" in message
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate
@@ -269,25 +268,28 @@ def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
         assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
 
 
-def what_a_model_leaves() -> tuple[int, bool, int, bool]:
-    """The transient buffers and the norm's weight that exist with a model, and after it is gone."""
+def what_a_model_leaves() -> list[tuple[bool, ...]]:
+    """Whether ring, buffer and the norm's weight exist with a model, and after it is gone."""
     gc.collect()
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
     mlp(torch.ones(2, 4)).sum().backward()
-    files, weight = (
-        transport._CONNECTIONS[mesh.get_group()].memory.files,
+    ring = ring_of(mesh)
+    buffer = ring.pool.take(1, torch.float32, torch.device("cpu"))
+    ring.pool.put(buffer)
+    watched = (
+        weakref.ref(ring),
+        weakref.ref(buffer.untyped_storage()),
         weakref.ref(mlp.get_parameter("0.weight")),
     )
-    before = len(files), weight() is not None
+    del ring, buffer
+    before = [each() is not None for each in watched]
     del mlp
     gc.collect()
-    return *before, len(files), weight() is not None
+    return [tuple(before), tuple(each() is not None for each in watched)]
 
 
 def test_nothing_is_left_of_a_model_that_is_gone(ranks: StartRanks) -> None:
-    for num_files, there, num_files_later, there_later in ranks(2).run(what_a_model_leaves):
-        assert num_files >= 2
-        assert there
-        assert num_files_later == 0
-        assert not there_later
+    for before, later in ranks(2).run(what_a_model_leaves):
+        assert before == (True,) * 3
+        assert later == (False,) * 3

@@ -44,7 +44,9 @@ def test_a_minimal_file_takes_defaults_for_the_rest(config_path: Path) -> None:
     config = loaded(config_path)
     assert (config.run.out, config.run.steps, config.run.device) == ("runs/a", 10, "auto")
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.precision.compute_dtype == "float32"
+    assert config.precision.compute_dtype == "float32"  # `auto` where there is no CUDA
+    assert not config.precision.tf32
+    assert loaded(config_path, "run.device=cuda").precision.compute_dtype == "bfloat16"
     assert isinstance(config.model, GPTConfig)
     assert config.model.max_seq_len == config.data.sequence_length == 32
 
@@ -90,7 +92,7 @@ def test_overrides_win_and_are_toml_values_or_plain_text(config_path: Path) -> N
         ("optimizer.betas=[0.9]", ["optimizer.betas", "list of length 2"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas", "`float` < 1.0"]),
         ("optimizer.warmup_steps=11", ["warmup_steps", "11", "10"]),
-        ("precision.compute_dtype=float16", ["compute_dtype", "one of float32, bfloat16"]),
+        ("precision.compute_dtype=float16", ["compute_dtype", "one of auto, float32, bfloat16"]),
         ("eval.every=5", ["eval.dataset"]),
         ("run=3", ["'run'", "section.key=value"]),
         ("run.steps", ["section.key=value"]),

@@ -57,6 +57,7 @@ def test_the_report_is_json_with_every_figure(tmp_path: Path) -> None:
         position=8,
         world_size=2,
         num_parameters=99,
+        compute_dtype="float32",
         peak_memory_bytes=(1, 2),
         resumed_at=(),
         eval_loss=None,

@@ -1,47 +1,58 @@
-"""A ring uses its transports by their interface: the first that reaches a neighbour carries."""
+"""A ring hands hops to its transport, each number behind its buffer, and owns what is in flight."""
 
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.buffer_pool import (
+    BufferPool,
+    copy_with_room,
+    framed,
+    number_in,
+    with_room,
+)
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.identity import Modules
+from gyre_trainer.comm.identity import HopIdentity, Modules
 from gyre_trainer.comm.ring import Direction, Ring
+from gyre_trainer.comm.step_checks import StepChecks
 from gyre_trainer.comm.transport import Leg, Stream, Work
+from gyre_trainer.errors import RotationError
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-
-class Arrived:
-    """A transfer that is complete from the beginning."""
-
-    def wait(self) -> None: ...
+CPU = torch.device("cpu")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
 
-class RecordingTransport:
-    """A transport that moves nothing and records what it is asked for.
+class Echo:
+    """A transport by which each hop receives what it sends, when it is waited for."""
 
-    It reaches the given neighbours on a CPU, and both on any other device.
-    """
+    moves = True
 
-    def __init__(self, *reached_on_cpu: int) -> None:
-        self.reached_on_cpu = frozenset(reached_on_cpu)
-        self.carried: list[tuple[int, bool]] = []
-        self.allocated: list[Tensor] = []
-
-    def offsets(self, device: torch.device) -> frozenset[int]:
-        return self.reached_on_cpu if device.type == "cpu" else frozenset((1, -1))
+    def __init__(self, number: int | None = None) -> None:
+        """``number`` arrives instead of the one that is sent."""
+        self.number = number
+        self.batches: list[list[tuple[int, bool]]] = []
+        self.gave_up = False
 
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
-        self.carried += [(leg.offset, leg.arrives) for leg in legs]
-        return [(Arrived(), leg.description) for leg in legs]
+        self.batches.append([(leg.offset, leg.arrives) for leg in legs])
+        incoming, outgoing = (leg.tensor for leg in legs)
+        if self.number is not None:
+            number_in(outgoing).fill_(self.number)
+        return [(_Arrival(incoming, outgoing), "rank 0: receiving")]
 
-    def give_up(self) -> None: ...
+    def give_up(self) -> None:
+        self.gave_up = True
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.allocated.append(torch.empty(numel, dtype=dtype, device=device))
-        return self.allocated[-1]
+
+class _Arrival:
+    def __init__(self, incoming: Tensor, outgoing: Tensor) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
+
+    def wait(self) -> None:
+        self.incoming.copy_(self.outgoing)
 
 
 @pytest.fixture
@@ -53,29 +64,112 @@ def group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def ring_with(group: dist.ProcessGroup, *transports: RecordingTransport) -> Ring:
-    return Ring(group, transports, HangDiagnosis(group), Modules())
+def ring_with(group: dist.ProcessGroup, transport: Echo) -> Ring:
+    modules = Modules()
+    return Ring(group, transport, HangDiagnosis(group, modules), modules)
 
 
-def test_each_leg_takes_the_first_transport_that_reaches_its_neighbour(
+def values(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(1, numel + 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 7, 8, 9])
+def test_a_hop_is_one_batch_of_a_send_and_a_receive(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype
+) -> None:
+    ring = ring_with(group, transport := Echo())
+    buffer = ring.pool.take(numel, dtype, CPU)[:numel]
+    outgoing = copy_with_room(values(numel, dtype))
+    hop = ring.shift(outgoing, buffer, Direction.CLOCKWISE, Stream.WEIGHTS, 2**55 + 3)
+    assert list(ring.in_flight) == [hop]
+    hop.wait()
+    assert not ring.in_flight
+    assert torch.equal(buffer, values(numel, dtype))
+    assert transport.batches == [[(-1, True), (1, False)]]
+    assert ring.bytes_sent == numel * dtype.itemsize
+
+
+def test_a_part_of_other_values_travels_as_a_copy(group: dist.ProcessGroup) -> None:
+    ring = ring_with(group, Echo())
+    for memory in (torch.arange(20.0), copy_with_room(torch.arange(20.0))):
+        target = torch.full((20,), -1.0)
+        hop = ring.shift(memory[4:9], target[4:9], Direction.CLOCKWISE, Stream.WEIGHTS, 5)
+        hop.wait()
+        assert torch.equal(memory, torch.arange(20.0))
+        assert target.tolist() == [-1.0] * 4 + [4.0, 5, 6, 7, 8] + [-1.0] * 11
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_room_is_behind_the_end_and_in_scratch_behind_any_part(dtype: torch.dtype) -> None:
+    flat = with_room(9, dtype, CPU).fill_(1)
+    frame = framed(flat)
+    assert frame is not None
+    number_in(frame).fill_(-7)
+    assert torch.equal(flat, torch.ones(9, dtype=dtype))
+    assert frame.data_ptr() == flat.data_ptr()
+    assert framed(flat[:5]) is None
+    assert framed(torch.ones(9, dtype=dtype)) is None
+    assert framed(with_room(9, dtype, CPU, is_scratch=True)[:5]) is not None
+
+
+def test_another_identity_is_refused_and_ends_all_waits(group: dist.ProcessGroup) -> None:
+    mine, theirs = (HopIdentity(n, True, False, 0, 1).pack() for n in (0, 1))
+    ring = ring_with(group, transport := Echo(number=theirs))
+    outgoing, incoming = (ring.pool.take(4, torch.float32, CPU) for _ in range(2))
+    hop = ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS, mine)
+    for _ in range(2):
+        with pytest.raises(RotationError, match=r"rank 0 calls module 0 .* rank 2 calls module 1"):
+            hop.wait()
+    assert transport.gave_up
+
+
+def test_hops_that_an_exception_lost_are_waited_for_before_an_all_reduce(
     group: dist.ProcessGroup,
 ) -> None:
-    near, far = RecordingTransport(1), RecordingTransport(1, -1)
-    ring = ring_with(group, near, far)
-    ring.shift(torch.ones(4), torch.empty(4), Direction.CLOCKWISE, Stream.WEIGHTS).wait()
-    assert near.carried == [(1, False)]  # sends to the next rank
-    assert far.carried == [(-1, True)]  # receives from the rank before
-    assert ring.bytes_sent == 16
+    ring = ring_with(group, Echo())
+    target = ring.pool.take(4, torch.float32, CPU).zero_()
+    ring.shift(copy_with_room(torch.ones(4)), target, Direction.CLOCKWISE, Stream.WEIGHTS)
+    assert not target.any()
+    ring.settle()
+    assert target.all()
+    assert not ring.in_flight
 
 
-def test_the_pool_takes_its_buffers_from_the_first_transport_that_reaches_a_neighbour(
-    group: dist.ProcessGroup,
-) -> None:
-    nowhere, far = RecordingTransport(), RecordingTransport(1, -1)
-    pool = ring_with(group, nowhere, far).pool
-    on_cpu = pool.take(8, torch.float32, torch.device("cpu"))
-    assert (len(nowhere.allocated), len(far.allocated)) == (0, 1)
-    assert far.allocated[0] is on_cpu
-    elsewhere = pool.take(8, torch.float32, torch.device("meta"))
-    assert (len(nowhere.allocated), len(far.allocated)) == (1, 1)
-    assert nowhere.allocated[0] is elsewhere
+def test_a_pool_refuses_another_stream() -> None:
+    streams = ["first"]
+    pool = BufferPool(stream_of=lambda device: streams[-1])
+    buffer = pool.take(4, torch.float32, CPU)
+    pool.put(buffer)
+    assert pool.take(4, torch.float32, CPU) is buffer
+    streams.append("second")
+    with pytest.raises(RotationError, match="one stream"):
+        pool.take(4, torch.float32, CPU)
+    with pytest.raises(RotationError, match="one stream"):
+        pool.put(buffer)
+
+
+def refused(found: int) -> None:
+    raise RotationError(f"found {found}")
+
+
+def test_numbers_of_a_device_are_compared_when_they_are_read() -> None:
+    checks = StepChecks()
+    number = torch.zeros((), dtype=torch.int64)
+    for value in range(3_000):
+        checks.note(number.fill_(value), value, refused)
+    assert checks.is_pending
+    checks.read()
+    checks.note(torch.tensor(True), 0, refused)
+    with pytest.raises(RotationError, match="found 1"):
+        checks.read()
+    checks.read()
+    assert not checks.is_pending
+
+
+def test_numbers_of_a_cpu_are_compared_at_once() -> None:
+    checks = StepChecks()
+    checks.require(torch.tensor(5), 5, refused)
+    with pytest.raises(RotationError, match="found 5"):
+        checks.require(torch.tensor(5), 4, refused)
+    assert not checks.is_pending

@@ -12,6 +12,11 @@ completed waits: it came too late.
 
 The first rank that finds this out writes a verdict to the store, and all others take it. So does a
 rank whose neighbour calls another module: it needs no diagnosis.
+
+Tensors of different sizes never meet, so ranks that call modules of different sizes wait for each
+other. A rank that has waited for the same hop at two looks writes its identity, and reads those of
+others. All ranks make the same hops, so those of one number must have one identity. Once
+there is a verdict, the thread of each rank ends its waits.
 """
 
 import json
@@ -29,6 +34,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from gyre_trainer.comm.identity import Modules
 from gyre_trainer.comm.verdict import Verdict, Verdicts
 from gyre_trainer.errors import RingError, RotationError
 
@@ -57,17 +63,38 @@ class RankProgress:
     waiting_for: str = ""
 
 
+@dataclass(slots=True)
+class _HopWait:
+    """The wait for a hop: how many have ended, and the identity of the present one, or 0.
+
+    One pair, because a thread reads it at any time.
+    """
+
+    now: tuple[int, int] = (0, 0)
+
+
 class HangDiagnosis:
     """One rank's part in the diagnosis of a group. It answers other ranks as long as it lives."""
 
-    def __init__(self, group: dist.ProcessGroup, replicas: Tensor | None = None) -> None:
-        """The diagnosis of a group, or of all ``replicas`` of it: a matrix of ranks."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        modules: Modules,
+        replicas: Tensor | None = None,
+    ) -> None:
+        """The diagnosis of a group, or of all ``replicas`` of it: a matrix of ranks.
+
+        ``modules`` has the names of those that rotate on the ring.
+        """
         if replicas is None:
             self._ranks, name = dist.get_process_group_ranks(group), str(group.group_name)
         else:
             self._ranks, name = replicas.flatten().tolist(), str(replicas.tolist())
         self._rank = dist.get_rank()
         self._progress = RankProgress()
+        self._hop = _HopWait()
+        self._end_waits: Callable[[], object] = _nothing
+        self._ends_hops_alone = True
         self._store: Store | None = None
         self._verdict: Verdict | None = None
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
@@ -75,24 +102,47 @@ class HangDiagnosis:
             store = _get_default_store().clone()  # type: ignore[attr-defined]
             self._store = PrefixStore(f"gyre hang diagnosis of {name}", store)
             # An earlier group with this store and this name may have left one.
-            self._store.delete_key(str(self._rank))
+            for key in (str(self._rank), _hop_of(self._rank)):
+                self._store.delete_key(key)
             self._verdicts = Verdicts(self._store, self._rank, self._ranks)
             stop = threading.Event()
-            arguments = self._store, self._rank, self._progress, self._verdicts, stop
-            answers = threading.Thread(
-                target=_answer, args=arguments, name="gyre hang diagnosis", daemon=True
-            )
-            answers.start()
-            weakref.finalize(self, _end, answers, stop)
+            answers = _Answers(
+                self._store, self._rank, self._progress, self._verdicts, self._hop, modules,
+                dist.get_process_group_ranks(group), weakref.ref(self), stop,
+            )  # fmt: skip
+            thread = threading.Thread(target=answers.run, name="gyre hang diagnosis", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, thread, stop)
+
+    def end_waits_by(self, give_up: Callable[[], object], *, hops_alone: bool) -> None:
+        """Call this from a thread when there is a verdict: it lets the waits of this rank fail.
+
+        With ``hops_alone``, only while this rank waits for a hop; others end by themselves.
+        """
+        self._end_waits, self._ends_hops_alone = give_up, hops_alone
+
+    def end_waits(self) -> None:
+        """Let the waits of this rank fail."""
+        if self._hop.now[1] or not self._ends_hops_alone:
+            self._end_waits()
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str, identity: int = 0) -> Iterator[None]:
         """A context in which this rank waits for others.
 
         Every rank of the group makes the same waits in the same order.
+
+        Args:
+            what: its description, such as "rank 0: receiving weights from rank 1".
+            identity: of the hop that it waits for; 0 for other waits.
         """
         self._progress.waiting_for = what
+        if identity:
+            num_hops, _ = self._hop.now
+            self._hop.now = num_hops, identity
         yield
+        if identity:
+            self._hop.now = num_hops + 1, 0
         self._progress.waiting_for = ""
         self._progress.num_waits_done += 1
 
@@ -184,20 +234,62 @@ class HangDiagnosis:
         return Verdict(diagnose(progress, missing), missing=missing)
 
 
-def _answer(
-    store: Store, rank: int, progress: RankProgress, verdicts: Verdicts, stop: threading.Event
-) -> None:
-    """Write the rank's progress at every look while some rank asks, until told to stop.
+def _nothing() -> None: ...
 
-    Read the verdict, too: the store may be gone when this rank asks for it.
-    """
-    try:
-        while not stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
-            if store.check([_ASKED]):
-                _write(store, rank, progress)
-                verdicts.first()
-    except RuntimeError:
-        return  # the store is gone, and so is every rank that might ask
+
+def _hop_of(rank: int) -> str:
+    return f"hop of {rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The thread of a rank; it holds the diagnosis only while it looks."""
+
+    store: Store
+    rank: int
+    progress: RankProgress
+    verdicts: Verdicts
+    hop: _HopWait
+    modules: Modules
+    ring: Sequence[int]
+    diagnosis: "weakref.ref[HangDiagnosis]"
+    stop: threading.Event
+
+    def run(self) -> None:
+        """Write the rank's progress at every look while some rank asks, until told to stop.
+
+        Read the verdict, too: the store may be gone when this rank asks for it.
+        """
+        before = (0, 0)
+        try:
+            while not self.stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
+                now = self.hop.now
+                if now[1] and now == before:
+                    self._compare(*now)
+                before = now
+                if self.store.check([_ASKED]):
+                    _write(self.store, self.rank, self.progress)
+                    if self.verdicts.first() is not None:
+                        self._end_waits()
+        except RuntimeError:
+            return  # the store is gone, and so is every rank that might ask
+
+    def _compare(self, num_hops: int, identity: int) -> None:
+        """Publish a verdict where another rank waits for another hop of the same number."""
+        self.store.set(_hop_of(self.rank), json.dumps([num_hops, identity]))
+        for other in self.ring:
+            if other == self.rank or not self.store.check([_hop_of(other)]):
+                continue
+            count, theirs = json.loads(self.store.get(_hop_of(other)))
+            if count == num_hops and theirs != identity:
+                text = self.modules.difference(self.rank, identity, other, theirs)
+                self.store.set(_ASKED, "yes")
+                self.verdicts.publish(Verdict(text, is_mispaired=True))
+                self._end_waits()
+
+    def _end_waits(self) -> None:
+        if (diagnosis := self.diagnosis()) is not None:
+            diagnosis.end_waits()
 
 
 def _end(answers: threading.Thread, stop: threading.Event) -> None:
@@ -237,9 +329,10 @@ def diagnose(progress: dict[int, RankProgress], missing: Sequence[int]) -> str:
             f"{_named(behind)} at fault: it came too late; it had completed {fewest} waits "
             f"when another rank had completed {most}"
         )
+    waits = ", ".join(sorted({each.waiting_for for each in progress.values()}))
     return (
         "all ranks are alive and wait for each other; do all make the same calls in the same "
-        f"order? {_ADVICE}"
+        f"order? {_ADVICE} ({waits})"
     )
 
 

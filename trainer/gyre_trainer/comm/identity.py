@@ -102,6 +102,15 @@ class Modules:
         part = f"{what}, step {hop.step} of round {hop.round_}"
         return f"{self._name(hop.number)} ({part})"
 
+    def difference(self, rank: int, identity: int, other: int, theirs: int) -> str:
+        """Says which modules two ranks call."""
+        return (
+            f"rank {rank} calls {self.describe(identity)}, "
+            f"but rank {other} calls {self.describe(theirs)}; "
+            "all ranks must call the same modules in the same order, also to evaluate: call the "
+            "model on all ranks, or use gyre-train eval"
+        )
+
     def _name(self, number: int) -> str:
         known = self._modules.get(number)
         module = None if known is None else known()

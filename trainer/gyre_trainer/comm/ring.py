@@ -1,13 +1,14 @@
 """The ring of ranks: hops between neighbours, and the buffers that hops fill.
 
-A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour. Each
-of the two travels by the first of the ring's transports that reaches the neighbour. Every wait ends
-at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the
-current stream, not the process: NCCL moves the buffers on a stream of its own, in the order of the
-hops.
+A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour, in
+one batch of the ring's transport. Every wait ends at the group's timeout, which
+`init_process_group(timeout=...)` sets. On CUDA a wait holds up the current stream, not the process:
+NCCL moves the buffers on its own stream, in the order of the hops. A hop owns its buffers
+until it was waited for, also where an exception has lost sight of it.
 """
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -15,12 +16,14 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
-from gyre_trainer.comm.buffer_pool import BufferPool
+from gyre_trainer.comm.buffer_pool import BufferPool, copy_with_room, framed, number_in, with_room
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.identity import Modules, differ_in_trained
 from gyre_trainer.comm.spans import span
-from gyre_trainer.comm.transport import Leg, MispairedHop, Stream, Transport, Work
+from gyre_trainer.comm.step_checks import StepChecks
+from gyre_trainer.comm.transport import Leg, Stream, Transport, Work
 from gyre_trainer.errors import RingError, RotationError
 
 
@@ -31,6 +34,72 @@ class Direction(IntEnum):
     COUNTER_CLOCKWISE = -1
 
 
+class _Frame(NamedTuple):
+    """A tensor as it travels: with the identity of its hop behind it.
+
+    See [Note: The number behind a buffer] in `buffer_pool`.
+
+    Attributes:
+        flat: the caller's tensor.
+        whole: tensor and identity: a view of the same memory, or of a copy.
+        is_copy: whether it is a copy.
+    """
+
+    flat: Tensor
+    whole: Tensor
+    is_copy: bool
+
+    @classmethod
+    def leaving(cls, flat: Tensor, identity: int) -> "_Frame":
+        """Frame an outgoing tensor."""
+        whole = framed(flat)
+        is_copy = whole is None
+        if whole is None:
+            whole = framed(copy_with_room(flat))
+            assert whole is not None
+        if whole.device.type == "cpu":
+            _at_end(whole).value = identity
+        else:
+            number_in(whole).fill_(identity)
+        return cls(flat, whole, is_copy)
+
+    @classmethod
+    def arriving(cls, flat: Tensor) -> "_Frame":
+        """Frame an incoming tensor."""
+        whole = framed(flat)
+        if whole is not None:
+            return cls(flat, whole, is_copy=False)
+        whole = framed(with_room(flat.numel(), flat.dtype, flat.device))
+        assert whole is not None
+        return cls(flat, whole, is_copy=True)
+
+    def arrived(self) -> None:
+        """Fill the caller's tensor."""
+        if self.is_copy:
+            self.flat.copy_(self.whole[: self.flat.numel()])
+
+
+def _at_end(frame: Tensor) -> ctypes.c_int64:
+    """The number at the end of a frame on the CPU, without the time of operators of torch."""
+    number = ctypes.c_int64
+    return number.from_address(frame.data_ptr() + frame.nbytes - ctypes.sizeof(number))
+
+
+# Tools that count or trace operators see these, of tensors without identities. They do nothing; the
+# operators of the process group are hidden.
+_OPERATORS = torch.library.Library("gyre", "DEF")  # type: ignore[no-untyped-call]
+for _name in ("send", "recv"):
+    _OPERATORS.define(f"{_name}(Tensor tensor) -> ()")  # type: ignore[no-untyped-call]
+    _OPERATORS.impl(_name, lambda tensor: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _tell(legs: Sequence[Leg]) -> None:
+    """Let the present tools see sends and receives."""
+    if torch._C._len_torch_dispatch_stack() or _profiler_enabled():
+        for leg in legs:
+            (torch.ops.gyre.recv if leg.arrives else torch.ops.gyre.send)(leg.tensor)
+
+
 class Hop:
     """One buffer on its way to a neighbour, and another on its way to this rank."""
 
@@ -38,40 +107,67 @@ class Hop:
         self,
         works: Sequence[tuple[Work, str]],
         ring: "Ring",
-        identity: int,
-        neighbours: Mapping[str, int],
+        identity: int = 0,
+        frames: Sequence[_Frame] = (),
+        source: int = 0,
     ) -> None:
-        """``neighbours`` has the rank at the other end of each work, by its description."""
+        """Take over a batch in flight.
+
+        Args:
+            works: the transfers with their descriptions.
+            ring: keeps the hop until it was waited for.
+            identity: of the hop; the neighbour's must be the same.
+            frames: the incoming and then the outgoing one; without them nothing is compared.
+            source: the rank that the first one is from.
+        """
         self._works = works
-        self._neighbours = neighbours
         self._ring = ring
         self._identity = identity
-        self._is_under_way = True
+        self._frames = frames
+        self._source = source
         self._failed: RingError | RotationError | None = None
+        if works:
+            ring.in_flight[self] = None
 
     def wait(self) -> None:
-        """Return when both buffers have arrived.
+        """Return when both buffers have arrived; on CUDA, when the current stream waits for them.
 
         Raises:
             RingError: a neighbour is gone or too late; the message names the rank at fault.
-            RotationError: the neighbour calls another module; the message names both.
+            RotationError: the neighbour calls another module; the message names both. On CUDA it is
+                raised before the optimizer's step.
         """
         if self._failed is not None:
             raise self._failed
-        if not self._is_under_way:
+        if not self._works:
             return
         diagnosis = self._ring.hang_diagnosis
-        with diagnosis.waiting(" and ".join(what for _, what in self._works) or "nothing"):
+        what = " and ".join(what for _, what in self._works)
+        with diagnosis.waiting(what, self._identity):
             for work, what in self._works:
                 try:
                     with span(what):
                         work.wait()
-                except MispairedHop as error:
-                    self._fail(diagnosis.mispaired(what, self._difference(what, error)))
                 except (RuntimeError, OSError) as error:
                     self._fail(diagnosis.error(what, error), error)
-        self._is_under_way = False
-        self._works = ()
+            self._compare(self._works[0][1])
+        del self._ring.in_flight[self]
+        self._works = self._frames = ()
+
+    def _compare(self, what: str) -> None:
+        """Compare the identities of both ends, and fill the incoming tensor."""
+        if not self._frames:
+            return
+        arrived = self._frames[0]
+        fail = partial(self._ring.refuse, what, self._identity, self._source)
+        if arrived.whole.device.type != "cpu":
+            self._ring.checks.require(number_in(arrived.whole), self._identity, fail)
+        elif (theirs := _at_end(arrived.whole).value) != self._identity:
+            try:
+                fail(theirs)
+            except RotationError as error:
+                self._fail(error)
+        arrived.arrived()
 
     def _fail(self, failure: RingError | RotationError, cause: Exception | None = None) -> NoReturn:
         """End the waits of all ranks, which find the same reason, and raise ``failure``."""
@@ -79,33 +175,17 @@ class Hop:
         self._ring.give_up()
         raise failure from cause
 
-    def _difference(self, what: str, error: MispairedHop) -> str:
-        modules = self._ring.modules
-        if differ_in_trained(self._identity, error.theirs):
-            return (
-                f"rank {self._ring.global_rank} trains other parameters of "
-                f"{modules.describe(self._identity)} than rank {self._neighbours[what]};"
-                " freeze and unfreeze the same ones on all ranks (requires_grad_)"
-            )
-        theirs = modules.describe(error.theirs)
-        return (
-            f"rank {self._ring.global_rank} calls {modules.describe(self._identity)}, "
-            f"but rank {self._neighbours[what]} calls {theirs}; "
-            "all ranks must call the same modules in the same order, also to evaluate: call the "
-            "model on all ranks, or use gyre-train eval"
-        )
-
 
 class _Sides(NamedTuple):
     """The two ends of all hops of one direction and stream.
 
     Attributes:
         ends: offset, whether the tensor arrives, and description: of what arrives, of what is sent.
-        neighbours: the rank at the other end, by description.
+        source: the sending rank.
     """
 
     ends: list[tuple[int, bool, str]]
-    neighbours: dict[str, int]
+    source: int
 
 
 class Ring:
@@ -113,8 +193,7 @@ class Ring:
 
     Args:
         group: the ranks of the ring, in the order in which they are neighbours.
-        transports: the ways to the neighbours, the preferred one first. The last one reaches every
-            rank on every device.
+        transport: the way to the neighbours.
         hang_diagnosis: the diagnosis of these ranks, and of those of all replicas.
         modules: those that rotate, or did, on the ranks of the ring.
         replicas: the ranks at this rank's place in all replicas of the ring; None for one ring.
@@ -126,6 +205,8 @@ class Ring:
         part: which part of the global batch this rank has, in [0, num_parts).
         num_parts: the number of ranks on all replicas of the ring.
         pool: the transient buffers of all modules that rotate on this ring.
+        in_flight: the hops that were not waited for, in the order of their start.
+        checks: identities and guards that the optimizer's step waits for.
         bytes_sent: bytes of weights and gradients that this rank has sent since the ring was made.
         modules: those that rotate, or did, on these ranks.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
@@ -134,7 +215,7 @@ class Ring:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        transports: Sequence[Transport],
+        transport: Transport,
         hang_diagnosis: HangDiagnosis,
         modules: Modules,
         replicas: dist.ProcessGroup | None = None,
@@ -149,8 +230,10 @@ class Ring:
         self.hang_diagnosis = hang_diagnosis
         self.modules = modules
         # The pool must not hold the ring: without a cycle, a ring ends with its last holder.
-        self.pool = BufferPool(partial(_allocate, transports))
-        self._transports = transports
+        self.pool = BufferPool()
+        self.in_flight: dict[Hop, None] = {}
+        self.checks = StepChecks()
+        self.transport = transport
         self._sides: dict[tuple[Direction, Stream], _Sides] = {}
         self.group = group
 
@@ -168,9 +251,8 @@ class Ring:
     ) -> Hop:
         """Start to send ``outgoing`` one rank on, and to receive ``incoming`` from the other side.
 
-        Both tensors are contiguous and belong to the hop until it was waited for. Empty tensors are
-        not sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must
-        leave from there: these are the sides that a transport may offer to a neighbour.
+        Both tensors are flat and contiguous, and belong to the hop until it was waited for. Empty
+        tensors are not sent.
 
         Args:
             outgoing: what is sent.
@@ -187,77 +269,111 @@ class Ring:
         self.bytes_sent += outgoing.nbytes
         sides = self._sides.get((direction, stream)) or self._add_sides(direction, stream)
         legs = [
-            Leg(tensor, offset, arrives, description, identity)
-            for tensor, (offset, arrives, description) in zip(
-                (incoming, outgoing), sides.ends, strict=True
-            )
+            Leg(tensor, *end)
+            for tensor, end in zip((incoming, outgoing), sides.ends, strict=True)
             if tensor.numel()
         ]
-        works: list[tuple[Work, str]] = []
-        for transport in self._transports:
-            reached = transport.offsets(outgoing.device)
-            if carried := [leg for leg in legs if leg.offset in reached]:
-                try:
-                    works += transport.start(carried, stream)
-                except (RingError, RotationError):
-                    self.give_up()
-                    raise
-            if len(carried) == len(legs):
-                break
-            legs = [leg for leg in legs if leg.offset not in reached]
-        return Hop(works, self, identity, sides.neighbours)
+        if not self.transport.moves:
+            return Hop(self._start(legs, stream), self)
+        _tell(legs)
+        with torch._C._DisableTorchDispatch():
+            frames = [
+                _Frame.arriving(leg.tensor) if leg.arrives else _Frame.leaving(leg.tensor, identity)
+                for leg in legs
+            ]
+            framed_legs = [
+                leg._replace(tensor=frame.whole) for leg, frame in zip(legs, frames, strict=True)
+            ]
+            works = self._start(framed_legs, stream)
+        is_compared = bool(legs) and legs[0].arrives
+        return Hop(works, self, identity, frames if is_compared else (), sides.source)
 
     def send_among(
         self,
         outgoing: Sequence[tuple[int, Tensor]],
         incoming: Sequence[tuple[int, Tensor]],
         stream: Stream,
-        identity: int | None,
     ) -> Hop:
         """Start to send tensors to any ranks of the ring, and to receive others.
 
-        They go through the process group. Tensors between two ranks arrive in the order in which
-        both ranks list them. All are contiguous, not empty, and belong to the hop until it was
-        waited for.
+        Tensors between two ranks arrive in the order in which both ranks list them. All are
+        contiguous, not empty, and belong to the hop until it was waited for. They have no identity:
+        all ranks have compared that of a hop just before.
 
         Args:
             outgoing: what is sent, each after the rank on the ring that gets it.
             incoming: what is filled, each after the rank on the ring that it is from.
             stream: what all hold.
-            identity: as `shift` has it; None where all ranks have compared another one just before.
 
         Raises:
             RingError: the hop could not be started.
             RotationError: another rank has found that ranks call different modules.
         """
         self.bytes_sent += sum(tensor.nbytes for _, tensor in outgoing)
-        legs, ranks = [], {}
-        for arrives, tensors in ((True, incoming), (False, outgoing)):
-            for rank, tensor in tensors:
-                offset = rank - self.rank
-                description = self._described(offset, stream, arrives=arrives)
-                ranks[description] = self._global(offset)
-                legs.append(Leg(tensor, offset, arrives, description, identity))
+        legs = [
+            Leg(tensor, offset, arrives, self._described(offset, stream, arrives=arrives))
+            for arrives, tensors in ((True, incoming), (False, outgoing))
+            for offset, tensor in ((rank - self.rank, tensor) for rank, tensor in tensors)
+        ]
+        return Hop(self._start(legs, stream), self)
+
+    def _start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
         try:
-            works = self._transports[-1].start(legs, stream) if legs else []
+            return self.transport.start(legs, stream) if legs else []
         except (RingError, RotationError):
             self.give_up()
             raise
-        return Hop(works, self, identity or 0, ranks)
+
+    def settle(self) -> None:
+        """Wait for all hops in flight: before an all-reduce, whose communicator is another one.
+
+        Raises:
+            RingError, RotationError: as `Hop.wait`.
+        """
+        for hop in tuple(self.in_flight):
+            hop.wait()
+
+    def read_checks(self) -> None:
+        """Wait until the device has compared this step's identities and guards, and read them.
+
+        Raises:
+            RotationError: ranks called different modules, or a guard refuses the step.
+        """
+        if self.checks.is_pending:
+            with self.hang_diagnosis.collective("the device's checks of this step"):
+                self.checks.read()
+
+    def refuse(self, what: str, identity: int, source: int, theirs: int) -> NoReturn:
+        """Refuse a hop whose other end has another identity, on all ranks.
+
+        Raises:
+            RotationError: names both ranks and both modules.
+        """
+        error = self.hang_diagnosis.mispaired(what, self._difference(identity, source, theirs))
+        self.checks.forget()
+        self.give_up()
+        raise error
 
     def give_up(self) -> None:
         """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""
-        for transport in self._transports:
-            transport.give_up()
+        self.transport.give_up()
+
+    def _difference(self, identity: int, source: int, theirs: int) -> str:
+        if differ_in_trained(identity, theirs):
+            return (
+                f"rank {self.global_rank} trains other parameters of "
+                f"{self.modules.describe(identity)} than rank {source};"
+                " freeze and unfreeze the same ones on all ranks (requires_grad_)"
+            )
+        return self.modules.difference(self.global_rank, identity, source, theirs)
 
     def _add_sides(self, direction: Direction, stream: Stream) -> "_Sides":
         """What all hops of a direction and stream have in common."""
-        ends, neighbours = [], {}
-        for offset, arrives in ((-direction, True), (direction, False)):
-            description = self._described(offset, stream, arrives=arrives)
-            ends.append((offset, arrives, description))
-            neighbours[description] = self._global(offset)
-        sides = self._sides[direction, stream] = _Sides(ends, neighbours)
+        ends = [
+            (offset, arrives, self._described(offset, stream, arrives=arrives))
+            for offset, arrives in ((-direction, True), (direction, False))
+        ]
+        sides = self._sides[direction, stream] = _Sides(ends, self._global(-direction))
         return sides
 
     def _described(self, offset: int, stream: Stream, *, arrives: bool) -> str:
@@ -267,11 +383,3 @@ class Ring:
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self.group, (self.rank + offset) % self.size)
-
-
-def _allocate(
-    transports: Sequence[Transport], numel: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A flat buffer from the first transport that reaches a neighbour on ``device``."""
-    transport = next(each for each in transports if each.offsets(device))
-    return transport.allocate(numel, dtype, device)

@@ -1,27 +1,27 @@
-"""The one ring of each mesh, and the transports that it is built with.
-
-Neighbours of one host share memory on a CPU. All others send and receive in the process group.
-"""
+"""The one ring of each mesh: its process groups, its transport, and its checks before a step."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.identity import Modules
 from gyre_trainer.comm.interpreter_exit import rest_at_exit
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.comm.shared_memory.transport import SharedMemoryTransport
-from gyre_trainer.comm.transport import ProcessGroupTransport, group_of_processes
+from gyre_trainer.comm.transport import ProcessGroupTransport
 
 _RINGS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
 # One rank's collector may free a ring later than another's; all count the modules on from there.
 _MODULES: WeakKeyDictionary[dist.ProcessGroup, Modules] = WeakKeyDictionary()
 # Made once for each group: to make one is a collective, and a ring may be made on one rank alone.
-_WORDS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_OF_HOPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # By the default group: a ring of a mesh that all its ranks are on.
 _OF_ALL_RANKS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
 
@@ -32,21 +32,56 @@ def ring_of(mesh: DeviceMesh) -> Ring:
     ring = _RINGS.get(group)
     if ring is None:
         rest_at_exit()
+        _check_before_steps()
         replicas, modules = replica_group(mesh), _MODULES.setdefault(group, Modules())
-        diagnosis = HangDiagnosis(group, None if replicas is None else mesh.mesh)
-        words = _WORDS.get(group)
-        if words is None:
-            words = group_of_processes(group)
-            if words is not group:  # which would keep itself alive
-                _WORDS[group] = words
-        transports = (
-            SharedMemoryTransport(group, diagnosis),
-            ProcessGroupTransport(group, diagnosis, words),
-        )
-        ring = _RINGS[group] = Ring(group, transports, diagnosis, modules, replicas)
+        diagnosis = HangDiagnosis(group, modules, None if replicas is None else mesh.mesh)
+        transport = ProcessGroupTransport(_hop_group(group, mesh.device_type), diagnosis)
+        ring = _RINGS[group] = Ring(group, transport, diagnosis, modules, replicas)
+        # NCCL keeps the host in no hop, so there its communicators are aborted at once
+        diagnosis.end_waits_by(transport.give_up, hops_alone=mesh.device_type == "cpu")
         if mesh.size() == dist.get_world_size():
             _OF_ALL_RANKS[dist.distributed_c10d._get_default_group()] = ring
     return ring
+
+
+def _hop_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """The communicator of all hops of a ring.
+
+    On a CPU it is the ring's own, where tags tell hops from all-reduces. NCCL knows no tags, so
+    there hops have a communicator that carries nothing else. Collective where it is made.
+    """
+    if "nccl" not in dist.get_backend_config(group) or device_type == "cpu":
+        return group
+    of_hops = _OF_HOPS.get(group)
+    if of_hops is None:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(
+            ranks,
+            timeout=group._get_backend(torch.device(device_type)).options._timeout,
+            backend="nccl",
+            use_local_synchronization=True,
+            group_desc="gyre hops",
+        )
+        assert isinstance(made, dist.ProcessGroup)  # this rank is on it
+        of_hops = _OF_HOPS[group] = made
+    return of_hops
+
+
+@cache
+def _check_before_steps() -> None:
+    """From now on, each step of an optimizer first reads the devices' checks."""
+    register_optimizer_step_pre_hook(_read_checks)
+
+
+def _read_checks(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for ring in tuple(_RINGS.values()):
+        ring.read_checks()
+
+
+def abort_all() -> None:
+    """Abort the process groups of all rings, so that neither this rank nor another waits on."""
+    for ring in tuple(_RINGS.values()):
+        ring.give_up()
 
 
 def collective(what: str) -> AbstractContextManager[object]:

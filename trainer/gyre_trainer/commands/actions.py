@@ -6,6 +6,7 @@ Modules that take long to import are imported by the command that needs them.
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,21 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps(made.as_object(memory_bytes), indent=1)
     return made.text(memory_bytes)
+
+
+def check(_config: None, options: argparse.Namespace) -> str:
+    """Compare rotated ranks with one process here; sets the exit status."""
+    # It starts processes that import all of the trainer.
+    from gyre_trainer.check import report  # noqa: PLC0415
+
+    report.require_device(options.device)
+    numbers = options.rows or range(1, report.NUM_ROWS + 1)
+    rows = []
+    for row in report.Checker(options.device, options.quick).rows(numbers):
+        print(f"row {row.number}: {row.status} ({row.took_s:.0f} s)", file=sys.stderr, flush=True)
+        rows.append(row)
+    options.status = int(any(row.status == "failed" for row in rows))
+    return report.as_json(options.device, rows) if options.json else report.table(rows)
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:

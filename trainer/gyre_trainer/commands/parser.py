@@ -13,6 +13,7 @@ from gyre_trainer.training.config_file import require_writable
 
 # Of ranks, and of steps of a trace: more would keep a machine busy for ever.
 _MAX_COUNT = 65_536
+_NUM_ROWS = 8  # of a check
 # Of tokens of a sample, which a plan only counts: the longest contexts of models have a million.
 _MAX_LENGTH = 2**20
 
@@ -33,6 +34,15 @@ def length(text: str) -> int:
         argparse.ArgumentTypeError: it is none, or too large.
     """
     return _count(text, _MAX_LENGTH)
+
+
+def row(text: str) -> int:
+    """The number of a row of `gyre-train check`.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such row.
+    """
+    return _count(text, _NUM_ROWS)
 
 
 def _count(text: str, most: int) -> int:
@@ -78,6 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_eval(add("eval", "print a checkpoint's loss and perplexity on a whole dataset"))
     _add_export(add("export", "write a checkpoint's model in the layout of transformers"))
     _add_plan(add("plan", "show what each module becomes, and what a step costs a rank"))
+    _add_check(add("check", "compare rotated ranks with one process on this machine's devices"))
     return parser.parse_args(arguments)
 
 
@@ -208,6 +219,16 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(show=actions.plan, be_rank=None, read=actions.read_plan)
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    check.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    check.add_argument(
+        "--rows", type=row, nargs="+", metavar="N", help="these rows of the table alone"
+    )
+    check.add_argument("--quick", action="store_true", help="a few models of each row")
+    check.add_argument("--json", action="store_true", help="JSON instead of a table")
+    check.set_defaults(show=actions.check, be_rank=None, read=lambda _: None)
 
 
 def _add_ranks(shows: argparse.ArgumentParser) -> None:

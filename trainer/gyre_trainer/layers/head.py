@@ -56,6 +56,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, parameter_at
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 # None: nothing is counted, so all chunks are computed.
@@ -95,9 +96,11 @@ def computed_of(chunks: Sequence[slice]) -> Iterator[slice]:
     yield chunks[-1]
 
 
-# Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster; much
-# less makes the matrix products small.
+# Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster on a
+# CPU; much less makes the matrix products small. On CUDA fewer rows would leave most of a device
+# idle, and its host behind.
 _MAX_LOGITS = 2**23
+_MIN_ROWS_ON_CUDA = 1_024
 
 Extra = Literal["none", "sum", "mean"]
 """A third statistic: the sum of the logits, or their mean by the probability of their classes."""
@@ -307,7 +310,7 @@ class _Statistics(torch.autograd.Function):
         statistics_ST = x_TD.new_empty(asked.num_statistics, len(x_TD), dtype=wide(x_TD.dtype))
         transform, ahead = asked.transform, asked.ahead
         num_copies = asked.extra == "mean" or (ahead and transform.soft_cap is not None)
-        for chunk in _chunks(len(x_TD), len(weight_VD) * (1 + bool(num_copies))):
+        for chunk in _chunks(x_TD, len(weight_VD) * (1 + bool(num_copies))):
             logits_TV = transform.apply_(_logits(x_TD[chunk], weight_VD, bias_V))
             own_T, targets_T1 = logits_TV.logsumexp(1), logits_TV.gather(1, places_T[chunk, None])
             statistics_ST[0, chunk], statistics_ST[1, chunk] = own_T, targets_T1.squeeze(1)
@@ -383,14 +386,17 @@ def _differentiate(
             grads_TV += grad_ST[2, chunk, None]
         return transform.differentiate_(grads_TV, logits_TV).to(x_TD.dtype)
 
-    for chunk in _chunks(len(x_TD), len(weight_VD) * (1 + capped + with_mean)):
+    for chunk in _chunks(x_TD, len(weight_VD) * (1 + capped + with_mean)):
         add(chunk, of_chunk(chunk))  # no name keeps it while the next is computed
 
 
-def _chunks(num_tokens: int, num_elements: int) -> Iterator[slice]:
-    """Ranges of tokens of at most `_MAX_LOGITS` elements, at so many for each token."""
-    size = max(1, _MAX_LOGITS // num_elements)
-    return computed_of([slice(start, start + size) for start in range(0, num_tokens, size)])
+def _chunks(x_TD: Tensor, num_elements: int) -> Iterator[slice]:
+    """Ranges of tokens of at most `_MAX_LOGITS` elements, at so many for each token.
+
+    On CUDA a range has at least `_MIN_ROWS_ON_CUDA` tokens.
+    """
+    size = max(_MIN_ROWS_ON_CUDA if x_TD.is_cuda else 1, _MAX_LOGITS // num_elements)
+    return computed_of([slice(start, start + size) for start in range(0, len(x_TD), size)])
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -409,6 +415,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product of two matrices to ``total``, which may have another dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif takes_wide_product(total, left, right):
+        add_wide_product(total, left, right)
     else:
         total += left @ right
 

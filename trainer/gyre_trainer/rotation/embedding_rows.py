@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from gyre_trainer.comm.buffer_pool import with_room
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.spans import path_of, span
@@ -173,7 +174,7 @@ class RowExchange:
         """
         ring, ids = self._ring, self.wanted.ids
         numel = -(-self._num_rows // dtype.itemsize)
-        outgoing, before = ids.new_zeros(numel, dtype=dtype), None
+        outgoing, before = with_room(numel, dtype, ids.device).zero_(), None
         if not isinstance(ids, FakeTensor):
             outgoing.view(torch.uint8).index_fill_(0, ids, 1)
         asked = [self._of_own(outgoing)] * ring.size
@@ -202,7 +203,7 @@ class RowExchange:
         outgoing = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
         incoming = [(rank, targets[rank]) for rank in others if targets[rank].numel()]
         # Hops before have compared whose rows these are. Messages cost more than rows.
-        under_way = self._ring.send_among(outgoing, incoming, stream, None)
+        under_way = self._ring.send_among(outgoing, incoming, stream)
         targets[self._ring.rank].copy_(parts[self._ring.rank])
         under_way.wait()
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.sharded_parameters import has_sole_storage
 from gyre_trainer.shards.travel import SliceGrad
+from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
 
 
 class RunningSum:
@@ -68,15 +69,14 @@ class RunningSum:
         Where all three have one dtype, the product takes no memory of its own.
         """
         total = self._total
-        if (
-            total is None
-            or not self._owned
-            or not total.is_contiguous()
-            or not left.dtype == right.dtype == total.dtype
-        ):
+        if total is None or not self._owned or not total.is_contiguous():
             self.add((left @ right).view(shape), owned=True)
-        else:
+        elif left.dtype == right.dtype == total.dtype:
             total.view(left.shape[0], right.shape[1]).addmm_(left, right)
+        elif takes_wide_product(total, left, right):
+            add_wide_product(total.view(left.shape[0], right.shape[1]), left, right)
+        else:
+            self.add((left @ right).view(shape), owned=True)
 
     def result(self) -> Tensor | None:
         """The sum in its dtype; None if nothing was added. Nothing is kept."""

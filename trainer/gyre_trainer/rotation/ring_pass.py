@@ -389,8 +389,7 @@ class RingPass:
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
         flat = gradient_ring.finish()
         if layout.is_regrouped:
-            hop = HopIdentity(self._rotation.number, False, True, 0, 0)
-            flat = to_shards(layout, self._ring, flat, hop)
+            flat = to_shards(layout, self._ring, flat)
         flat = flat.to(self._rotation.sharded.flat.dtype)
         return self._call.of_parameters(layout.in_rounds(1).at_rest.views(flat, self._ring.rank))
 

@@ -480,7 +480,7 @@ class Rotation:
         meet(ring, resting, hop)
         own = self._take_buffer()
         travelling = own[: self.layout.numel(ring.rank)]
-        to_slice(self.layout, ring, resting, travelling, hop)
+        to_slice(self.layout, ring, resting, travelling)
         if buffer is not None:
             ring.pool.put(buffer)
         return travelling, own

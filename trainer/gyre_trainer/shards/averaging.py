@@ -49,6 +49,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
+from gyre_trainer.comm.step_checks import on_device
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.local_shards import digest_of, local_of
 
@@ -317,7 +318,9 @@ class ReplicaGradients:
             return
         self._backwards.begin()
         self._touched += 1
-        if self._touched >= sum(parameter.requires_grad for parameter in self._parameters):
+        # on CUDA all-reduces start when no hop is in flight: at the end
+        is_last = self._touched >= sum(each.requires_grad for each in self._parameters)
+        if is_last and not self._flat.is_cuda:
             self.start()
 
     def start(self) -> None:
@@ -408,13 +411,15 @@ class _Backwards:
     def _finish(self) -> None:
         if self._backward is None:
             return  # the gradients of replicated parameters came first
+        if (ring := self._ring()) is not None:
+            ring.settle()
         for _, member in sorted(self._members.items()):
             if member.is_due and not member.postponed:
                 member.start()
         some = self._in_flight[0][1] if self._in_flight else None
         self.settle()
-        if some is not None and self._require_one_order(some):
-            self.compare()
+        if some is not None:
+            self._require_one_order(some)
         self._backward = None
         for _, member in sorted(self._members.items()):
             if not member.postponed:
@@ -457,25 +462,29 @@ class _Backwards:
                     ring.give_up()
                 raise error
 
-    def _require_one_order(self, grad: Tensor) -> bool:
-        """Refuse replicas that trained other modules. On CUDA it would wait for the device.
+    def _require_one_order(self, grad: Tensor) -> None:
+        """Refuse replicas that trained other modules.
 
-        Returns:
-            Whether one of the replicas has written to its shards outside of a step.
+        Where one has written to its shards outside of a step, compare them.
         """
-        if grad.device.type != "cpu" or isinstance(grad, FakeTensor):
-            return False
+        ring = self._ring()
+        if isinstance(grad, FakeTensor) or ring is None:
+            return
         number = int.from_bytes(self._order, "little")
-        extremes = torch.tensor([number, -number, int(self.wrote)])
+        like = torch.empty(0, dtype=torch.int64, device=grad.device)
+        extremes = on_device([number, -number, int(self.wrote)], like)
         with self._diagnosis.collective("comparing what the replicas trained"):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        if extremes[:2].sum():
-            raise RotationError(
-                "the replicas of the ring did not train the same modules in the same order, so "
-                "gradients of different modules were averaged; all ranks must call the same "
-                "modules in the same order"
-            )
-        return bool(extremes[2])
+        ring.checks.require(extremes[:2].sum(), 0, _refuse_order)
+        ring.checks.require(extremes[2], 0, lambda _: self.compare())
+
+
+def _refuse_order(_: int) -> None:
+    raise RotationError(
+        "the replicas of the ring did not train the same modules in the same order, so "
+        "gradients of different modules were averaged; all ranks must call the same "
+        "modules in the same order"
+    )
 
 
 _BACKWARDS: WeakKeyDictionary[Ring, _Backwards] = WeakKeyDictionary()

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gyre_trainer.comm.buffer_pool import copy_with_room, with_room
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
@@ -74,9 +75,8 @@ class ShardedParameters:
         self.digests = [digest_of(source) for source in sources]
         self.replica_gradients: ReplicaGradients | None = None
         device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
-        self.flat = torch.full(
-            (layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device
-        )
+        self.flat = with_room(layout.numel(rank), sources[0].dtype, device)
+        self.flat.fill_(torch.nan)
         self.parameters: list[nn.Parameter] = []
         for source, cut, shard in zip(sources, layout.cuts, self.views(self.flat), strict=True):
             start, stop = layout.bounds(cut, rank)
@@ -174,7 +174,7 @@ def successor_of(source: nn.Parameter) -> nn.Parameter | None:
 def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     """Other parameters with the same values, which travel on the same ring."""
     copied = copy(sharded)
-    copied.flat = sharded.flat.clone()
+    copied.flat = copy_with_room(sharded.flat)
     copied.parameters = [
         with_local(parameter, view)
         for parameter, view in zip(sharded.parameters, copied.views(copied.flat), strict=True)
@@ -188,7 +188,7 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
 def convert_sharded(sharded: ShardedParameters, fn: Callable[[Tensor], Tensor]) -> None:
     """Let ``fn`` convert the own slice; the parameters are others afterwards."""
     before = sharded.parameters
-    sharded.flat = fn(sharded.flat)
+    sharded.flat = copy_with_room(fn(sharded.flat))
     sharded.parameters = [
         converted_to(parameter, view)
         for parameter, view in zip(before, sharded.views(sharded.flat), strict=True)

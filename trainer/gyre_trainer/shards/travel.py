@@ -27,10 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gyre_trainer.comm.buffer_pool import with_room
 from gyre_trainer.comm.identity import HopIdentity, digest_of_names
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
 
 
 class _Incoming(NamedTuple):
@@ -128,14 +130,13 @@ def _rows(layout: Layout, rank: int, index: int) -> tuple[_Rows, ...]:
     return tuple(found)
 
 
-def to_slice(
-    layout: Layout, ring: Ring, resting: Tensor, travelling: Tensor, hop: HopIdentity
-) -> None:
+def to_slice(layout: Layout, ring: Ring, resting: Tensor, travelling: Tensor) -> None:
     """Fill ``travelling``, flat, with the own slice, of the shards ``resting`` of all ranks.
+
+    Ranks `meet` before.
 
     Raises:
         RingError: a rank is gone or too late.
-        RotationError: another rank calls another module.
     """
     shards = layout.at_rest.views(resting, ring.rank)
     parts = layout.views(travelling, ring.rank)
@@ -144,15 +145,14 @@ def to_slice(
         [_travelling(parts, _rows(layout, other, ring.rank)) for other in range(ring.size)],
         ring,
         Stream.WEIGHTS,
-        hop,
     )
 
 
 def meet(ring: Ring, like: Tensor, hop: HopIdentity) -> None:
     """Return when both neighbours begin the same pass; one number in the dtype of ``like`` travels.
 
-    Neighbours may share memory, while rows go through the process group. Without this, a rank that
-    calls another module would wait there, and this one here, until the timeout.
+    Rows have no identity. Without this, a rank that calls another module would wait elsewhere, and
+    this one here, until the timeout.
 
     Raises:
         RingError: a neighbour is gone or too late.
@@ -160,18 +160,19 @@ def meet(ring: Ring, like: Tensor, hop: HopIdentity) -> None:
     """
     buffer = ring.pool.take(1, like.dtype, like.device)
     try:
-        number, arrives = like.new_zeros(1), buffer[:1]
+        number, arrives = with_room(1, like.dtype, like.device).zero_(), buffer[:1]
         ring.shift(number, arrives, Direction.CLOCKWISE, Stream.WEIGHTS, hop.pack()).wait()
     finally:
         ring.pool.put(buffer)
 
 
-def to_shards(layout: Layout, ring: Ring, gradient: Tensor, hop: HopIdentity) -> Tensor:
+def to_shards(layout: Layout, ring: Ring, gradient: Tensor) -> Tensor:
     """The gradient of the own shards, flat, of every rank's ``gradient`` of its own slice.
+
+    It has been to all ranks before, so all of them are in this module's backward.
 
     Raises:
         RingError: a rank is gone or too late.
-        RotationError: another rank calls another module.
     """
     numel, adds = layout.at_rest.numel(ring.rank), layout.has_shared_rows
     found = gradient.new_zeros(numel) if adds else gradient.new_empty(numel)
@@ -182,7 +183,6 @@ def to_shards(layout: Layout, ring: Ring, gradient: Tensor, hop: HopIdentity) ->
         [_resting(shards, _rows(layout, ring.rank, other)) for other in range(ring.size)],
         ring,
         Stream.GRADIENTS,
-        hop,
         adds=adds,
     )
     return found
@@ -201,7 +201,6 @@ def _move(
     targets: Sequence[Sequence[Tensor]],
     ring: Ring,
     stream: Stream,
-    hop: HopIdentity,
     *,
     adds: bool = False,
 ) -> None:
@@ -217,7 +216,7 @@ def _move(
         (rank, view if view.is_contiguous() and not adds else torch.empty_like(view).contiguous())
         for rank, view in views
     ]
-    under_way = ring.send_among(outgoing, incoming, stream, hop.pack())
+    under_way = ring.send_among(outgoing, incoming, stream)
     for source, target in zip(sources[ring.rank], targets[ring.rank], strict=True):
         _put(target, source, adds=adds)
     under_way.wait()
@@ -276,6 +275,9 @@ class SliceGrad:
             part, empty = part[entry], False
         if part.dtype == left.dtype == right.dtype:
             part.addmm_(left, right, beta=0 if empty else 1, alpha=self._scale)
+            return
+        if takes_wide_product(part, left, right):
+            add_wide_product(part, left, right, beta=0 if empty else 1, alpha=self._scale)
             return
         if empty:
             part.zero_()
@@ -382,5 +384,6 @@ class GradientRing:
             return _GradientPiece(piece, buffer[: self._layout.numel(piece)], buffer)
         if self._own is None:
             numel = self._layout.in_rounds(1).numel(self._ring.rank)
-            self._own = torch.empty(numel, dtype=self._dtype, device=self._device)
+            # pieces arrive in the order of rounds, so behind one nothing has been written yet
+            self._own = with_room(numel, self._dtype, self._device, is_scratch=True)
         return _GradientPiece(piece, self._layout.piece_in(self._own, piece), None)

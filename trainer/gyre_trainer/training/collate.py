@@ -79,8 +79,16 @@ class Examples:
         return [Examples(*part) for part in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> "Examples":
-        """The same examples on a device."""
-        return Examples(*(None if each is None else each.to(device) for each in self._tensors()))  # type: ignore[arg-type]
+        """The same examples on a device; copies to CUDA are queued, and nothing waits for them."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or tensor.device.type == device.type:
+                return tensor
+            if device.type == "cuda":
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return Examples(*map(moved, self._tensors()))  # type: ignore[arg-type]
 
     def shortened(self, num_tokens: int) -> "Examples":
         """The first ``num_tokens`` of the inputs and of the targets of each row."""

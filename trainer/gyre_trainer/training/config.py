@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 from gyre_common.counts import counted
 
 from gyre_trainer.errors import ConfigError
@@ -72,7 +73,7 @@ class RunConfig:
     log_every: AtLeast1 = 10
     seed: Seed = 0
     replicas: AtLeast1 = 1
-    timeout_s: Seconds = 600.0
+    timeout_s: Seconds = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +118,16 @@ class PrecisionConfig:
     """The dtypes on the ring; parameter shards and optimizer state are always float32.
 
     Attributes:
-        compute_dtype: the dtype of activations and of the parameter shards that travel.
+        compute_dtype: the dtype of activations and of the parameter shards that travel; `auto` is
+            bfloat16 where the run computes on CUDA, else float32. A configuration that was read has
+            one of these.
         grad_dtype: the dtype of gradients on the ring.
+        tf32: whether CUDA rounds the factors of float32 products to TF32.
     """
 
-    compute_dtype: DType = "float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     grad_dtype: DType = "float32"
+    tf32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +251,13 @@ class TrainConfig:
     boards: BoardsConfig = dataclasses.field(default_factory=BoardsConfig)
 
     def __post_init__(self) -> None:
+        if self.precision.compute_dtype == "auto":
+            on_cuda = self.run.device != "cpu" and torch.cuda.is_available()
+            precision = dataclasses.replace(
+                self.precision,
+                compute_dtype="bfloat16" if on_cuda or self.run.device == "cuda" else "float32",
+            )
+            object.__setattr__(self, "precision", precision)
         if self.sample.prompts and not self.eval.every:
             raise ConfigError(
                 "`sample.prompts` are continued after each evaluation, but `eval.every` is 0"

@@ -27,7 +27,7 @@ class RankContext:
 
 
 @contextmanager
-def join_job(run: RunConfig) -> Iterator[RankContext]:
+def join_job(run: RunConfig, *, tf32: bool = False) -> Iterator[RankContext]:
     """A context in which this rank is connected to the others.
 
     The environment names them (RANK, WORLD_SIZE, LOCAL_RANK, ...).
@@ -39,12 +39,16 @@ def join_job(run: RunConfig) -> Iterator[RankContext]:
     device = _device(run.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if tf32:
+            torch.set_float32_matmul_precision("high")
     else:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=run.timeout_s),
+            # the communicator is made here, by all ranks, and not by the first that needs it
+            device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise RingError(

@@ -23,7 +23,7 @@ def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
     Raises:
         TrainError: the run cannot be as it is configured.
     """
-    with join_job(config.run) as context:
+    with join_job(config.run, tf32=config.precision.tf32) as context:
         config.require_divisible(context.world_size)
         model = build_model(config, context)
         name_modules(model)

@@ -49,7 +49,7 @@ def train(
         TrainError: the run cannot be as it is configured.
         gyre_client.GyreError: the data is not available.
     """
-    with join_job(config.run) as context:
+    with join_job(config.run, tf32=config.precision.tf32) as context:
         log_to(Path(config.run.out), context.rank)
         config.require_divisible(context.world_size)
         data = config.data

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.step_checks import on_device
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
 from gyre_trainer.shards.averaging import (
@@ -237,14 +238,17 @@ class ReplicatedGradients:
             torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
             for p in parameters
         ]
-        used = grads[0].new_tensor(has)
-        trains = grads[0].new_tensor([p.requires_grad for p in self._parameters])
-        wrote = grads[0].new_tensor([self._writes.found or shards_were_written(self.ring)])
-        *sums, used, trains, wrote = self._added_up([*grads, used, trains, wrote])
-        if self._can_read(used):
-            self._require_one_choice(trains)
-            if wrote.item():
-                self._compare_written()
+        trained = [p.requires_grad for p in self._parameters]
+        wrote_here = self._writes.found or shards_were_written(self.ring)
+        numbers = on_device([*has, *trained, wrote_here], grads[0])
+        self.ring.settle()
+        *sums, numbers = self._added_up([*grads, numbers])
+        used, trains, wrote = torch.split(numbers, [len(has), len(trained), 1])
+        if self._is_added_up(numbers):
+            num_trains = trains.clone()
+            is_mixed = ((num_trains > 0) & (num_trains < self.ring.num_parts)).any()
+            self.ring.checks.require(is_mixed, 0, lambda _: self._refuse_choice(num_trains))
+            self.ring.checks.require(wrote[0].ne(0), 0, lambda _: self._compare_written())
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
         by_any = has if all(has) or isinstance(used, FakeTensor) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(
@@ -269,15 +273,12 @@ class ReplicatedGradients:
                 sums += torch.split(flat, [each.numel() for each in bucket])
         return sums
 
-    def _can_read(self, summed: Tensor) -> bool:
-        """Whether what the ranks have added up can be read here.
-
-        On CUDA it would wait for the device. A group of the backend "fake" adds nothing up.
-        """
+    def _is_added_up(self, summed: Tensor) -> bool:
+        """Whether the sum has the other ranks' numbers. A group of the backend "fake" adds none."""
         is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
-        return summed.device.type == "cpu" and not isinstance(summed, FakeTensor) and is_added
+        return not isinstance(summed, FakeTensor) and is_added
 
-    def _require_one_choice(self, num_trains: Tensor) -> None:
+    def _refuse_choice(self, num_trains: Tensor) -> None:
         """Refuse ranks that train others of the parameters, whose gradients were mixed up."""
         for parameter, num in zip(self._parameters, num_trains.tolist(), strict=True):
             if 0 < num < self.ring.num_parts:

@@ -60,6 +60,7 @@ class Report:
         position: the stream's next position: samples consumed by all ranks.
         world_size: ranks of the last process.
         num_parameters: parameters of the whole model.
+        compute_dtype: the dtype of activations and of parameters that travel.
         peak_memory_bytes: the peak of each rank: of CUDA's allocator, or the process's resident
             memory.
         resumed_at: the steps at which the run was resumed.
@@ -75,6 +76,7 @@ class Report:
     position: int
     world_size: int
     num_parameters: int
+    compute_dtype: str
     peak_memory_bytes: tuple[int, ...]
     resumed_at: tuple[int, ...]
     eval_loss: float | None
@@ -258,6 +260,7 @@ class RunRecorder:
             position=position,
             world_size=self._facts.world_size,
             num_parameters=self._facts.num_parameters,
+            compute_dtype=self._config.precision.compute_dtype,
             peak_memory_bytes=tuple(peak_memory_bytes),
             resumed_at=tuple(resumed_at),
             eval_loss=evaluations[-1].eval_loss if evaluations else None,

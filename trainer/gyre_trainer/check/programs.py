@@ -1,0 +1,712 @@
+"""The computations of a check. Each function runs on every rank of a process group.
+
+A case is a small model whose forward is the mean loss of a batch. Rotated ranks that each have a
+part of a batch must get the loss, gradients and parameters that one process gets of all of it.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gyre_trainer.accounting.step_cost import measure_step
+from gyre_trainer.comm.buffer_pool import BufferPool
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.transport import Leg, Stream, Work
+from gyre_trainer.layers.experts import MoE
+from gyre_trainer.layers.mlp import GatedMLP
+from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
+from gyre_trainer.rotation.rule import Recompute
+from gyre_trainer.training.build import build_model
+from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState, latest
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig, build
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.models.lora import Lora, adapt
+from gyre_trainer.training.rank_context import RankContext
+from gyre_trainer.training.step import Stepper
+
+BATCH = 24  # samples; 1, 2, 3 and 8 ranks divide it
+LENGTH = 8
+VOCABULARY = 37  # no number of ranks divides it
+NUM_STEPS = 3
+EXACT = 1e-11  # float64: sums in another order differ by less
+_REST_S = 0.002  # of a hop that arrives late, and of a computation
+
+
+class _Loss(nn.Module):
+    """A model whose forward is the loss of a batch of tokens."""
+
+    def __init__(self, model: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.model = model
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return linear_cross_entropy(self.head, self.model(self.embedding(tokens)), tokens)
+
+
+class _GPTLoss(nn.Module):
+    def __init__(self, **shape: Any) -> None:
+        super().__init__()
+        sizes = {"num_layers": 2, "dim": 48, "num_heads": 12, "num_kv_heads": 6, "hidden_dim": 50}
+        sizes |= {"vocab_size": VOCABULARY, "max_seq_len": LENGTH}
+        self.gpt = GPT(GPTConfig(**sizes | shape))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+class _LibraryLoss(nn.Module):
+    """A Llama of transformers, with adapters of peft if ``rank`` is above 0."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  # an extra
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            intermediate_size=50,
+            num_hidden_layers=2,
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            use_cache=False,
+        )
+        self.llama = LlamaForCausalLM(config)
+        self.rank = rank
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.llama.model(input_ids=tokens).last_hidden_state
+        loss: Tensor = linear_cross_entropy(self.llama.lm_head, hidden[:, :-1], tokens[:, 1:])
+        return loss
+
+
+class _Positions(nn.Module):
+    """Reads a table that it has itself, which is gathered when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(LENGTH, 24))
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x + self.table)
+        return y.tanh()
+
+
+class _Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(24, 31, 3, padding=1), nn.Conv2d(1, 7, (31, 1))
+        self.last = nn.Linear(7, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x.transpose(1, 2)).tanh()
+        output: Tensor = self.last(self.second(y[:, None])[:, :, 0].transpose(1, 2))
+        return output
+
+
+class _Dropping(nn.Module):
+    """Attention and an MLP that drop out, of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(24, 6, 50, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def _torchs() -> nn.Module:
+    return nn.TransformerEncoderLayer(24, 6, 50, dropout=0.0, batch_first=True, bias=False)
+
+
+CASES: Mapping[str, Callable[[], nn.Module]] = {
+    "embedding, grouped attention, gated MLP, RMSNorm, head": _GPTLoss,
+    "biases, plain MLP, LayerNorm, tied head": partial(
+        _GPTLoss, gated_mlp=False, norm="layer", tie_embeddings=True, num_kv_heads=12
+    ),
+    "experts": lambda: _Loss(MoE(24, 10, num_experts=6, num_chosen=2), 24),
+    "convolutions": lambda: _Loss(_Conv(), 24),
+    "torch's transformer layer": lambda: _Loss(_torchs(), 24),
+    "gathered on use": lambda: _Loss(_Positions(), 24),
+    "replicated": _GPTLoss,
+    "Llama of transformers": _LibraryLoss,
+    "LoRA": partial(_LibraryLoss, rank=3),
+}
+LIBRARY_CASES = ("Llama of transformers", "LoRA")
+QUICK_CASES = ("embedding, grouped attention, gated MLP, RMSNorm, head", "experts", "replicated")
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _built(case: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(1)
+    with _in_float64():
+        return CASES[case]().to(device)
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    """The model with its adapters, if it gets some: after it was rotated."""
+    if isinstance(model, _LibraryLoss) and model.rank:
+        adapt(model.llama.requires_grad_(False), Lora(rank=model.rank, alpha=9.0), seed=2)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:  # one of the two begins as 0, in float32
+                whole = torch.empty(parameter.shape, dtype=torch.float64)
+                nn.init.normal_(whole, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                parameter.data = parameter.data.double().copy_(whole)
+    return model
+
+
+def _rotated(case: str, device: torch.device, policy: RotationPolicy) -> nn.Module:
+    model = _built(case, device)
+    is_lora = isinstance(model, _LibraryLoss) and model.rank > 0
+    rotate_all(
+        model,
+        mesh=make_mesh(device.type),
+        policy=policy,
+        min_numel=2**40 if case == "replicated" else 0,
+        find_blocks=not is_lora,
+    )
+    return _adapted(model)
+
+
+def tokens_of(step: int, device: torch.device) -> Tensor:
+    """The batch of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(device)
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return _whole(tensor.grad)
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _grad(each) for name, each in model.named_parameters()}
+
+
+def _part(tokens: Tensor) -> Tensor:
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _trained(
+    model: nn.Module, part: Callable[[Tensor], Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Losses, gradients and parameters of a few steps of AdamW."""
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    # AdamW would blow up gradients of 0 with a rounding error
+    optimizer = torch.optim.AdamW(trainable, lr=3e-3, eps=1e-3)
+    found = {}
+    for step in range(NUM_STEPS):
+        loss = model(part(tokens_of(step, device)))
+        loss.backward()
+        mean = loss.detach().clone()
+        if part is _part:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        found[f"loss {step}"] = mean
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient {step} of {name}"] = _whole(parameter.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: _whole(each.detach()) for name, each in model.named_parameters()}
+
+
+def _distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest distance of two tensors, relative to the norm; NaN counts as infinite."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"other results: {sorted(found.keys() ^ expected.keys())[:4]}")
+    worst = 0.0
+    for name, there in expected.items():
+        here, value = (each.detach().double().cpu() for each in (found[name], there))
+        error = (here - value).norm() / value.norm().clamp_min(1e-2)
+        worst = max(worst, float(error.nan_to_num(nan=torch.inf)))
+    return worst
+
+
+def device_against_cpu(cases: Sequence[str], device_type: str) -> dict[str, float]:
+    """The distance of each case on one rank of a device from plain modules on the CPU."""
+    device, cpu = torch.device(device_type), torch.device("cpu")
+    return {
+        case: _distance(
+            _trained(_rotated(case, device, RotationPolicy()), _part, device),
+            _trained(_adapted(_built(case, cpu)), lambda tokens: tokens, cpu),
+        )
+        for case in cases
+    }
+
+
+def ranks_against_one(
+    cases: Sequence[str], recompute: Sequence[Recompute], device_type: str, staged: bool
+) -> dict[str, float]:
+    """The distance of each case on all ranks from one process, by case and recomputation."""
+    device = torch.device(device_type)
+    found = {}
+    with hops_by(staged=staged, device=device):
+        for case in cases:
+            alone = _trained(_adapted(_built(case, device)), lambda tokens: tokens, device)
+            for mode in recompute:
+                model = _rotated(case, device, RotationPolicy(recompute=mode))
+                found[f"{case}, {mode}"] = _distance(_trained(model, _part, device), alone)
+    return found
+
+
+def rounding(device_type: str, staged: bool) -> dict[str, float]:
+    """The error of bfloat16 in outputs, and in gradients of inputs and weights, against float64."""
+    device = torch.device(device_type)
+    found = {}
+    with hops_by(staged=staged, device=device):
+        torch.manual_seed(3)
+        exact = GatedMLP(96, 256).double().to(device)
+        module = GatedMLP(96, 256).to(device)
+        module.load_state_dict(exact.state_dict())
+        rotate_all(
+            nn.Sequential(module),
+            mesh=make_mesh(device.type),
+            policy=RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32),
+            min_numel=0,
+        )
+        x = torch.randn(dist.get_world_size() * 32, 96, dtype=torch.float64, device=device)
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()].float().requires_grad_()
+        x.requires_grad_()
+        for model, inputs in ((exact, x), (module, mine)):
+            (model(inputs).sin().sum() / len(inputs)).backward()
+        with torch.no_grad():
+            of_mine = exact(mine.double())
+            found["output"] = _distance({"": module(mine)}, {"": of_mine})
+        grad = _part(_grad(x)) * dist.get_world_size()
+        found["input's gradient"] = _distance({"": _grad(mine)}, {"": grad})
+        found["weights' gradients"] = _distance(_grads(module), _grads(exact))
+    return found
+
+
+def poisoned(cases: Sequence[str], late: str, device_type: str) -> dict[str, float]:
+    """As `ranks_against_one`, where buffers are NaN whenever they have no value."""
+    device = torch.device(device_type)
+    found = {}
+    with hops_by(staged=True, device=device, late=late, poison=True):
+        for case in cases:
+            alone = _trained(_adapted(_built(case, device)), lambda tokens: tokens, device)
+            model = _rotated(case, device, RotationPolicy(recompute="block"))
+            found[case] = _distance(_trained(model, _part, device), alone)
+    return found
+
+
+def masks(device_type: str, staged: bool) -> dict[str, bool]:
+    """Whether dropout is drawn again in backward, repeats with its seed, and differs by rank."""
+    device = torch.device(device_type)
+
+    def grads(recompute: Recompute, seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        with _in_float64():
+            model = _Loss(_Dropping(), 24).to(device)
+        rotate_all(
+            model,
+            mesh=make_mesh(device.type),
+            policy=RotationPolicy(recompute=recompute),
+            min_numel=0,
+        )
+        torch.manual_seed(seed)
+        loss = model(tokens_of(0, device)[:2])  # the same rows on all ranks
+        loss.backward()
+        return {
+            "loss": loss.detach(),
+            **_grads(model),
+        }
+
+    with hops_by(staged=staged, device=device):
+        by_mode = {mode: grads(mode, 5) for mode in ("none", "block", "layer")}
+        again, other = grads("block", 5), grads("block", 6 + dist.get_rank())
+        losses = [torch.zeros_like(other["loss"]).cpu() for _ in range(dist.get_world_size())]
+        dist.all_gather(losses, other["loss"].cpu())
+    distances = {mode: _distance(by_mode[mode], by_mode["none"]) for mode in ("block", "layer")}
+    return {
+        **{f"{mode} draws the masks of forward again": d < EXACT for mode, d in distances.items()},
+        "one seed gives the same bits": all(
+            torch.equal(again[name], value) for name, value in by_mode["block"].items()
+        ),
+        "other seeds give other masks": len({float(each) for each in losses}) == len(losses),
+    }
+
+
+class StagedTransport:
+    """Carries hops between processes that share one device: by memory of the host, and gloo.
+
+    NCCL refuses two ranks on one device. A thread reads the outgoing tensor, after the device has
+    computed it, and a wait fills the incoming one: as with NCCL, both belong to the hop in between.
+    With ``late`` "arrivals", this takes longer; with "computations", whatever computes
+    with the device's current stream does.
+    """
+
+    moves = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, late: str, *, poison: bool
+    ) -> None:
+        self._group = group
+        self._poison = poison
+        self._late = late
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, "gyre check hops")
+
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+        """Start the legs as one batch."""
+        if self._late == "computations":
+            _delay(None)
+        for leg in legs:
+            if self._poison and leg.arrives and leg.tensor.is_floating_point():
+                leg.tensor.fill_(torch.nan)
+        hosts = [
+            torch.empty(leg.tensor.shape, dtype=leg.tensor.dtype, pin_memory=self._side is not None)
+            for leg in legs
+        ]
+        queued = torch.cuda.current_stream().record_event() if self._side else None
+        carried = self._thread.submit(self._carry, list(legs), hosts, stream, queued)
+        what = " and ".join(leg.description for leg in legs)
+        return [(_Staged(self, carried, list(legs), hosts), what)]
+
+    def give_up(self) -> None:
+        """Let this rank's threads go; the process group ends the waits of others."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def on_side(self) -> Any:
+        """A context whose kernels run beside those that compute."""
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def _carry(self, legs: list[Leg], hosts: list[Tensor], stream: Stream, queued: Any) -> None:
+        with self.on_side():
+            if queued is not None:
+                queued.wait(self._side)
+            if self._late == "arrivals":
+                _delay(self._side)
+            for leg, host in zip(legs, hosts, strict=True):
+                if not leg.arrives:
+                    host.copy_(leg.tensor, non_blocking=True)
+            if self._side is not None:
+                self._side.synchronize()
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        works = [
+            (dist.irecv if leg.arrives else dist.isend)(
+                host.view(torch.uint8), group=self._group, tag=stream, **{
+                    "group_src" if leg.arrives else "group_dst": (rank + leg.offset) % size
+                }
+            )
+            for leg, host in zip(legs, hosts, strict=True)
+        ]  # fmt: skip
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A batch that a `StagedTransport` has started."""
+
+    transport: StagedTransport
+    carried: "Future[None]"
+    legs: list[Leg]
+    hosts: list[Tensor]
+
+    def wait(self) -> None:
+        self.carried.result()
+        with self.transport.on_side():
+            for leg, host in zip(self.legs, self.hosts, strict=True):
+                if leg.arrives:
+                    leg.tensor.copy_(host, non_blocking=True)
+            arrived = self.transport._side.record_event() if self.transport._side else None
+        if arrived is not None:
+            arrived.wait()
+
+
+def _delay(side: Any) -> None:
+    """Let the device, or on a CPU this thread, rest for a moment."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # no public call delays it
+    else:
+        time.sleep(_REST_S)
+
+
+class _PoisonedPool(BufferPool):
+    """Fills returned buffers with NaN, so that a late reader computes NaN."""
+
+    def put(self, buffer: Tensor) -> None:
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+        super().put(buffer)
+
+
+@contextmanager
+def hops_by(
+    *, staged: bool, device: torch.device, late: str = "", poison: bool = False
+) -> Iterator[None]:
+    """A context in which hops of the ring of all ranks are staged, if they are to be."""
+    ring = ring_of(make_mesh(device.type))
+    before = ring.transport, ring.pool
+    if staged:
+        ring.transport = StagedTransport(ring.group, device, late, poison=poison)
+    if poison:
+        ring.pool = _PoisonedPool()
+    try:
+        yield
+    finally:
+        if isinstance(ring.transport, StagedTransport):
+            ring.transport.give_up()
+        ring.transport, ring.pool = before
+
+
+def hop_figures(device_type: str, staged: bool) -> dict[str, float]:
+    """Microseconds of the host a hop, and bytes per second of large ones."""
+    device = torch.device(device_type)
+    ring = ring_of(make_mesh(device.type))
+    figures = {}
+    with hops_by(staged=staged, device=device):
+        for name, numel, count in (("us", 1_024, 200), ("bytes_per_s", 2**22, 8)):
+            outgoing, incoming = (ring.pool.take(numel, torch.float32, device) for _ in range(2))
+            for num_hops in (3, count):
+                dist.barrier()
+                _synchronize(device)
+                began_s, in_start_s = time.perf_counter(), 0.0
+                for _ in range(num_hops):
+                    before_s = time.perf_counter()
+                    hop = ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS)
+                    in_start_s += time.perf_counter() - before_s
+                    hop.wait()
+                _synchronize(device)
+            elapsed_s = (time.perf_counter() - began_s) / count
+            figures[name] = 1e6 * elapsed_s if name == "us" else 4 * numel / elapsed_s
+            if name == "us":
+                figures["us to start"] = 1e6 * in_start_s / count
+            ring.pool.put(outgoing)
+            ring.pool.put(incoming)
+    return figures
+
+
+def step_config(num_ranks: int, recompute: Recompute = "block") -> TrainConfig:
+    """A GPT large enough to plan, and small enough for seconds."""
+    return build(
+        TrainConfig,
+        {
+            "run": {"out": "nowhere", "steps": 9},
+            "data": {"dataset": "none", "batch_size": 2 * num_ranks, "sequence_length": 128},
+            "model": {
+                "vocab_size": 2_000, "num_layers": 4, "dim": 192, "num_heads": 6,
+                "num_kv_heads": 6, "hidden_dim": 512, "max_seq_len": 128,
+            },
+            "memory": {"min_numel": 0, "recompute": recompute},
+            "precision": {"compute_dtype": "float32", "grad_dtype": "float32"},
+        },
+    )  # fmt: skip
+
+
+def _examples(config: TrainConfig, device: torch.device) -> Examples:
+    num_rows = config.data.batch_size // dist.get_world_size()
+    length = config.data.sequence_length + 1
+    vocab_size = config.model.vocab_size
+    rows = torch.arange(num_rows * length).view(num_rows, length) % vocab_size
+    return Examples(rows[:, :-1].to(device), rows[:, 1:].to(device), None)
+
+
+def step_figures(device_type: str, staged: bool) -> dict[str, float]:
+    """Seconds of a step, without hops too, the share that the processor computes, and the peak."""
+    device = torch.device(device_type)
+    config = step_config(dist.get_world_size())
+    context = RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
+    figures = {}
+    with hops_by(staged=staged, device=device):
+        model = build_model(config, context)
+        stepper, examples = Stepper(model, config), _examples(config, device)
+
+        def stay(ring: Ring, *_: Any) -> Hop:
+            return Hop((), ring)
+
+        for name in ("s", "s without hops"):
+            with ExitStack() as hops:
+                if name != "s":
+                    hops.enter_context(patch.object(Ring, "shift", stay))
+                    hops.enter_context(patch.object(Ring, "send_among", stay))
+                took = []
+                for step in range(5):
+                    dist.barrier()
+                    _synchronize(device)
+                    before_s, before_cpu_s = time.perf_counter(), time.thread_time()
+                    stepper.take(examples, step)
+                    _synchronize(device)
+                    took.append((time.perf_counter() - before_s, time.thread_time() - before_cpu_s))
+                figures[name], busy_s = min(took[2:])
+                figures.setdefault("busy", busy_s / figures[name])
+        del model, stepper
+        fresh = build_model(config, context)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            stepper = Stepper(fresh, config)
+            for step in range(2):
+                stepper.take(examples, step)
+            figures["peak"] = torch.cuda.max_memory_allocated()
+        else:
+            figures["peak"] = measure_step(fresh, config, examples).timeline.peak_bytes
+    return figures
+
+
+def synchronous_calls(device_type: str) -> str:
+    """Torch's error for a call in a dense step that waits for the device, or "nothing"."""
+    device = torch.device(device_type)
+    config = step_config(dist.get_world_size())
+    context = RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
+    with hops_by(staged=dist.get_world_size() > 1, device=device):
+        stepper, examples = Stepper(build_model(config, context), config), _examples(config, device)
+        for step in range(2):
+            stepper.take(examples, step)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            stepper.take(examples, 2)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return "nothing"
+
+
+def nccl_with_itself() -> str:
+    """An all-reduce, and a hop to the own rank, by NCCL in one process."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, y = torch.arange(64.0, device=device), torch.empty(64, device=device)
+    dist.all_reduce(x)
+    operations = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return "ok" if torch.equal(x, y) else "another value arrived"
+
+
+def another_module(device_type: str) -> str:
+    """This rank's error when rank 0 calls another module than the others."""
+    device = torch.device(device_type)
+    torch.manual_seed(0)
+    layers = nn.ModuleList((nn.Linear(8, 12), nn.Linear(8, 12))).to(device)
+    rotate_all(layers, mesh=make_mesh(device.type), min_numel=0)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    began_s = time.monotonic()
+    try:
+        layers[dist.get_rank() == 0](torch.ones(2, 8, device=device)).sum().backward()
+        optimizer.step()
+    except Exception as error:  # the check says which
+        return f"{type(error).__name__} after {time.monotonic() - began_s:.1f} s: {error}"
+    return ""
+
+
+def killed(device_type: str) -> str:
+    """This rank's error when the last rank is killed in a backward."""
+    device = torch.device(device_type)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).to(device)
+    rotate_all(model, mesh=make_mesh(device.type), min_numel=0)
+    x = torch.ones(2, 8, device=device)
+    model(x).sum().backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began_s = time.monotonic()
+    try:
+        for _ in range(2):
+            model(x).sum().backward()
+        _synchronize(device)
+    except Exception as error:  # the check says which
+        return f"{type(error).__name__} after {time.monotonic() - began_s:.1f} s: {error}"
+    return ""
+
+
+@dataclass
+class _Place:
+    """Where the run is in its data; a rank may be killed while it is saved."""
+
+    step: int = 0
+    killed_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.step == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"cursor": self.step.to_bytes(4, "big")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = int.from_bytes(state["cursor"], "big")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When the last rank is killed.
+
+    Attributes:
+        at: the number of the step.
+        within: "step" or "save"; "" for never.
+    """
+
+    at: int = -1
+    within: str = ""
+
+
+_NUM_LORA_STEPS = 4
+
+
+def lora_run(folder: str, kill: Kill, device_type: str, staged: bool) -> str:
+    """A digest of adapters that were trained with a checkpoint after each step, from the latest."""
+    device = torch.device(device_type)
+    is_culprit = dist.get_rank() == dist.get_world_size() - 1
+    with hops_by(staged=staged, device=device):
+        model = _rotated("LoRA", device, RotationPolicy(recompute="block"))
+        trainable = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=3e-3)
+        place = _Place(killed_at=kill.at if is_culprit and kill.within == "save" else None)
+        config = GPTConfig(VOCABULARY, 1, 48, 12, 12, 48, LENGTH)  # a checkpoint has some model's
+        checkpoints = Checkpoints(Path(folder), 2, config, {})
+        state = TrainState(model, optimizer, place)
+        if any(Path(folder).glob("step-*")):
+            checkpoints.load(state, latest(Path(folder)))
+        while place.step < _NUM_LORA_STEPS:
+            loss = model(_part(tokens_of(place.step, device)))
+            if is_culprit and kill.within == "step" and place.step == kill.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            place.step += 1
+            checkpoints.save(state, place.step)
+        digest = blake2b(digest_size=8)
+        for _, parameter in sorted(model.named_parameters()):
+            digest.update(_whole(parameter.detach()).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
