@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -687,11 +687,11 @@ def lora_run(folder: str, kill: Kill, device_type: str, staged: bool) -> str:
         trainable = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=3e-3)
         place = _Place(killed_at=kill.at if is_culprit and kill.within == "save" else None)
-        config = GPTConfig(VOCABULARY, 1, 48, 12, 12, 48, LENGTH)  # a checkpoint has some model's
-        checkpoints = Checkpoints(Path(folder), 2, config, {})
-        state = TrainState(model, optimizer, place)
-        if any(Path(folder).glob("step-*")):
-            checkpoints.load(state, latest(Path(folder)))
+        config = step_config(dist.get_world_size())  # a checkpoint names some model
+        checkpoints = Checkpoints(replace(config, run=replace(config.run, out=folder)))
+        state, saved = TrainState(model, [optimizer], place), Path(folder) / "checkpoints"
+        if any(saved.glob("step-*")):
+            checkpoints.load(state, latest(saved))
         while place.step < _NUM_LORA_STEPS:
             loss = model(_part(tokens_of(place.step, device)))
             if is_culprit and kill.within == "step" and place.step == kill.at:
