@@ -43,7 +43,7 @@ class _Worker:
 
 
 def _nothing() -> None:
-    """Tell nobody."""
+    """Do nothing: the result is not wanted any more."""
 
 
 class DaemonThreads(Executor):

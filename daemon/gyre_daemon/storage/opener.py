@@ -373,8 +373,9 @@ class StorageOpener:
         """The endpoint that all datasets on one mount share."""
         if mount.path not in self.endpoints:
             num, options = self.options.mount_threads, self.options
+            # as many again for reads that were given up, whose threads go on
             mount.readers.max_threads = max(2 * num, self.workers.num_threads)
-            options = replace(options, max_requests=num, spares_late=True)
+            options = replace(options, max_requests=num)
             self.endpoints[mount.path] = Endpoint(mount.path, "file", options, self._metrics)
         return self.endpoints[mount.path]
 

@@ -81,7 +81,7 @@ def test_a_first_batch_waits_for_few_reads_besides_its_own(
         next(iter(loader))
         counts = mount.behave(delay_s=0)
     assert counts["read"] - before["read"] <= 4 * BATCH
-    assert 16 < counts["most_reads"] <= 2 * 64, "late reads leave their turns to others"
+    assert 16 < counts["most_reads"] <= 64
 
 
 @pytest.mark.parametrize(("name", "num"), [("files", NUM_FILES), ("tokens", NUM_SEQUENCES)])

@@ -47,8 +47,8 @@ from gyre_daemon.storage.response import (
 from gyre_daemon.storage.validators import Validators
 
 # The timer: a longer tick delays retries and hedges, a shorter one costs processor time while
-# anything is in flight. Deadlines, and what is very late, are checked once in this many ticks.
-_TICK_S, _TICKS_PER_DEADLINE_CHECK, _TICKS_PER_LATE_CHECK = 0.005, 20, 4
+# anything is in flight. Deadlines are checked once in this many ticks.
+_TICK_S, _TICKS_PER_DEADLINE_CHECK = 0.005, 20
 # Requests that may wait for their turn before reads wait for admission. More make a new urgent read
 # wait behind them; fewer leave turns unused between two reads.
 _MIN_WAITING = 64
@@ -56,9 +56,6 @@ _NO_TOKEN_S = 0.05  # until a retry without a token asks again
 # An attempt without a first byte for this part of the deadline is given up. A larger part leaves no
 # time for another attempt; a smaller one gives up on a storage that is only slow.
 _SILENCE = 1 / 3
-# A request that takes this many times as long as 95 of 100 of its size is very late. Fewer let more
-# requests in than the storage should have; more leave turns unused.
-_VERY_LATE = 4
 # While every request is throttled nothing is sent for a random pause, doubled for each such round.
 _BASE_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 
@@ -73,8 +70,6 @@ class EndpointOptions:
         hedges: whether late requests are sent again.
         hub_requests_per_s: to the Hugging Face Hub, in the long run, of all endpoints together.
         mount_threads: the most reads in flight of a slow mount.
-        spares_late: whether requests that are very late leave their turns to others. A thread that
-            reads a file cannot be stopped, so that cancelling it would free nothing.
     """
 
     max_requests: int
@@ -82,7 +77,6 @@ class EndpointOptions:
     hedges: bool = True
     hub_requests_per_s: float = 10.0
     mount_threads: int = 64
-    spares_late: bool = False
 
 
 class Endpoint:
@@ -112,7 +106,6 @@ class Endpoint:
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._is_down = False
-        self._num_late = 0
         self._succeeded_at = time.monotonic()
         self._last_failure: Response | None = None
         self.queue.resize(self.limit.limit)
@@ -121,7 +114,7 @@ class Endpoint:
         """Lower the most requests in flight; those in flight continue."""
         self.limit.lower_ceiling(max_requests)
         if not self._is_down:  # otherwise the queue is resized when the pause is over
-            self.queue.resize(self._capacity)
+            self.queue.resize(self.limit.limit)
 
     def submit(self, request: RangeRequest) -> None:
         """Request a range; its `finish` is called with the result."""
@@ -279,24 +272,7 @@ class Endpoint:
         if num_failed:
             pause = random.random() * min(_MAX_PAUSE_S, _BASE_PAUSE_S * 2 ** min(num_failed, 16))
             self._pause = self._loop.call_later(pause, self.queue.resize, self.limit.limit)
-        self.queue.resize(0 if num_failed else self._capacity)
-
-    @property
-    def _capacity(self) -> int:
-        """How many requests may be in flight: one more for each late one, up to twice the limit."""
-        return self.limit.limit + min(self._num_late, self.limit.limit)
-
-    def _spare_late(self, now: float) -> None:
-        """Count the requests that are very late, and let others in."""
-        late_after_s, num_late = self._hedges.late_after_s, 0
-        for request in self._live:
-            for attempt in request.attempts:
-                late_s = late_after_s(request.num_bytes)
-                num_late += late_s is not None and now - attempt.sent_at > _VERY_LATE * late_s
-        if num_late != self._num_late:
-            self._num_late = num_late
-            if not self._is_down:
-                self.queue.resize(self._capacity)
+        self.queue.resize(0 if num_failed else self.limit.limit)
 
     def _retry_at(self, when: float, request: RangeRequest) -> None:
         heapq.heappush(self._to_retry, (when, next(self._numbers), request))
@@ -308,8 +284,6 @@ class Endpoint:
         if self._options.hedges and not self.limit.is_throttled:
             for request in self._hedges.take_late(now, self.admission.needed_first()):
                 self._enqueue(request, is_hedge=True)
-        if self._options.spares_late and self._num_ticks % _TICKS_PER_LATE_CHECK == 0:
-            self._spare_late(now)
         if self._num_ticks % _TICKS_PER_DEADLINE_CHECK == 0:
             self._check_deadlines(now)
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._live else None

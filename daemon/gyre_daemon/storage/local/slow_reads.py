@@ -2,9 +2,9 @@
 
 So they have what requests to object storage have: a limit of how many are in flight, the fair queue
 of all jobs, deadlines, hedges, and shared reads of what several jobs want. A thread that waits for
-the kernel cannot be stopped, so a read that is very late leaves its turn to another, up to twice
-the limit. A hedge helps where the file system asks its server again; where the kernel keeps the
-pages locked, it waits for the first read, and costs a thread.
+the kernel cannot be stopped: a read whose hedge was faster gives its turn back and keeps its
+thread, so there are twice as many threads as turns. A hedge helps where the file system asks its
+server again; where the kernel keeps the pages locked, it waits for the first read.
 
 Each thread reads into memory of its own, not into the slot: one that never returns would keep the
 slot for ever.
