@@ -215,7 +215,11 @@ def beside(slow: FuseFolder | SlowShim, server: Daemon, run: argparse.Namespace)
 
     The processor time of the other job is its time for a sample, measured alone, times its rate.
     """
-    delays_s = {f"{run.delay_ms:g} ms": run.delay_ms / 1e3, "200 ms": VERY_SLOW_S, "hung": 0.0}
+    delays_s = {
+        f"{run.delay_ms:g} ms": run.delay_ms / 1e3,
+        "200 ms": VERY_SLOW_S,
+        "hung": run.delay_ms / 1e3,
+    }
     ratios: dict[str, list[Result]] = {where: [] for where in ("alone", *delays_s)}
     slow.behave(tail_share=0.0, delay_s=run.delay_ms / 1e3)
     before_s = cpu_s(others())
@@ -225,9 +229,10 @@ def beside(slow: FuseFolder | SlowShim, server: Daemon, run: argparse.Namespace)
         alone = result(start("gyre", "cached", server.address, run.seconds))
         ratios["alone"].append({**alone, "other": 0, "to": 1, "gaps": 1, "left": 1})
         for where, delay_s in delays_s.items():
-            slow.behave(delay_s=delay_s)
+            before = slow.behave(delay_s=delay_s)["read"]
             neighbour = start("gyre", "files", server.address, run.seconds + 3)
-            time.sleep(2)
+            while slow.behave()["read"] < before + 4 * BATCH:  # it has started by then
+                time.sleep(0.05)
             if where == "hung":
                 hang(slow)
             found = result(start("gyre", "cached", server.address, run.seconds))
