@@ -53,7 +53,10 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
         # between certificates a file may say anything
         roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
         tls = ssl.create_default_context()
-        tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as Python does since 3.13
+        # As Python does since 3.13. Its other new default refuses roots without key identifiers,
+        # which private authorities often lack.
+        tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
         tls.load_verify_locations(cadata=roots)
     except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(
