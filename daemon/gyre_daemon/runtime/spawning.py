@@ -3,13 +3,16 @@
 A new process gets a copy of all descriptors of the thread that starts it, and the kernel closes
 these copies when its program begins. To close a file of FUSE, even a copy, the kernel asks the
 file's server. So while a mount hangs of which files are open, no program could be started. The
-table of this thread has no file of any dataset, because it was made before one was opened.
+table of this thread has no file of any dataset, because it was made before one was opened. The
+event loop's descriptor for signals is missing there, too, so the thread takes no signal: while the
+main thread starts another one, it blocks signals, and the kernel gives them to the next thread.
 """
 
 import ctypes
 import functools
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -51,6 +54,7 @@ class _Spawner:
         return program.pid.result()
 
     def _serve(self, is_ready: threading.Event) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if _libc.unshare(_CLONE_FILES) == 0:  # a sandbox may forbid it
             own = self._theirs.fileno()
             os.closerange(3, own)
@@ -64,7 +68,11 @@ class _Spawner:
                 command = [sys.executable, *program.arguments, str(descriptor)]
                 no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
                 pid = os.posix_spawn(
-                    sys.executable, command, program.environment, file_actions=[no_input]
+                    sys.executable,
+                    command,
+                    program.environment,
+                    file_actions=[no_input],
+                    setsigmask=(),
                 )
             except OSError as error:
                 program.pid.set_exception(error)

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,3 +238,31 @@ def test_long_errors_and_invalid_options_reach_the_client(
             with pytest.raises(grpc.RpcError) as caught:
                 stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=ref), timeout=120)
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+SIGNALLED = """
+import os, signal, socket, time
+from gyre_daemon.runtime.spawning import spawn_python, start_spawner
+
+start_spawner()
+ours, theirs = socket.socketpair()
+ours.settimeout(30)
+theirs.setblocking(False)
+signal.set_wakeup_fd(theirs.fileno())  # as event loops do
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as while a thread starts
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.5)  # another thread could take it now
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+assert ours.recv(1) == bytes([signal.SIGTERM])
+
+child = "import os, signal, sys; os.write(int(sys.argv[1]), bytes(signal.pthread_sigmask(0, ())))"
+spawn_python(["-c", child + "; os.write(int(sys.argv[1]), b'!')"], os.environ, theirs.fileno())
+assert ours.recv(9) == b"!", "it blocks signals"
+"""
+
+
+def test_a_signal_reaches_the_event_loop_while_a_thread_starts() -> None:
+    """The thread that starts programs lacks the loop's descriptor. Programs block no signal."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=120, check=False)
+    assert done.returncode == 0
