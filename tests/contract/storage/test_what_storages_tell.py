@@ -128,16 +128,22 @@ def test_whatever_answers_tell_is_compared(
     assert not warnings()
 
 
-@pytest.mark.parametrize("lists", [["etag", "modified"], ["etag"], ["modified"]], ids=" and ".join)
-@pytest.mark.parametrize("tells", [[], ["modified"], ["etag"], ["version"]], ids=str)
-@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize(
+    ("lists", "tells", "num_before"),
+    [
+        (lists, tells, num_before)
+        for lists in (["etag", "modified"], ["etag"], ["modified"])
+        for tells in ([], ["modified"], ["etag"], ["version"])
+        # nothing to compare the first answer with, if the listing does not tell the same
+        for num_before in ((0, 2) if not tells or tells[0] in lists else (2,))
+    ],
+    ids=str,
+)
 def test_what_only_a_listing_tells_is_compared(
     lists: Any, tells: Any, num_before: int, server: ObjectServerProcess, opener: Open,
     warnings: Callable[[], int],
 ) -> None:  # fmt: skip
     """The folder is listed, so that no answer has told anything of its objects."""
-    if not num_before and tells and tells[0] not in lists:
-        pytest.skip("the first answer is the first that tells this")
     server.follow(Script(tells=tells, lists=lists))
     path, uri, settings = place(server, "s3")
     server.put(path, OLD)
