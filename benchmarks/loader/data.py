@@ -51,7 +51,7 @@ class Workload:
     def read_files(self) -> None:
         """Read all files into the page cache.
 
-        Some systems drop files that nobody read for a minute.
+        Some systems drop files without a read for a minute.
         """
         for root in {str(self.config["uri"]), self.tars, self.mds} - {""}:
             path = Path(root)

@@ -94,7 +94,7 @@ class CopyWorkers:
                     worker.unneeded_arenas.append(arena)
 
     def forget(self, file: int) -> None:
-        """Have each worker unmap a file that nobody reads any more, before it next copies.
+        """Have each worker unmap a file without readers, before it next copies.
 
         In any thread, without waiting.
         """

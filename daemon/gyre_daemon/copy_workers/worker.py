@@ -107,7 +107,7 @@ class CopyWorker:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up; nobody may use it afterwards."""
+        """Hang up; it is of no use afterwards."""
         self.hang_up()
         self._connection.close()
         os.close(self._process)

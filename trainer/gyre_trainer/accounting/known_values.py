@@ -88,7 +88,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(leaf.nbytes <= _most_bytes(func) for leaf in _tensors(result)):
                 values = self._computed(func, args, kwargs)
         if func is _aten.topk.default and values is None:
-            dim = args[2] if len(args) > 2 else -1  # what topk has by default
+            dim = args[2] if len(args) > 2 else -1  # topk's default
             values = [None, _even_choices(result[1], dim, args[0].shape)]
             self._routes = True
         self._keep(func, args, kwargs, result, values)

@@ -1,4 +1,4 @@
-"""Compares a run with one that nobody disturbed."""
+"""Compares a run with an undisturbed one."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ lowers it by a tenth. Responses to requests sent before the limit was changed ar
 
 import statistics
 
-_START = 256  # what every object storage takes
+_START = 256  # any object storage takes these
 _FLOOR = 4
 # Latency alone lowers the limit no further than this: long tails and busy processors look slow too.
 _SLOW_FLOOR = 64

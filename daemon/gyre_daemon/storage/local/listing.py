@@ -235,7 +235,7 @@ def _glob(root: Root, folder: str, parts: Sequence[str], odd: set[str]) -> Itera
             if kind == "folder":
                 yield from _glob(root, f"{name}/", parts, odd)
         return
-    # what has no wildcard may be anything
+    # a name without a wildcard may be anything
     literal: list[tuple[str, _Kind]] = [(folder + part, "link")]
     found = _entries(root, folder, part) if _MAGIC & set(part) else literal
     for name, kind in found:

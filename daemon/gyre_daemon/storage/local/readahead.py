@@ -142,7 +142,7 @@ def _are_slow(probes: Sequence[tuple[int, int]], opened: Mapping[int, OpenShard]
         if file.mount.latency.num_cold_jobs:
             return False
         began_s = time.perf_counter()
-        with contextlib.suppress(OSError):  # the copy finds out what is wrong
+        with contextlib.suppress(OSError):  # the copy finds the error
             os.pread(file.descriptor, 1, start)
         is_late = file.mount.latency.add_since(began_s)
         if file.mount.latency.is_slow or not is_late:

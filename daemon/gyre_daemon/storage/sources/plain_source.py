@@ -18,7 +18,7 @@ from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_http import HttpGet, PlainHttp
 from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, Refused
 
-_SIGN_AGAIN_S = 1800.0  # half of what a signature lasts
+_SIGN_AGAIN_S = 1800.0  # half of a signature's life
 _MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes each
 
 Sign = Callable[[str], Awaitable[str]]
