@@ -108,8 +108,8 @@ def _recommend(
     if in_window < 1.0:
         return (
             f"Take `block` with a narrower window than {window} blocks, or a larger cache: this "
-            f"window takes {in_units(block.memory_bytes)}, and what the cache does not hold of "
-            "it is decoded again and again."
+            f"window takes {in_units(block.memory_bytes)}, and the rest that does not fit "
+            "into the cache is decoded again and again."
         )
     if quality < GOOD_QUALITY:
         return (

@@ -2,7 +2,7 @@
 
 In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which has the place and the fields
 of each sample. Everything here is pure. `base` defines the interface and shows how to write a
-format; `indexes` has the indexes that formats share; each format is a separate package.
+format; `indexes` has the indexes that formats share; each format is a module or a package.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ from gyre_daemon.datasets.formats.lines import (
 )
 from gyre_daemon.datasets.formats.listed import ListedFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.npy_rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.parquet import ParquetFormat
-from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions

@@ -1,7 +1,7 @@
 """Indexes the shards of one dataset: unpacks, scans and compares each, as far as that is needed.
 
 Several are worked on at once. Scans run in other processes, see `scanner`; what waits for files or
-the disk runs in threads. All of it ends soon after nobody waits for it any more.
+the disk runs in threads. All of it ends soon after the last caller has left.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class OpeningDataset:
         listed: the list that names the shards; None if there is none.
         beside: files beside the shards that tell what their scans will read; None if the format
             knows none.
-        stopped: set when nobody waits for it any more; threads that work for it end then.
+        stopped: set when the last caller has left; threads that work for it end then.
         columns: of the folders of shards.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.

@@ -35,7 +35,7 @@ _LAYOUT_VERSION = 3
 # file take more memory for a moment.
 _ALWAYS_ALLOWED_BYTES, _PER_SHARD_BYTE = 64 << 20, 4
 
-# Takes arrays and raises ValueError if they are not what an inspection finds.
+# Takes arrays and raises ValueError if no inspection finds them.
 Check = Callable[[Arrays], object]
 
 

@@ -18,7 +18,7 @@ from gyre_daemon.storage.opener import StorageOpener
 # cost of a plan. All of them stay in memory until they are parsed, so their size has a limit.
 _FILES_AT_ONCE = 1000
 _MAX_BYTES = 1 << 30
-# Takes the format, the samples, and what describes each.
+# Takes the format, the samples, and the file that describes each.
 ParseManifest = Callable[[DescribedFormat, Described, Sequence[bytes]], Awaitable[Manifest]]
 
 

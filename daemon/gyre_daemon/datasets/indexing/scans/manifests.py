@@ -31,7 +31,7 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 
-_AT_ONCE = 2  # each may take what one process may
+_AT_ONCE = 2  # each may take the memory of one process
 _LABELS, _TEXTS_AT_ONCE = "labels", 1000
 
 

@@ -209,7 +209,7 @@ async def _receive(
 
 
 async def _send_all(connection: socket.socket, chunks: AsyncIterator[bytes]) -> None:
-    """Send a stream until its end, or until nobody reads it any more."""
+    """Send a stream until its end, or until its reader hangs up."""
     loop = asyncio.get_running_loop()
     try:
         async for chunk in chunks:
@@ -224,7 +224,7 @@ async def _send_all(connection: socket.socket, chunks: AsyncIterator[bytes]) -> 
 
 
 async def _send_ranges(connection: socket.socket, num_bytes: int, read: ReadRange) -> None:
-    """Send what is asked for, until nobody asks any more."""
+    """Send the ranges that are asked for, until their reader hangs up."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(ConnectionError):
         while True:

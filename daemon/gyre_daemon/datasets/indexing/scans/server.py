@@ -163,7 +163,7 @@ class _Windows(_Ranges):
         super().__init__(descriptor, num_bytes)
         self._end = 0  # of the last window
         self._size = _MIN_WINDOW_BYTES
-        self._ahead: tuple[int, int] | None = None  # start and length of what was asked for early
+        self._ahead: tuple[int, int] | None = None  # start and length of the range asked for early
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if self._position >= self._num_bytes:

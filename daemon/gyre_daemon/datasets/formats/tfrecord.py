@@ -1,8 +1,11 @@
-"""A TFRecord file: for each record its length, a checksum of that, the bytes, and their checksum.
+"""The format `tfrecord`: every record of a TFRecord file is one sample, as bytes.
 
-The layout is that of TensorFlow's `tsl/lib/io/record_writer.h`: the length is uint64, the checksums
-are CRC-32C, rotated and offset ("masked") so that a checksum of checksums is no constant. All
-numbers are little-endian.
+In: files as TensorFlow writes them. Out: the place of each record. The checksums of the file are
+compared when it is indexed.
+
+The layout is that of TensorFlow's `tsl/lib/io/record_writer.h`: for each record its length as
+uint64, a checksum of that, the bytes, and their checksum. The checksums are CRC-32C, rotated and
+offset ("masked") so that a checksum of checksums is no constant. All numbers are little-endian.
 """
 
 import struct

@@ -1,4 +1,7 @@
-"""The options of `npy`, and the index of all its shards."""
+"""The format `npy`: every row of an array is one sample.
+
+In: npy files as numpy writes them. Out: the place of each row; rows of all files have one shape.
+"""
 
 import json
 import math

@@ -1,0 +1,579 @@
+"""The format `arrayrecord`: every record of an ArrayRecord file is one sample, as bytes.
+
+In: files of ArrayRecord's writer. Out: chunks, which the library decodes in compute workers.
+
+By Riegeli's `doc/riegeli_records_file_format.md` and ArrayRecord's `cpp/layout.proto`, a file is
+chunks one after the other, and a block header interrupts them at every 64 KiB. An ArrayRecord file
+ends with a chunk that has the offsets of all others (its footer), and a block with the offset of
+the footer. All numbers are little-endian.
+
+[Note: How a part of a file is read]
+
+The library reads files by their paths. So a part of a file goes into a memory file, at a place
+where Riegeli's block headers stay where they were, with a new footer. The library compares all
+hashes and decompresses; nothing of either is done here. It runs in processes that may be killed, as
+it may crash.
+"""
+
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
+from gyre_daemon.datasets.formats.chunks import (
+    MAX_CHUNK_BYTES,
+    Column,
+    StoredChunk,
+    check_chunks,
+    chunk_arrays,
+    lacking,
+    num_rows,
+    refuse_damaged,
+)
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+BLOCK_BYTES = 1 << 16
+SIGNATURE = bytes.fromhex(
+    "83af70d10d884a3f0000000000000000400000000000000091bac23c9287e1a9"
+    "0000000000000000e19f13c0e9b1c37273000000000000000000000000000000"
+)
+# A file that Gyre makes names at most this many chunks, so that its footer fits into one block.
+MAX_CHUNKS = 2000
+_BLOCK_HEADER, _CHUNK_HEADER = struct.Struct("<QQ"), struct.Struct("<QQQQ")
+_HASH = struct.Struct("<Q")
+_BLOCK_HEADER_BYTES = _HASH.size + _BLOCK_HEADER.size
+_CHUNK_HEADER_BYTES = _HASH.size + _CHUNK_HEADER.size
+_USABLE_BYTES = BLOCK_BYTES - _BLOCK_HEADER_BYTES
+# The most that a chunk header may take: a block header interrupts it once.
+_HEAD_BYTES = _CHUNK_HEADER_BYTES + _BLOCK_HEADER_BYTES
+_RECORDS, _NO_COMPRESSION = ord("r"), b"\0"
+VERSION, MAGIC = 1, 0x71930E704FDAE05E
+
+_KEY = np.frombuffer(b"Riegeli/records\nRiegeli/records\n", "<u8")
+_MUL0 = np.array(
+    [0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3], np.uint64
+)
+_MUL1 = np.array(
+    [0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377], np.uint64
+)
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+# How HighwayHash mixes the bytes of two lanes; then the same for the other two.
+_ZIPPER = np.array([3, 12, 2, 5, 14, 1, 15, 0, 11, 4, 10, 13, 9, 6, 8, 7])
+_ZIPPER = np.concatenate((_ZIPPER, _ZIPPER + 16))
+_PACKET_BYTES = 32
+
+_Lanes = npt.NDArray[np.uint64]
+
+
+class Chunk(NamedTuple):
+    """A chunk of a file.
+
+    Attributes:
+        start: its first byte.
+        stop: its end.
+        num_records: in it.
+        decoded_bytes: of all its records.
+    """
+
+    start: int
+    stop: int
+    num_records: int
+    decoded_bytes: int
+
+
+# Most hashes are of the few headers that small files can have.
+@functools.lru_cache(maxsize=1024)
+def hash_of(data: bytes) -> int:
+    """HighwayHash of 64 bits with Riegeli's key; takes 20 µs for every 32 bytes."""
+    state = _Hash()
+    whole = len(data) // _PACKET_BYTES * _PACKET_BYTES
+    for begin in range(0, whole, _PACKET_BYTES):
+        state.update(np.frombuffer(data, "<u8", 4, begin))
+    if whole < len(data):
+        state.update_rest(data[whole:])
+    return state.finish()
+
+
+class _Hash:
+    """The state of HighwayHash: four vectors of four lanes."""
+
+    def __init__(self) -> None:
+        self._mul0, self._mul1 = _MUL0.copy(), _MUL1.copy()
+        self._v0, self._v1 = _MUL0 ^ _KEY, _MUL1 ^ _swapped(_KEY)
+
+    def update(self, lanes: _Lanes) -> None:
+        self._v1 += self._mul0 + lanes
+        self._mul0 ^= (self._v1 & _LOW) * (self._v0 >> _HALF)
+        self._v0 += self._mul1
+        self._mul1 ^= (self._v0 & _LOW) * (self._v1 >> _HALF)
+        self._v0 += self._v1.view(np.uint8)[_ZIPPER].view(np.uint64)
+        self._v1 += self._v0.view(np.uint8)[_ZIPPER].view(np.uint64)
+
+    def update_rest(self, rest: bytes) -> None:
+        """Take the last 1 to 31 bytes."""
+        count = len(rest)
+        self._v0 += np.uint64((count << 32) + count)
+        halves = self._v1.view(np.uint32)
+        halves[:] = halves << np.uint32(count) | halves >> np.uint32(32 - count)
+        packet, quads = bytearray(_PACKET_BYTES), count & ~3
+        packet[:quads], tail = rest[:quads], rest[quads:]
+        if count & 16:
+            packet[28:] = rest[-4:]
+        elif tail:
+            packet[16:19] = bytes((tail[0], tail[len(tail) >> 1], tail[-1]))
+        self.update(np.frombuffer(packet, "<u8"))
+
+    def finish(self) -> int:
+        for _ in range(4):
+            self.update(_swapped(self._v0[[2, 3, 0, 1]]))
+        lanes = (each[:1] for each in (self._v0, self._v1, self._mul0, self._mul1))
+        return int(np.concatenate(list(lanes)).sum())
+
+
+def _swapped(lanes: _Lanes) -> _Lanes:
+    return lanes << _HALF | lanes >> _HALF
+
+
+def chunks_of(data: memoryview, start: int) -> Iterator[Chunk]:
+    """All chunks with records of a part of a file, by their headers, whose hashes are not compared.
+
+    Args:
+        data: whole chunks.
+        start: where they begin in the file.
+
+    Raises:
+        ValueError: a chunk does not end within the data; says at which byte it begins.
+    """
+    position, end = start, start + len(data)
+    while position < end:
+        head = _without_block_headers(
+            bytes(data[position - start : position - start + _HEAD_BYTES]), position
+        )
+        if len(head) < _CHUNK_HEADER_BYTES:
+            raise ValueError(f"the chunk at byte {position} is cut off")
+        chunk = _chunk_of(head, position)
+        if chunk.stop > end:
+            raise ValueError(f"the chunk at byte {position} does not end where it should")
+        if chunk.num_records:
+            yield chunk
+        position = chunk.stop
+
+
+def _chunk_of(head: bytes, start: int) -> Chunk:
+    data_bytes, _, kind, decoded_bytes = _CHUNK_HEADER.unpack_from(head, _HASH.size)
+    num_records = kind >> 8
+    stop = _with_block_headers(start, _CHUNK_HEADER_BYTES + data_bytes)
+    # each record has a distinct position, and a chunk ends neither in a block header nor after it
+    least = start + num_records
+    stop = max(stop, least + max(-least % BLOCK_BYTES - _USABLE_BYTES + 1, 0))
+    return Chunk(start, stop, num_records, decoded_bytes)
+
+
+def _with_block_headers(start: int, num_bytes: int) -> int:
+    """The end of this many bytes, block headers between them included."""
+    headers = (num_bytes + (start + _USABLE_BYTES - 1) % BLOCK_BYTES) // _USABLE_BYTES
+    return start + num_bytes + headers * _BLOCK_HEADER_BYTES
+
+
+def _without_block_headers(data: bytes, start: int) -> bytes:
+    """The bytes of a chunk without block headers; `data` has at most one."""
+    border = -start % BLOCK_BYTES
+    return data[:border] + data[border + _BLOCK_HEADER_BYTES :]
+
+
+def footer_and_postscript(chunks: Sequence[Chunk], stop: int) -> tuple[int, bytes, bytes]:
+    """The end that makes an ArrayRecord file of a part of one.
+
+    Args:
+        chunks: at most `MAX_CHUNKS` of them, at their places in the new file.
+        stop: the end of the last one.
+
+    Returns:
+        Where the footer begins; the footer; and the last block of the file, which begins
+        `BLOCK_BYTES` behind the footer.
+    """
+    begin = stop + -stop % BLOCK_BYTES
+    total = sum(chunk.num_records for chunk in chunks)
+    counts = _message((1, VERSION), (2, len(chunks)), (3, total))
+    entries = [
+        _message((1, chunk.start), (2, chunk.decoded_bytes), (3, chunk.num_records))
+        for chunk in chunks
+    ]
+    footer = _block([b"\x0a" + _varint(len(counts)) + counts, *entries])
+    place = _message((1, begin), (2, MAGIC))
+    return begin, footer, _block([place]).ljust(BLOCK_BYTES, b"\0")
+
+
+def _block(records: Sequence[bytes]) -> bytes:
+    """A chunk with records, not compressed, at the beginning of a block that it does not leave."""
+    sizes = b"".join(_varint(len(record)) for record in records)
+    values = b"".join(records)
+    data = _NO_COMPRESSION + _varint(len(sizes)) + sizes + values
+    kind = _RECORDS | len(records) << 8
+    header = _CHUNK_HEADER.pack(len(data), hash_of(data), kind, len(values))
+    chunk = _HASH.pack(hash_of(header)) + header + data
+    its_end = max(_BLOCK_HEADER_BYTES + len(chunk), len(records))
+    around = _BLOCK_HEADER.pack(0, its_end)
+    return _HASH.pack(hash_of(around)) + around + chunk
+
+
+def _message(*fields: tuple[int, int]) -> bytes:
+    """A message of protocol buffers with numbers."""
+    return b"".join(_varint(number << 3) + _varint(value) for number, value in fields)
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 127:
+        data.append(value & 127 | 128)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def numbers_of(message: bytes) -> dict[int, int]:
+    """The numbers of a message of protocol buffers, by their tags; other fields are left out.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    numbers, position = {}, 0
+    while position < len(message):
+        tag, position = _read_varint(message, position)
+        value, position = _read_varint(message, position)
+        if tag & 7 == 0:
+            numbers[tag >> 3] = value
+        elif tag & 7 == 2:
+            position += value
+        else:
+            raise ValueError("it is no message of an ArrayRecord file")
+    return numbers
+
+
+def inner_message(message: bytes) -> bytes:
+    """The first field of a message if it is a message, too; else empty.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    if message[:1] != b"\x0a":
+        return b""
+    size, position = _read_varint(message, 1)
+    return message[position : position + size]
+
+
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if position >= len(message) or shift > 63:
+            raise ValueError("it is no message of an ArrayRecord file")
+        byte = message[position]
+        value |= (byte & 127) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 128:
+            return value, position
+
+
+FIELD = FieldSpec("record", np.dtype(np.uint8), (), ragged=True, codec="bytes")
+# Chunks of the file are joined until they have as much. A decoder takes about a millisecond for the
+# smallest, and a request to an object storage longer; but to read a record costs to decode all.
+_MIN_CHUNK_BYTES = 64 << 10
+# The bytes of one read in a scan, if chunks have several records.
+_WINDOW_BYTES = 8 << 20
+_PLACES = re.compile(r"[;,] (?:chunk )?at |; reading ")
+
+
+def records_of(data: memoryview, start: int) -> list[bytes]:
+    """The records of whole chunks of a file.
+
+    Args:
+        data: the chunks.
+        start: where they begin in the file.
+
+    Raises:
+        ValueError: they are damaged; has the library's message.
+    """
+    found: list[bytes] = []
+    chunks = chunks_of(data, start)
+    while some := list(itertools.islice(chunks, MAX_CHUNKS)):
+        begin, stop = some[0].start, some[-1].stop
+        found += _read(data[begin - start : stop - start], begin, some)
+    return found
+
+
+def _read(data: memoryview, start: int, chunks: Sequence[Chunk]) -> list[bytes]:
+    """The records of these chunks; see [Note: How a part of a file is read]."""
+    from array_record.python import array_record_module  # noqa: PLC0415  # see `require_library`
+
+    # not into the first block, in which the library looks for a signature
+    shift = BLOCK_BYTES + start % BLOCK_BYTES - start
+    moved = [chunk._replace(start=chunk.start + shift, stop=chunk.stop + shift) for chunk in chunks]
+    begin, footer, postscript = footer_and_postscript(moved, start + len(data) + shift)
+    file = os.memfd_create("gyre-records")
+    try:
+        _write(file, data, start + shift)
+        _write(file, footer, begin)
+        _write(file, postscript, begin + BLOCK_BYTES)
+        # no threads: the bytes are in memory
+        reader = array_record_module.ArrayRecordReader(f"/proc/self/fd/{file}", "max_parallelism:0")
+        try:
+            records: list[bytes] = reader.read_all()
+        finally:
+            reader.close()
+    except RuntimeError as error:
+        raise ValueError(_reason(error)) from error
+    finally:
+        os.close(file)
+    return records
+
+
+def _write(file: int, data: bytes | memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _reason(error: Exception) -> str:
+    """The library's message, without the offsets in a memory file."""
+    return _PLACES.split(str(error), maxsplit=1)[0][:300]
+
+
+def require_library() -> None:
+    """Refuse the format where its library is not installed.
+
+    Raises:
+        ConfigError: names the extra.
+    """
+    if importlib.util.find_spec("array_record") is None:
+        raise ConfigError(
+            "the format arrayrecord needs array_record, which is not installed. "
+            'Run pip install "gyre-ml[records]".'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks of a file to decode together: bytes `[start, stop)`."""
+
+    start: int
+    stop: int
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_records(self) -> int:
+        return sum(chunk.num_records for chunk in self.chunks)
+
+
+def scan_file(shard: str, file: BinaryIO) -> Arrays:
+    """The `chunk_arrays` of a file.
+
+    Where each chunk has one record, only the footer is read. Otherwise all chunks are decoded once,
+    to know how long their records are.
+
+    Raises:
+        CorruptSample: it is no sound ArrayRecord file; with shard and offset.
+    """
+    size = file.seek(0, os.SEEK_END)
+    groups = list(_groups(_footer(shard, file, size)))
+    ends, damaged = _ends(file, groups)
+    columns = [
+        lacking([FIELD], group.num_records) if its is None else [Column(_NOTHING, its)]
+        for group, its in zip(groups, ends, strict=True)
+    ]
+    return chunk_arrays(
+        [FIELD],
+        [group.num_records for group in groups],
+        [[(group.start, group.stop)] for group in groups],
+        columns,
+        damaged=damaged,
+    )
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _footer(shard: str, file: BinaryIO, size: int) -> list[Chunk]:
+    """All chunks, as the footer has them."""
+    offset = max(size - BLOCK_BYTES, 0)
+    try:
+        if _part(file, 0, len(SIGNATURE)) != SIGNATURE:
+            raise ValueError("it does not begin as an ArrayRecord file")
+        postscript = numbers_of(_first(_part(file, offset, size), offset))
+        footer = postscript.get(1, 0)
+        if postscript.get(2) != MAGIC or not len(SIGNATURE) <= footer <= offset:
+            raise ValueError("its last block is not that of an ArrayRecord file")
+        offset, last = footer, offset
+        head, *entries = records_of(memoryview(_part(file, offset, last)), offset)
+        return _entries(head, entries, offset)
+    except ValueError as error:
+        reason = (
+            f"{error}; ArrayRecord files end with a footer and a block that names it: is this "
+            "one, and whole?"
+        )
+        raise CorruptSample(
+            f"shard {shard} at byte {offset}: {reason}",
+            {"shard": shard, "offset": offset, "reason": reason},
+        ) from error
+
+
+def _first(data: bytes, start: int) -> bytes:
+    """The first record of the chunk at the beginning of a part of a file."""
+    chunk = next(chunks_of(memoryview(data), start), None)
+    if chunk is None:
+        raise ValueError("its last block has no record")
+    record, *_ = records_of(memoryview(data)[: chunk.stop - start], start)
+    return record
+
+
+def _entries(head: bytes, entries: Sequence[bytes], stop: int) -> list[Chunk]:
+    """The chunks that a footer names.
+
+    Args:
+        head: its first record.
+        entries: the others, for a chunk each.
+        stop: the end of the last chunk.
+    """
+    (version, num_chunks, num_records), rows = _counts(head), list(map(numbers_of, entries))
+    if version != VERSION:
+        raise ValueError(f"it has version {version} of the format, and {VERSION} is known")
+    starts = [row.get(1, 0) for row in rows] + [stop]
+    chunks = [
+        Chunk(start, end, row.get(3, 0), row.get(2, 0))
+        for start, end, row in zip(starts, starts[1:], rows, strict=False)
+    ]
+    is_sound = all(len(SIGNATURE) <= each.start < each.stop for each in chunks)
+    total = sum(chunk.num_records for chunk in chunks)
+    if not is_sound or len(chunks) != num_chunks or total != num_records:
+        raise ValueError("its footer contradicts itself")
+    for chunk in chunks:
+        if chunk.decoded_bytes > MAX_CHUNK_BYTES or chunk.num_records > MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"the chunk at byte {chunk.start} has more than {MAX_CHUNK_BYTES >> 30} GiB; "
+                "write smaller groups"
+            )
+    return [chunk for chunk in chunks if chunk.num_records]
+
+
+def _counts(head: bytes) -> tuple[int, int, int]:
+    """Version, chunks and records, from the message within the first record."""
+    counts = numbers_of(inner_message(head))
+    return counts.get(1, 0), counts.get(2, 0), counts.get(3, 0)
+
+
+def _groups(chunks: Sequence[Chunk]) -> Iterator[_Group]:
+    """The chunks joined to such of at least `_MIN_CHUNK_BYTES`."""
+    some: list[Chunk] = []
+    num_bytes = 0
+    for chunk in chunks:
+        if some and num_bytes + chunk.decoded_bytes > MAX_CHUNK_BYTES:
+            yield _Group(some[0].start, some[-1].stop, some)
+            some, num_bytes = [], 0
+        some.append(chunk)
+        num_bytes += chunk.decoded_bytes
+        if num_bytes >= _MIN_CHUNK_BYTES:
+            yield _Group(some[0].start, some[-1].stop, some)
+            some, num_bytes = [], 0
+    if some:
+        yield _Group(some[0].start, some[-1].stop, some)
+
+
+def _ends(
+    file: BinaryIO, groups: Sequence[_Group]
+) -> tuple[list[np.ndarray | None], dict[int, str]]:
+    """Where the records of each group end in its decoded bytes; and why some cannot be decoded."""
+    ends: list[np.ndarray | None] = []
+    damaged: dict[int, str] = {}
+    window, begin = b"", 0
+    for place, group in enumerate(groups):
+        if all(chunk.num_records == 1 for chunk in group.chunks):
+            ends.append(np.cumsum([chunk.decoded_bytes for chunk in group.chunks]))
+            continue
+        if group.stop > begin + len(window):
+            begin = group.start
+            window = _part(file, begin, max(group.stop, begin + _WINDOW_BYTES))
+        data = memoryview(window)[group.start - begin : group.stop - begin]
+        try:
+            sizes = [len(record) for record in records_of(data, group.start)]
+            if len(sizes) != group.num_records:
+                raise ValueError("its records are not those of the footer")
+            ends.append(np.cumsum(sizes))
+        except ValueError as error:
+            damaged[place] = str(error)
+            ends.append(None)
+    return ends, damaged
+
+
+def _part(file: BinaryIO, start: int, stop: int) -> bytes:
+    """Bytes `[start, stop)` of a file, up to its end."""
+    file.seek(start)
+    parts = []
+    while start < stop and (part := file.read(stop - start)):
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
+
+
+def decode_chunks(chunk: StoredChunk) -> Sequence[Column]:
+    """The records of a group of chunks; a `Decode`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    ((start, data),) = chunk.pieces
+    records = records_of(data, start)
+    ends = np.cumsum(np.fromiter(map(len, records), np.int64, len(records)))
+    return [Column(np.frombuffer(b"".join(records), np.uint8), ends)]
+
+
+_NOUN = "group of chunks"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecordOptions:
+    """The keys of an `arrayrecord` dataset: none."""
+
+
+class ArrayRecordFormat:
+    """A `Format` whose chunks are one or several of Riegeli's."""
+
+    pattern = "*.{array_record,arrayrecord,riegeli,array_record-*-of-*[0-9]}"
+    unpacks_gzip = False
+    inspection = Scan("arrayrecord/1", scan_file, num_rows, check_chunks, seeks=True)
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: Riegeli's signature."""
+        return head.startswith(SIGNATURE)
+
+    def __init__(self, options: ArrayRecordOptions) -> None:
+        """Refuse to start without the library that reads such files.
+
+        Raises:
+            ConfigError: array_record is not installed.
+        """
+        require_library()
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`."""
+        refuse_damaged(shards, inspected, _NOUN)
+        return self.assemble_tolerantly(shards, inspected)[0]
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: all records of groups that cannot be decoded.
+
+        They are found when all groups are tried.
+        """
+        return ChunkIndex(shards, inspected, decode_chunks, _NOUN, b"arrayrecord"), ()

@@ -1,0 +1,460 @@
+"""The format `mds`: shards of MosaicML Streaming, with a field for each column.
+
+In: files as its `MDSWriter` writes them; the `index.json` next to them is not needed. Out: the
+place of each column of each sample; a shard that zstd compressed is one chunk.
+
+The layout is that of `streaming/base/format/mds/writer.py`: the number of samples n (uint32), the
+n + 1 offsets of the samples (uint32), a JSON object that names the columns, and the samples. Each
+sample has the sizes (uint32) of its columns without a fixed size, then the columns. All numbers are
+little-endian.
+"""
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+    array_of,
+)
+from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
+from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
+from gyre_daemon.datasets.formats.values import parse_integer, parse_number
+from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+SCAN_VERSION = "mds/1"
+
+_UINT32 = np.dtype("<u4")
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_SAMPLES = 1 << 30
+# Samples in memory at once, unless one is larger.
+_GROUP_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MdsColumn:
+    """A column as a shard declares it.
+
+    Attributes:
+        name: of the column.
+        encoding: as MosaicML Streaming calls it, such as `str` or `ndarray:int32:3,4`.
+        size: bytes in every sample; None if samples differ.
+    """
+
+    name: str
+    encoding: str
+    size: int | None
+
+
+def scan_mds(shard: str, file: BinaryIO) -> Arrays:
+    """The places of the F columns of the N samples of a shard.
+
+    Returns:
+        start, size: int64 [N, F], first byte and length of each column.
+        columns: JSON of [name, encoding, size] of each column.
+
+    Raises:
+        CorruptSample: it is no sound shard; with shard and offset.
+    """
+    reader = _ShardReader(shard, file)
+    offsets, columns = reader.read_header()
+    starts, sizes = [], []
+    first = 0
+    while first < len(offsets) - 1:
+        stop = int(np.searchsorted(offsets, offsets[first] + _GROUP_BYTES, side="right")) - 1
+        stop = max(stop, first + 1)
+        group = offsets[first : stop + 1]
+        start, size = _locate(reader.read(int(group[-1] - group[0])), group, columns)
+        wrong = np.flatnonzero((start + size)[:, -1] != group[1:])
+        if len(wrong):
+            number = first + int(wrong[0])
+            raise reader.corrupt(
+                int(offsets[number]), f"the columns of sample {number} do not fill its bytes"
+            )
+        starts.append(start)
+        sizes.append(size)
+        first = stop
+    nothing = np.empty((0, len(columns)), np.int64)
+    declared = [(column.name, column.encoding, column.size) for column in columns]
+    return {
+        "start": np.concatenate([nothing, *starts]),
+        "size": np.concatenate([nothing, *sizes]),
+        "columns": np.frombuffer(json.dumps(declared).encode(), np.uint8),
+    }
+
+
+def check_scan(arrays: Arrays, file_bytes: int) -> None:
+    """See `Scan.check`."""
+    declared = json_of(arrays, "columns")
+    if not isinstance(declared, list) or not all(map(_is_column, declared)):
+        raise ValueError("its columns cannot be read")
+    check_columns(arrays, file_bytes, len(declared))
+
+
+def _is_column(declared: Any) -> bool:
+    if not isinstance(declared, list) or len(declared) != 3:
+        return False
+    name, encoding, size = declared
+    has_size = size is None or (type(size) is int and size >= 0)
+    return isinstance(name, str) and isinstance(encoding, str) and has_size
+
+
+class _ShardReader:
+    """Reads a shard from its beginning to its end."""
+
+    def __init__(self, shard: str, file: BinaryIO) -> None:
+        self._shard = shard
+        self._file = file
+        self._offset = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next bytes.
+
+        Raises:
+            CorruptSample: the file ends before.
+        """
+        parts, left = [], num_bytes
+        while left and (part := self._file.read(min(left, _GROUP_BYTES))):
+            parts.append(part)
+            left -= len(part)
+        if left:
+            raise self.corrupt(self._offset, "the shard is cut off")
+        self._offset += num_bytes
+        return b"".join(parts)
+
+    def read_header(self) -> tuple[npt.NDArray[np.int64], list[MdsColumn]]:
+        """The offsets of the samples, and the columns."""
+        (num_samples,) = np.frombuffer(self.read(4), _UINT32).tolist()
+        if num_samples > _MAX_SAMPLES:
+            raise self.corrupt(0, f"it declares {num_samples} samples; is it an MDS shard?")
+        offsets = np.frombuffer(self.read(4 * (num_samples + 1)), _UINT32).astype(np.int64)
+        num_config_bytes = int(offsets[0]) - self._offset
+        if not 0 < num_config_bytes <= _MAX_CONFIG_BYTES or (np.diff(offsets) < 0).any():
+            raise self.corrupt(4, "the offsets of its samples make no sense; is it an MDS shard?")
+        return offsets, self._parse(self.read(num_config_bytes))
+
+    def _parse(self, text: bytes) -> list[MdsColumn]:
+        try:
+            config: Any = json.loads(text)
+            names, encodings = config["column_names"], config["column_encodings"]
+            sizes = config["column_sizes"]
+            declared = [list(each) for each in zip(names, encodings, sizes, strict=True)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self.corrupt(self._offset - len(text), "its columns cannot be read") from error
+        if not declared or not all(map(_is_column, declared)):
+            raise self.corrupt(self._offset - len(text), "its columns cannot be read")
+        return [MdsColumn(*each) for each in declared]
+
+    def corrupt(self, offset: int, reason: str) -> CorruptSample:
+        """The error for a shard that cannot be served."""
+        return CorruptSample(
+            f"shard {self._shard} at byte {offset}: {reason}",
+            {"shard": self._shard, "offset": offset, "reason": reason},
+        )
+
+
+def _locate(
+    data: bytes, offsets: npt.NDArray[np.int64], columns: list[MdsColumn]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Begin and size of the columns of n successive samples.
+
+    Args:
+        data: their bytes.
+        offsets: int64 [n + 1], where each begins in the shard, and the end of the last.
+        columns: F.
+
+    Returns:
+        int64 [n, F] each. Where the sizes in a sample lead beyond it, so do these.
+    """
+    variable = [number for number, column in enumerate(columns) if column.size is None]
+    num_head_bytes = 4 * len(variable)
+    values = np.frombuffer(data, np.uint8)
+    heads = (offsets[:-1] - offsets[0])[:, None] + np.arange(num_head_bytes)
+    found = values[np.minimum(heads, max(len(values) - 1, 0))] if len(values) else heads
+    size = np.empty((len(offsets) - 1, len(columns)), np.int64)
+    size[:] = [column.size or 0 for column in columns]
+    size[:, variable] = np.ascontiguousarray(found, np.uint8).view(_UINT32)
+    start = offsets[:-1, None] + num_head_bytes + np.cumsum(size, axis=1) - size
+    return start, size
+
+
+_PARSERS: dict[str, Callable[[bytes], float]] = {"integer": parse_integer, "number": parse_number}
+_NO_DATA = np.empty(0, np.uint8)
+
+
+def scan_any(shard: str, file: BinaryIO) -> Arrays:
+    """See `scan_mds`; of a compressed shard, the offsets are those in the decompressed one.
+
+    Returns:
+        As `scan_mds`; raw_bytes: int64 [1], of a compressed shard the decompressed size.
+    """
+    with recognised(shard, file) as (opened, is_compressed):
+        if not is_compressed:
+            return scan_mds(shard, opened)
+        data = bytearray()
+        try:
+            for frame in frames(opened):
+                data += frame.data
+                if len(data) > MAX_FRAME_BYTES:
+                    limit = MAX_FRAME_BYTES >> 30
+                    raise ValueError(f"it has more than {limit} GiB; write smaller shards")
+        except ConfigError:
+            raise
+        except ValueError as error:
+            facts = {"shard": shard, "reason": str(error)}
+            raise CorruptSample(f"shard {shard}: {error}", facts) from error
+    return {**scan_mds(shard, io.BytesIO(data)), "raw_bytes": np.array([len(data)], np.int64)}
+
+
+def check_any(arrays: Arrays, file_bytes: int) -> None:
+    """See `Scan.check`."""
+    if "raw_bytes" in arrays:
+        raw_bytes = array_of(arrays, "raw_bytes", np.int64)
+        if raw_bytes.shape != (1,) or not 0 <= raw_bytes[0] <= MAX_FRAME_BYTES:
+            raise ValueError("it has no decompressed size")
+        file_bytes = int(raw_bytes[0])
+    check_scan(arrays, file_bytes)
+
+
+def any_compressed(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> bool:
+    """Whether the shards are compressed.
+
+    Raises:
+        ConfigError: only some are.
+    """
+    pairs = zip(shards, inspected, strict=True)
+    compressed = [shard.name for shard, scan in pairs if "raw_bytes" in scan]
+    if compressed and len(compressed) < len(shards):
+        raise ConfigError(
+            f"some shards are compressed with zstd, such as {compressed[0]}, and some are not. "
+            "Compress all of them or none, or name the ones you mean."
+        )
+    return bool(compressed)
+
+
+def compressed_index(
+    shards: Sequence[Shard],
+    inspected: Sequence[Arrays],
+    specs: Sequence[FieldSpec],
+    places: Sequence[int],
+    identity: bytes,
+) -> ChunkIndex:
+    """The index of compressed shards.
+
+    Args:
+        shards: of the dataset.
+        inspected: from `scan_any`.
+        specs: the served fields.
+        places: of their columns in the shards.
+        identity: see `ChunkIndex`.
+    """
+    decoder = ShardDecoder(tuple(specs), tuple(places))
+    parsed = [replace(spec, codec="bytes") if spec.codec in _PARSERS else spec for spec in specs]
+    scans = []
+    for shard, scan in zip(shards, inspected, strict=True):
+        count = len(scan["size"])
+        columns = [
+            Column(_NO_DATA, np.cumsum(scan["size"][:, place])) if spec.ragged else None
+            for spec, place in zip(specs, places, strict=True)
+        ]
+        one = int(count > 0)
+        pieces = [[(0, shard.size_bytes)]] * one
+        scans.append(chunk_arrays(parsed, [count] * one, pieces, [columns] * one))
+    return ChunkIndex(shards, scans, decoder, "block of samples", identity)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDecoder:
+    """Decodes shards; a `Decode`.
+
+    Attributes:
+        specs: the served fields, with the codecs of the stored columns.
+        places: of their columns in the shard.
+    """
+
+    specs: tuple[FieldSpec, ...]
+    places: tuple[int, ...]
+
+    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
+        """The columns of a shard.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        data = decompress(chunk.pieces)
+        try:
+            scan = scan_mds(chunk.shard, io.BytesIO(data))
+        except CorruptSample as error:
+            raise ValueError(str(error.facts["reason"])) from error
+        stops = scan["start"] + scan["size"]
+        columns = []
+        for spec, place in zip(self.specs, self.places, strict=True):
+            ranges = zip(scan["start"][:, place].tolist(), stops[:, place].tolist(), strict=True)
+            values = [data[start:stop] for start, stop in ranges]
+            ends = np.cumsum(scan["size"][:, place]) if spec.ragged else None
+            columns.append(Column(_bytes(spec, values), ends))
+        return columns
+
+
+def _bytes(spec: FieldSpec, values: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    parse = _PARSERS.get(spec.codec)
+    if parse is None:
+        return np.frombuffer(b"".join(values), np.uint8)
+    return np.array([parse(value) for value in values], spec.dtype).view(np.uint8)
+
+
+_RAGGED: Mapping[str, CodecName] = {
+    **dict.fromkeys(("bytes", "jpeg", "png"), "bytes"),
+    **dict.fromkeys(("str", "str_decimal"), "text"),
+    "json": "json",
+}
+_NUMBERS: Mapping[str, tuple[str, CodecName]] = {
+    "int": ("<i8", "bytes"),
+    "str_int": ("<i8", "integer"),
+    "str_float": ("<f8", "number"),
+}
+_SCALARS = frozenset(
+    f"{kind}{bits}" for kind in ("uint", "int", "float") for bits in (8, 16, 32, 64)
+) - {"float8"}
+
+
+@dataclass(frozen=True, slots=True)
+class MdsOptions(SchemaOptions):
+    """The keys of an `mds` dataset.
+
+    Attributes:
+        columns: names of the columns to serve, such as `tokens`, or `label=class` to serve the
+            column `class` under the name `label`; empty for all.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse fields that no batch can have."""
+        SchemaOptions.__post_init__(self)
+        renamed(self.columns, "columns")
+
+
+def _num_samples(scan: Arrays) -> int:
+    return len(scan["size"])
+
+
+class MdsFormat:
+    """A `Format` that reads each shard once to find the columns of its samples."""
+
+    pattern = "*.{mds,mds.zst,mds.zstd}"
+    unpacks_gzip = False
+    inspection = Scan(SCAN_VERSION, scan_any, _num_samples, check_any)
+
+    def __init__(self, options: MdsOptions) -> None:
+        self._options = options
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`."""
+        return assemble_union(
+            self._options,
+            [field for field, _ in renamed(self._options.columns, "columns")],
+            shards,
+            inspected,
+            lambda scan: bytes(scan["columns"]),
+            _num_samples,
+            self._assemble,
+        )
+
+    def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """The index of shards that have the same columns."""
+        columns = _common_columns(shards, inspected)
+        names = [column.name for column in columns]
+        wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
+        check_names([field for field, _ in wanted], "columns")
+        if columns:
+            wanted = known_columns(self._options, wanted, names, shards[0].name)
+        full = [scan for scan in inspected if len(scan["size"])]
+        places = [names.index(name) for _, name in wanted] if columns else []
+        nothing = np.empty((0, len(places)), np.int64)
+        specs = [
+            _spec(field, columns[place])
+            for (field, _), place in zip(wanted, places, strict=bool(columns))
+        ]
+        identity = json.dumps([(spec.name, spec.codec, spec.dtype.str) for spec in specs]).encode()
+        if any_compressed(shards, inspected):
+            return compressed_index(shards, inspected, specs, places, identity)
+        return SampleTable(
+            specs,
+            [len(scan["size"]) for scan in inspected],
+            np.concatenate([nothing, *(scan["start"][:, places] for scan in full)]),
+            np.concatenate([nothing, *(scan["size"][:, places] for scan in full)]),
+            identity=identity,
+        )
+
+
+def _common_columns(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[MdsColumn]:
+    """The columns, which all shards with samples must share.
+
+    Raises:
+        CorruptSample: a shard has others than the first one.
+    """
+    first: list[MdsColumn] = []
+    owner = ""
+    for shard, scan in zip(shards, inspected, strict=True):
+        if not len(scan["size"]):
+            continue
+        columns = [MdsColumn(*each) for each in json.loads(scan["columns"].tobytes())]
+        if first and columns != first:
+            reason = f"it has {_describe(columns)}, and shard {owner} has {_describe(first)}"
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}; serve them as two datasets",
+                {"shard": shard.name, "reason": reason},
+            )
+        if not first:
+            first, owner = columns, shard.name
+    return first
+
+
+def _describe(columns: Sequence[MdsColumn]) -> str:
+    return "the columns " + ", ".join(f"{each.name} ({each.encoding})" for each in columns)
+
+
+def _spec(field: str, column: MdsColumn) -> FieldSpec:
+    encoding = column.encoding
+    if encoding in _RAGGED:
+        media_type = f"image/{encoding}" if encoding in ("jpeg", "png") else ""
+        dtype_of_bytes, codec_of_bytes = np.dtype(np.uint8), _RAGGED[encoding]
+        return FieldSpec(
+            field, dtype_of_bytes, (), ragged=True, codec=codec_of_bytes, media_type=media_type
+        )
+    dtype, codec = _NUMBERS.get(encoding, (encoding, "bytes"))
+    shape: tuple[int, ...] = ()
+    if encoding.startswith("ndarray:") and encoding.count(":") == 2:
+        _, dtype, sizes = encoding.split(":")
+        shape = tuple(int(size) for size in sizes.split(",") if size.isdecimal())
+    elif encoding not in _NUMBERS and encoding not in _SCALARS:
+        raise ConfigError(
+            f"column {column.name!r:.100} has the encoding {encoding!r:.100}, which is no tensor; "
+            "leave it out: name the others in `columns`"
+        )
+    if dtype not in _SCALARS and encoding not in _NUMBERS:
+        raise ConfigError(f"column {column.name!r:.100} has an unknown dtype: {encoding!r:.100}")
+    spec = FieldSpec(field, np.dtype(dtype).newbyteorder("<"), shape, ragged=False, codec=codec)
+    if codec == "bytes" and column.size != math.prod(shape) * spec.dtype.itemsize:
+        raise ConfigError(
+            f"column {column.name!r:.100} has {column.size} bytes, which is not {encoding!r:.100}"
+        )
+    return spec
