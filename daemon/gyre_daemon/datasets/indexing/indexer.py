@@ -241,7 +241,7 @@ class Indexer:
             corrupt = await self._corrupt.find(opening, served, index, fields, damaged)
         num_all = index.num_samples
         text = opening.config.filter
-        if text and not asked_of(text, fields):  # otherwise it waits for what it asks for
+        if text and not asked_of(text, fields):  # otherwise it waits for these
             index, kept = await compute(apply_filter, index, fields, text)
             corrupt = numbered(corrupt, kept)
         is_listed = isinstance(opening.format, FileListing)
