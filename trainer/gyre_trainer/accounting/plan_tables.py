@@ -38,7 +38,7 @@ from gyre_trainer.inspection.rotation_plan import table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.initialisation import allocate
-from gyre_trainer.training.build import add_adapters, encode_frozen, encodes, has_adapters, rotated
+from gyre_trainer.training.build import encode_frozen, has_adapters, rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.library import library_config, num_positions
@@ -73,12 +73,10 @@ def module_counts(config: TrainConfig, num_ranks: int) -> ModuleCounts:
     """
     with on_fake_ranks(num_ranks) as mesh:
         model = rotated(config, mesh)
-        if encodes(config.model):
+        if has_adapters(config.model):
             allocate(model, torch.device("cpu"))
             encode_frozen(model, config, mesh)
             add_fake_adapters(model, config, torch.device("cpu"))
-        else:
-            add_adapters(model, config)
         plan = plan_of(model)
     counts: dict[_Kind, tuple[str, npt.NDArray[np.int64]]] = {}
     for entry in plan.entries:
