@@ -36,7 +36,8 @@ def config(family: str) -> TrainConfig:
     name = "Llama" if family == LORA else family
     kind = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config").model_type
     keys = FAMILIES[name][1] | sizes_of(name) | {"model_type": kind}
-    lora = {"rank": 8, "targets": [f"{each}_proj" for each in "qkvo"]} if family == LORA else {}
+    targets = [f"{each}_proj" for each in "qkvo"]
+    lora = {"rank": 8, "targets": targets, "frozen": "float32"} if family == LORA else {}
     is_pair = FAMILIES[name][0] == "ForConditionalGeneration"
     sections = {
         "run": {"out": "nowhere", "steps": 9},
