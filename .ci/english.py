@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / ".ci" / "english.txt"
-CODE = ("client", "common", "daemon", "trainer", "benchmarks", "examples")
+CODE = ("client", "daemon", "trainer", "benchmarks", "examples")
 COUNTED = {
     "what": r"\bwhat\b",
     "that is/are/has": r"\bthat (?:is|are|has)\b",

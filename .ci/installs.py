@@ -31,7 +31,7 @@ def main() -> int:
 def told() -> Iterator[str]:
     """The requirements that messages of the packages name."""
     extras = PROJECT["optional-dependencies"]
-    for package in ("client", "common", "daemon", "trainer"):
+    for package in ("client", "daemon", "protos", "trainer"):
         for path in (ROOT / package).rglob("*.py"):
             for named in COMMAND.findall(path.read_text()):
                 requirement = named.strip("\"'.")

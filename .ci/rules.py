@@ -19,7 +19,7 @@ LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 # Results and decisions say what was so on their day; the changelog, what was so in a version.
 DATED = ("docs/benchmarks/", "docs/adr/", "CHANGELOG.md")
 NAMED = re.compile(
-    r"(?<![\w./,{-])((?:benchmarks|daemon|client|trainer|common|tests|examples)/[\w/]+\.\w+)"
+    r"(?<![\w./,{-])((?:benchmarks|daemon|client|trainer|protos|tests|examples)/[\w/]+\.\w+)"
 )
 COMMAND = re.compile(r"python -m (benchmarks(?:\.\w+)*)")
 LOADS = re.compile(r"\btorch\.load\((?:[^()]|\([^()]*\))*\)|\bpickle\.loads?\(|\bjoblib\.load\(")
@@ -115,7 +115,7 @@ def late_structs(files: dict[str, str]) -> Iterator[str]:
     the process crashes: seen with msgspec 0.22. Decoders are made at import.
     """
     for name, text in files.items():
-        if not name.startswith(("client/", "common/", "daemon/", "trainer/")):
+        if not name.startswith(("client/", "daemon/", "trainer/")):
             continue
         if "msgspec.Struct" not in text:
             continue

@@ -2,7 +2,7 @@
 
 import sys
 
-from gyre_common.program import run_program
+from gyre_protos.program import run_program
 
 
 def main() -> int:

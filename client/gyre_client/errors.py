@@ -28,7 +28,7 @@ The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to t
 from collections.abc import Mapping
 from typing import Self
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 
 class GyreError(Exception):

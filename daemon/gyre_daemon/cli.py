@@ -16,8 +16,7 @@ import grpc
 import shtab
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 
 from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials

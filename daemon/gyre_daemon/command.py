@@ -2,8 +2,7 @@
 
 import sys
 
-from gyre_common.foreign_command import foreign_command
-from gyre_common.program import run_program
+from gyre_protos.program import foreign_command, run_program
 
 from gyre_daemon import __version__
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gyre_client.errors import GyreError
-from gyre_common.program import internal_error
+from gyre_protos.program import internal_error
 
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError, RingError, TrainError

@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from gyre_common.program import run_program
+from gyre_protos.program import run_program
 
 from gyre_trainer import __version__
 

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.distributed as dist
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

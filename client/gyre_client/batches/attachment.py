@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.batch import (

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of

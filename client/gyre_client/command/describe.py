@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.display.descriptions import facts_of, fields_of

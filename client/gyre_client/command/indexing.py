@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of

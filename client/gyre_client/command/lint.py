@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of, option, size_bytes, stages, steps

@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import (

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.command.status import summary_lines, to_plain
 from gyre_client.display.colour import painted

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
-from gyre_common.toml import parse_toml
+from gyre_protos.toml import parse_toml
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import size

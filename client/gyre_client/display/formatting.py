@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.display.colour import painted
 from gyre_client.display.media import Picture, shows_pictures

@@ -1,7 +1,6 @@
 """Histograms of lengths, for terminals and as pictures of a page."""
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import cut

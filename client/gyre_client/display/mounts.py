@@ -1,6 +1,6 @@
 """What is said of a mount of the daemon's machine that hangs."""
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.formatting import duration

@@ -10,7 +10,7 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.display.histograms import as_svg, title

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.display.formatting import cut, duration, page_width, show_progress
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.display.formatting import size
 from gyre_client.display.media import media_type

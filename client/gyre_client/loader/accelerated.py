@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_client.errors import InvalidRequest
 

@@ -15,9 +15,8 @@ from threading import get_ident
 from typing import Any, NoReturn, Self
 
 import torch
-from gyre_common.counts import counted
-from gyre_common.foreign_command import foreign_command
-from gyre_common.printable import printable
+from gyre_protos.program import foreign_command
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,7 +1,6 @@
 """How far a daemon is that measures the samples of a dataset, in words."""
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 

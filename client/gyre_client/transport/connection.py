@@ -16,7 +16,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 

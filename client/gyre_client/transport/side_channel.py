@@ -11,7 +11,7 @@ import os
 import select
 import socket
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_client.errors import DaemonUnavailable, Overloaded
 from gyre_client.transport.address import Address

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import JobLimits, LimitsConfig, UserLimits

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gyre_common.toml import parse_toml
+from gyre_protos.toml import parse_toml
 
 from gyre_daemon.config.secrets import has_secret
 from gyre_daemon.errors import ConfigError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import get_args
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule

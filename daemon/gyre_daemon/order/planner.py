@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance

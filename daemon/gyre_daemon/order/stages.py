@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.shuffle.permutation import MAX_SAMPLES, Int64Array

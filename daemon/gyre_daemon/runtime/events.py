@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 _LOGGER = logging.getLogger("gyre_daemon")
 

@@ -12,7 +12,7 @@ its ranks are given the same state, and never by the moment at which one rank lo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog

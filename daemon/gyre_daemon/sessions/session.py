@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.batch_group import BatchGroup

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths

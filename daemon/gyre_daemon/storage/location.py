@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from fsspec.registry import available_protocols
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.braces import expand

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_daemon.errors import (
     CorruptSample,

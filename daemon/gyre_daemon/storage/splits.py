@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 
 from gyre_daemon.errors import InvalidRequest, ShardMissing
 from gyre_daemon.storage.patterns import matches_any, patterns_of

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message
 from gyre_client.command.cli import main
-from gyre_common.program import run_program
+from gyre_protos.program import run_program
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests import stub_daemon

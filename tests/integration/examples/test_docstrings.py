@@ -25,7 +25,6 @@ from tests.conftest import StartDaemon
 from tests.fenced import ROOT
 
 PACKAGES = (
-    "common/gyre_common",
     "daemon/gyre_daemon",
     "client/gyre_client",
     "trainer/gyre_trainer",

@@ -97,10 +97,6 @@ def test_an_extra_declares_all_that_its_package_imports(room: str, extras: list[
     assert needs <= {canonicalize_name(requirement.name) for requirement in declared(*extras)}
 
 
-def test_what_all_programs_share_needs_nothing() -> None:
-    assert imported(ROOT / "common" / "gyre_common") == set()
-
-
 @pytest.mark.parametrize("extra", ["daemon", "objects", "hub", "arrow", "images", "media", "text"])
 def test_a_daemon_brings_no_torch(extra: str) -> None:
     names = closure(declared(extra))

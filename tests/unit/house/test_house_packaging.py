@@ -13,7 +13,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("daemon", "media", "client", "trainer", "protos", "common")
+ROOMS = ("daemon", "media", "client", "trainer", "protos")
 PACKAGES = {f"gyre_{room}" for room in ROOMS}
 
 
@@ -43,7 +43,7 @@ def test_the_wheel_holds_types_contract_and_licence(wheel: set[str]) -> None:
 def test_the_wheel_holds_every_source_file(wheel: set[str]) -> None:
     sources = {
         str(file.relative_to(ROOT / folder))
-        for folder in ("daemon", "client", "trainer", "protos", "common")
+        for folder in ("daemon", "client", "trainer", "protos")
         for pattern in ("*.py", "*.pyi")
         for file in (ROOT / folder).rglob(pattern)
     }
@@ -64,5 +64,5 @@ def test_an_editable_install_points_to_the_five_folders(tmp_path: Path) -> None:
         (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         folders = wheel.read(pth).decode().split()
     assert {Path(folder) for folder in folders} == {
-        ROOT / name for name in ("daemon", "client", "trainer", "protos", "common")
+        ROOT / name for name in ("daemon", "client", "trainer", "protos")
     }

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from gyre_common.program import run_program
+from gyre_protos.program import run_program
 
 ERRORS = [
     (OSError(errno.ENOSPC, "No space left"), 1, "x: the output cannot be written: No space left\n"),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_common.toml import MAX_KEY_PARTS, parse_toml
 from gyre_daemon.config import (
     DaemonConfig,
     DatasetConfig,
@@ -17,6 +16,7 @@ from gyre_daemon.config import (
 )
 from gyre_daemon.config.schema import JobLimits, UserLimits
 from gyre_daemon.storage.location import redact
+from gyre_protos.toml import MAX_KEY_PARTS, parse_toml
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from gyre_common.parent import die_with
+from gyre_protos.program import die_with
 from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy

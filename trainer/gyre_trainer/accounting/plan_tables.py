@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable

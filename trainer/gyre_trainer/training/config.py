@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training import config_file

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gyre_common.toml import parse_toml
+from gyre_protos.toml import parse_toml
 
 from gyre_trainer.errors import ConfigError
 

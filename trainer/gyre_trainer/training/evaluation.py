@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 from torch import Tensor, nn
 
 from gyre_trainer.comm.ring_registry import collective

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from gyre_common.parent import die_with
+from gyre_protos.program import die_with
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gyre_trainer.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.runtime.ownership import make_folder, open_ours

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gyre_common.counts import counted
+from gyre_protos.text import counted
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.expression import Filter, Values

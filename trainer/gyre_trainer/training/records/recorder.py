@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
-from gyre_common.counts import counted
-from gyre_common.printable import printable
+from gyre_protos.text import counted, printable
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig, learning_rate

@@ -3,19 +3,27 @@
 The reader of its output may go away (`gyre status | head -1`), the disk of its output may be full,
 streams may be closed (`gyre status >&-`), the terminal may know few characters, and the user may
 press Ctrl-C, even before all modules are imported.
+
+Also: a process that ends with its parent, and a foreign command `gyre`.
 """
 
 import contextlib
+import ctypes
 import errno
 import io
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
-from gyre_common.printable import printable
+from gyre_protos.text import printable
 
+_PR_SET_PDEATHSIG = 1
+_OURS = "gyre-ml"
+_PACKAGE = b"gyre_client"  # our script `gyre` imports it
 _INTERRUPTED = 128 + signal.SIGINT
 _READER_GONE = 128 + signal.SIGPIPE
 _INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
@@ -121,3 +129,48 @@ def _discard_unwritable() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, output.fileno())
             os.close(nowhere)
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process once its parent has ended, however that comes about.
+
+    Linux counts the thread that forked as the parent. It must live on as long as this process
+    should.
+
+    Args:
+        parent: the process id of the one that forked this process.
+
+    Raises:
+        ProcessLookupError: the parent has ended already.
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        raise ProcessLookupError(f"process {parent} has ended")
+
+
+def foreign_command() -> str:
+    """Warn if `gyre` in this environment starts another distribution's program; empty if not.
+
+    The script is read first: only if it is not Gyre's are all distributions searched.
+    """
+    script = Path(sysconfig.get_path("scripts"), "gyre")
+    try:
+        if _PACKAGE in script.read_bytes():
+            return ""
+    except OSError:
+        return ""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - it takes 10 ms
+
+    owners = {
+        each.dist.name for each in entry_points(group="console_scripts", name="gyre") if each.dist
+    }
+    others = sorted(owners - {_OURS})
+    if not others:
+        return ""
+    return (
+        f"the command `gyre` starts a program of {others[0]}, which pip installed over Gyre's. "
+        "Type `python -m gyre_client` instead."
+    )
