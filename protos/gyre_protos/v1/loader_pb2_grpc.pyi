@@ -30,7 +30,7 @@ column says so, a client repeats the call, after `retry_after_s` at the earliest
   ShardMissing        NOT_FOUND            no     shard, path, location
   NotAuthenticated    UNAUTHENTICATED      no     -
   NotAllowed          PERMISSION_DENIED    no     dataset, job, shard, path, location, link, target, root, side_channel
-  StorageUnavailable  UNAVAILABLE          yes    shard, location, endpoint, num_attempts
+  StorageUnavailable  UNAVAILABLE          yes    shard, path, location, endpoint, num_attempts
   CorruptSample       DATA_LOSS            no     dataset, shard, chunk, sample, sample_id, offset, transform, reason, num_corrupt, limit
   CursorRejected      FAILED_PRECONDITION  no     differs
   Fenced              FAILED_PRECONDITION  no     -

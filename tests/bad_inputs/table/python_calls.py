@@ -8,7 +8,7 @@ from tests.bad_inputs.row import Row
 INVALID = ("", "InvalidRequest")
 WRONG_TYPES = {"text": "8", "a float": 1.5, "nan": math.nan, "a list": [8], "None": None}
 WHOLE = ("batch_size", "seed", "rank", "world_size", "prefetch_batches", "io_block_bytes", "epochs")
-WORDS = ("tail", "order", "join", "token_dtype")
+WORDS = ("tail", "order", "token_dtype")
 _MAY_BE_NONE = ("epochs",)
 CALLS: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "batch_size 0": ({"batch_size": 0}, INVALID, "batch_size is 0"),

@@ -63,6 +63,10 @@ class Streams:
         self.runner.state.set_starved(consumer, is_starved)
         self.runner.execute()
 
+    def read_until(self, consumer: Consumer, step: int | None) -> None:
+        self.runner.state.read_until(consumer, step)
+        self.runner.execute()
+
     def leave(self, consumer: Consumer) -> None:
         self.runner.leave(self.runner.reader_of(consumer))
 

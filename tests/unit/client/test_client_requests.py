@@ -115,6 +115,7 @@ def test_plain_values_keep_integers_defaults_and_nesting() -> None:
         "generation": 2**63,
         "peer": None,
         "fence": "",
+        "num_local": 0,
     }
     assert plain(pb.SessionState())["reader"] is None
     assert plain(pb.PlanStepResponse(sample_ids=[3, 1], mask=[True]))["sample_ids"] == [3, 1]

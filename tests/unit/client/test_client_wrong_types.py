@@ -69,7 +69,7 @@ def rows() -> list[tuple[str, Any, str]]:
     found += [("reattach_timeout_s", value, "seconds") for value in NO_SECONDS]
     found += [("stall_timeout_s", value, "seconds") for value in ("1", -1)]
     found += [("tail", value, "it can be") for value in (None, "", HALF, torch.int64, *NO_TEXTS)]
-    for name in ("order", "join", "token_dtype"):
+    for name in ("order", "token_dtype"):
         found += [(name, value, "it can be") for value in (None, "")]
     found += [("job", value, "it must be a string") for value in NO_TEXTS]
     found += [("job", HALF, "not UTF-8"), ("job", "a\x1b[2J", "control characters")]
