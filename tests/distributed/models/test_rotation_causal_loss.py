@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a factor in the code": (lambda: tripled(made("Llama")), "Tripled: causal_loss does not know"),
     "a hook": (lambda: hooked(made("Llama")), "a hook is registered on the head"),
     "other inputs": (whisper, "causal_loss cannot compute the loss of a row of tokens"),
-    "no head": (lambda: nn.Linear(3, 3), "needs a head that is an nn.Linear"),
+    "no head": (lambda: nn.Linear(3, 3), "needs an nn.Linear as head"),
 }
 
 
