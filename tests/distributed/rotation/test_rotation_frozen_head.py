@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.layers import head as head_module
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def off(options: dict[str, Any], bias: bool, max_logits: int) -> tuple[float, in
     alone, mesh = deepcopy(head), make_mesh("cpu")
     rotate_all(head, mesh=mesh, policy=RotationPolicy())
     ring = ring_of(mesh)
-    with patch.object(head, "_MAX_LOGITS", max_logits):
+    with patch.object(head_module, "_MAX_LOGITS", max_logits):
         before = ring.bytes_sent
         loss = linear_cross_entropy(head, x, targets, **options)
         torch.autograd.backward(weighted(loss))

@@ -50,9 +50,9 @@ class _Frame(NamedTuple):
     is_copy: bool
 
     @classmethod
-    def leaving(cls, flat: Tensor, identity: int) -> "_Frame":
-        """Frame an outgoing tensor."""
-        whole = framed(flat)
+    def leaving(cls, flat: Tensor, identity: int, *, is_busy: bool) -> "_Frame":
+        """Frame an outgoing tensor; a copy of one that another hop still sends."""
+        whole = None if is_busy else framed(flat)
         is_copy = whole is None
         if whole is None:
             whole = framed(copy_with_room(flat))
@@ -101,7 +101,12 @@ def _tell(legs: Sequence[Leg]) -> None:
 
 
 class Hop:
-    """One buffer on its way to a neighbour, and another on its way to this rank."""
+    """One buffer on its way to a neighbour, and another on its way to this rank.
+
+    Attributes:
+        identity: of the hop; the neighbour's must be the same.
+        outgoing: the address of the outgoing tensor; 0 for none.
+    """
 
     def __init__(
         self,
@@ -110,19 +115,22 @@ class Hop:
         identity: int = 0,
         frames: Sequence[_Frame] = (),
         source: int = 0,
+        outgoing: int = 0,
     ) -> None:
         """Take over a batch in flight.
 
         Args:
             works: the transfers with their descriptions.
             ring: keeps the hop until it was waited for.
-            identity: of the hop; the neighbour's must be the same.
+            identity: see `Hop`, as for `outgoing`.
             frames: the incoming and then the outgoing one; without them nothing is compared.
             source: the rank that the first one is from.
+            outgoing: see `Hop`.
         """
         self._works = works
         self._ring = ring
-        self._identity = identity
+        self.identity = identity
+        self.outgoing = outgoing
         self._frames = frames
         self._source = source
         self._failed: RingError | RotationError | None = None
@@ -143,7 +151,7 @@ class Hop:
             return
         diagnosis = self._ring.hang_diagnosis
         what = " and ".join(what for _, what in self._works)
-        with diagnosis.waiting(what, self._identity):
+        with diagnosis.waiting(what, self.identity):
             for work, what in self._works:
                 try:
                     with span(what):
@@ -159,10 +167,10 @@ class Hop:
         if not self._frames:
             return
         arrived = self._frames[0]
-        fail = partial(self._ring.refuse, what, self._identity, self._source)
+        fail = partial(self._ring.refuse, what, self.identity, self._source)
         if arrived.whole.device.type != "cpu":
-            self._ring.checks.require(number_in(arrived.whole), self._identity, fail)
-        elif (theirs := _at_end(arrived.whole).value) != self._identity:
+            self._ring.checks.require(number_in(arrived.whole), self.identity, fail)
+        elif (theirs := _at_end(arrived.whole).value) != self.identity:
             try:
                 fail(theirs)
             except RotationError as error:
@@ -278,7 +286,9 @@ class Ring:
         _tell(legs)
         with torch._C._DisableTorchDispatch():
             frames = [
-                _Frame.arriving(leg.tensor) if leg.arrives else _Frame.leaving(leg.tensor, identity)
+                _Frame.arriving(leg.tensor)
+                if leg.arrives
+                else _Frame.leaving(leg.tensor, identity, is_busy=self._sends(leg.tensor, identity))
                 for leg in legs
             ]
             framed_legs = [
@@ -286,7 +296,16 @@ class Ring:
             ]
             works = self._start(framed_legs, stream)
         is_compared = bool(legs) and legs[0].arrives
-        return Hop(works, self, identity, frames if is_compared else (), sides.source)
+        kept = frames if is_compared else ()
+        return Hop(works, self, identity, kept, sides.source, outgoing.data_ptr())
+
+    def _sends(self, flat: Tensor, identity: int) -> bool:
+        """Whether a hop in flight sends this tensor with another identity behind it.
+
+        So does one that was started ahead for a backward, while the forward is computed again.
+        """
+        address = flat.data_ptr()
+        return any(hop.outgoing == address and hop.identity != identity for hop in self.in_flight)
 
     def send_among(
         self,
