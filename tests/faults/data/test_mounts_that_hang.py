@@ -209,21 +209,6 @@ def test_where_the_kernel_keeps_a_daemon_that_ends_the_next_one_serves(
         there.go_on()
 
 
-def test_a_daemon_that_cannot_start_says_which_mount_hangs(
-    gyred_command: GyredCommand, there: FuseFolder, tmp_path: Path
-) -> None:
-    config = tmp_path / "gyre.toml"
-    config.write_text(f'listen = ["unix:{tmp_path}/run/gyre.sock"]\n')
-    there.stop()
-    try:
-        home = {"XDG_CACHE_HOME": str(there.path)}
-        ended = gyred_command("serve", "--config", str(config), environment=home)
-        assert ended.returncode == 2
-        assert f"the mount {there.path} (fuse.test) does not answer" in ended.stderr
-    finally:
-        there.go_on()
-
-
 def test_a_check_of_the_configuration_says_which_mount_hangs(
     gyred_command: GyredCommand, there: FuseFolder, tmp_path: Path
 ) -> None:
