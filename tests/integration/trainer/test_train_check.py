@@ -54,8 +54,13 @@ def poisoned_without_waiting(case: str) -> dict[str, float]:
 
 
 def test_a_read_that_does_not_wait_for_its_hop_is_found() -> None:
-    for found in report.Checker("cpu").run(2, poisoned_without_waiting, "gathered on use"):
-        assert found == {"gathered on use": float("inf")}
+    """By NaN, or because gloo ends a process whose buffers go before their transfers."""
+    try:
+        found = report.Checker("cpu").run(2, poisoned_without_waiting, "gathered on use")
+    except report.ProgramFailed:
+        return
+    for of_rank in found:
+        assert of_rank == {"gathered on use": float("inf")}
 
 
 def test_a_distance_above_the_bound_fails_its_row() -> None:
