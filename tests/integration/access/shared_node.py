@@ -1,6 +1,7 @@
 """A daemon as root's with two users, and what they ask of it."""
 
 import json
+import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,8 +56,11 @@ class Node:
         return table | ({"allow": allow} if allow else {})
 
     def audit(self, event: str) -> list[dict[str, Any]]:
-        """The lines of the audit log's file about an event."""
-        lines = map(json.loads, (self.folder / "audit.log").read_text().splitlines())
+        """The lines of the audit log's file about an event, once its writer pauses."""
+        path, before = self.folder / "audit.log", -1
+        while before != (before := path.stat().st_size):
+            time.sleep(0.3)  # a thread of the daemon writes the lines
+        lines = map(json.loads, path.read_text().splitlines())
         return [line for line in lines if line["event"] == event]
 
     def status(self) -> pb.DaemonStatus:
