@@ -48,12 +48,12 @@ class ClientArenas:
             self._shown = shown
         return self.are_shared
 
-    def number(self, arena: Arena, *, is_leaving: bool) -> int | None:
+    def number(self, arena: Arena) -> int | None:
         """The client's number for an arena.
 
         Args:
-            arena: of the batches that the client is sent now.
-            is_leaving: whether the client is to move them out and to unmap it.
+            arena: of the batches that the client is sent now. If it is closed, the client is to
+                move them out and to unmap it.
 
         Returns:
             0 if the client maps nothing; None if it has left the side channel.
@@ -61,7 +61,7 @@ class ClientArenas:
         if self._shown is None:
             return 0
         number = self._shown.number(arena)
-        if is_leaving:
+        if arena.is_closed:
             self._shown.arena_left(arena)
         return number
 

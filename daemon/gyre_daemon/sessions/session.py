@@ -351,7 +351,7 @@ class Session:
         if isinstance(taken, Exception):
             raise taken
         arena = taken.slot.arena
-        number = self._arenas.number(arena, is_leaving=arena.is_closed)
+        number = self._arenas.number(arena)
         if not self.shares_arena:
             self.payloads.add(taken)
         if number is None:

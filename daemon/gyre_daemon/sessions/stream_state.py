@@ -108,10 +108,9 @@ class StreamState:
         made.
         """
         stream.is_full = False
-        may_merge = stream.room and not stream.leads_on and not stream.is_apart
-        if may_merge and self._merge(stream):
-            return 0
         room, num_together = stream.room, stream.num_together
+        if room and not stream.leads_on and not stream.is_apart and self._merge(stream):
+            return 0
         is_last = room > 0 and stream.next_to_begin + room == stream.read_until
         if self._is_draining or not (room >= num_together or is_last):
             return 0
