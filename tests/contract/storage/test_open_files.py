@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from pathlib import Path
 
 from gyre_daemon.runtime.limits import descriptor_shares
@@ -14,6 +15,14 @@ def num_open(path: Path) -> int:
     """Descriptors of this process that are files in a folder."""
     links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))  # noqa: PTH208
     return sum(os.path.realpath(link).startswith(f"{path}/") for link in links)
+
+
+def wait_until_open(path: Path, expected: int) -> None:
+    """Wait for the threads that close files; a folder keeps `expected` descriptors."""
+    deadline = time.monotonic() + 30
+    while (found := num_open(path)) != expected:
+        assert time.monotonic() < deadline, f"{found} descriptors are open, {expected} expected"
+        time.sleep(0.01)
 
 
 def dataset(folder: Path, num_shards: int, together: OpenFiles) -> OpenShards:
@@ -54,10 +63,10 @@ def test_shards_that_nobody_reads_are_closed_and_open_again(tmp_path: Path) -> N
     together.expire()
     busy.get(1)
     together.close_idle()
-    assert num_open(tmp_path / "idle") == 0
+    wait_until_open(tmp_path / "idle", 0)
     assert num_open(tmp_path / "busy") == 4
     together.expire()
     together.close_idle()
-    assert num_open(tmp_path / "busy") == 2, "one is being read"
+    wait_until_open(tmp_path / "busy", 2)  # one is being read
     assert kept.is_at_its_path
     assert idle.get(3).is_at_its_path
