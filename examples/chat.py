@@ -76,7 +76,7 @@ def gyre_train(*arguments: str) -> None:
 
 
 def answers(folder: Path, tokenizer: Tokenizer, questions: list[tuple[str, ...]]) -> list[str]:
-    """What the exported model says, by transformers alone, with the likeliest tokens."""
+    """Text of the exported model, by transformers alone, with the likeliest tokens."""
     library: Any = AutoModelForCausalLM
     model = library.from_pretrained(folder)
     ids = torch.tensor([tokenizer.encode(prompt(words)).ids for words in questions])

@@ -25,7 +25,7 @@ SAVE_AT, STOP_AT = 8, 10
 
 
 class Trainer:
-    """What torchtitan's Trainer does with data: build a loader, save its state, load it."""
+    """The steps of torchtitan's Trainer with data: build a loader, save its state, load it."""
 
     def __init__(self, workdir: Path) -> None:
         """Builds the loader and the checkpoints by torchtitan's own means."""

@@ -28,7 +28,7 @@ SUBJECTS: dict[str, Subject] = {**FAMILIES, **OWN_MODELS, **OWN_LAYERS}
 
 
 def tried(name: str, way: str) -> Found:
-    """What one way gives on this rank."""
+    """The results of one way on this rank."""
     return attempt(SUBJECTS[name], way)
 
 

@@ -1,4 +1,4 @@
-"""What a step of tiny modules costs a rank's processor, as a multiple of the plain model's step.
+"""The processor time of a step of tiny modules, as a multiple of the plain model's step.
 
     python -m benchmarks.rtp.host_cost [--ranks 1 2 4 8] [--rounds 20]
 

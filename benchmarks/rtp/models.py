@@ -176,7 +176,7 @@ def _with_counted_ddp(family: str, *, recomputes: str | None, device: str) -> An
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What all contenders of a run have in common; as the options say."""
+    """The common part of all contenders of a run, by the options."""
 
     min_numel: int | None
     recomputes: str | None

@@ -117,7 +117,7 @@ def config_of(
 
 
 def counted(model: RealModel, num_tokens: int, num_ranks: int) -> list[StepFigures]:
-    """What a step costs rank 0 in each way; dry runs are side by side."""
+    """The cost of a step for rank 0 in each way; dry runs are side by side."""
     jobs = [
         (FigureJobs.of(config_of(model, num_tokens, num_ranks, layers=layers)), strategy)
         for strategy, layers in _WAYS.values()

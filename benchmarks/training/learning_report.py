@@ -23,7 +23,7 @@ class Chapter:
 
     Attributes:
         label: the model's name.
-        about: what it learns, and from which data.
+        about: its task and its data.
         unit: the unit of its loss.
         runs: by order, one run for each seed.
     """

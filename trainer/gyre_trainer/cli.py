@@ -67,7 +67,7 @@ def _print(text: str) -> None:
 
 
 def _flush_output() -> None:
-    """Write out what was printed, for the interpreter would fail to do it with a traceback."""
+    """Flush standard output, for the interpreter would fail to do it with a traceback."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -11,7 +11,7 @@ TrainError
 ├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was misused
 └── RingError (RuntimeError)   a rank ended, or did not answer within the timeout
 
-A message is one sentence that names what it is about and what to do.
+A message is one sentence that names its subject and the remedy.
 """
 
 

@@ -64,7 +64,7 @@ _INDEX_DECODER = msgspec.json.Decoder(_Index)
 
 
 class IncompatibleKeys(NamedTuple):
-    """What model and files do not share, as `torch.nn.Module.load_state_dict` returns it.
+    """The differences between model and files, as `torch.nn.Module.load_state_dict` returns it.
 
     Attributes:
         missing_keys: parameters and buffers of the model that the files lack.
@@ -100,7 +100,7 @@ def load(
         device: where parameters on `meta` that are not rotated go.
 
     Returns:
-        What differs, if not ``strict``; empty lists otherwise.
+        The differences, if not ``strict``; empty lists otherwise.
 
     Raises:
         CheckpointRejected: on every rank: a file is damaged, a tensor has another shape, or, if
@@ -372,7 +372,7 @@ def _require_values(missing: Sequence[str], has_no_value: set[str], path: object
 
 
 def _warn(model: nn.Module, path: object, keys: IncompatibleKeys) -> None:
-    """Say on the first rank what differs."""
+    """Name the differences on the first rank."""
     if keys.missing_keys and is_first_rank():
         _log.warning("%s has no %s: values are kept", path, _first_of(keys.missing_keys))
     if keys.unexpected_keys and is_first_rank():

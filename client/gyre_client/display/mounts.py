@@ -1,4 +1,4 @@
-"""What is said of a mount of the daemon's machine that hangs."""
+"""The messages about a mount of the daemon's machine that hangs."""
 
 from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb

@@ -72,7 +72,7 @@ class LoaderState(TrainerCallback, ExportableState):
         state.epoch = (state.epoch or 0.0) + self._done_before
 
     def state(self) -> dict[str, Any]:
-        """Returns what the Trainer writes into its checkpoint."""
+        """Returns the Trainer's checkpoint of the loader."""
         cursor = b"" if self._loader is None else self._loader.state_dict()["cursor"]
         return {"args": {}, "attributes": {"cursor": base64.b64encode(cursor).decode()}}
 

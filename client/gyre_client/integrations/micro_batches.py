@@ -1,4 +1,4 @@
-"""What trainers of language models take: inputs and targets, in micro-batches of one rank.
+"""Batches for trainers of language models: inputs and targets, in micro-batches of one rank.
 
 A Loader's batch is what a rank reads for one step of the optimizer. Trainers that accumulate
 gradients, or have pipeline stages, take it in parts of `micro_batch_size` samples.

@@ -29,7 +29,7 @@ IDLE_S = 300.0
 
 
 class GyreDataIterator:
-    """What `ray.train.get_dataset_shard` gives a worker, read from Gyre.
+    """The shard of `ray.train.get_dataset_shard` for a worker, read from Gyre.
 
     Put `state_dict()` into the checkpoint that a worker reports. It is the same on all workers, and
     fits another number of them.

@@ -23,7 +23,7 @@ class OneThread:
 
         Args:
             owner: The object, which keeps this one.
-            what: The name of the object in the error message.
+            what: the name of the object in the error message.
         """
         self._owner_id = id(owner)
         self._what = what

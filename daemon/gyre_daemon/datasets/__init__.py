@@ -1,4 +1,4 @@
-"""Datasets: their formats, where each of their samples is, and what an order costs to read.
+"""Datasets: their formats, where each of their samples is, and the cost of reading in an order.
 
 In: the shards of a storage and the operator's configuration. Out: a `Dataset`, whose index maps
 sample ids to byte ranges. `catalog` keeps the open datasets, `indexing` opens them, `sidecars`

@@ -1,4 +1,4 @@
-"""What the lengths of samples decide about their order: which are read together, and by whom."""
+"""Balances ranks by the lengths of samples: which are read together, and by whom."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 16  # samples looked up together, for the sake of memory
 
 
 def balance_of(dataset: Dataset, rule: CostRule) -> Balance:
-    """Shares out the global batches of a dataset by what its samples cost.
+    """Shares out the global batches of a dataset by the cost of its samples.
 
     Raises:
         InvalidRequest: the rule names no ragged field of the dataset.

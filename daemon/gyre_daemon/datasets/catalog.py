@@ -193,7 +193,7 @@ class Catalog:
         return self._mixtures.source(name, source)
 
     async def stored(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset, as it is before what `filter_late` and packing do.
+        """The open dataset, as it is before `filter_late` and packing.
 
         One that is open is there at once, also while it is indexed again.
         """
@@ -209,7 +209,7 @@ class Catalog:
     async def prefix(
         self, name: str, config: DatasetConfig, dataset: Dataset, num_shards: int
     ) -> Prefix:
-        """What the first shards of an open dataset would be alone; found once.
+        """The first shards of an open dataset as one of their own; found once.
 
         Args:
             name: from `resolve`.
@@ -218,7 +218,7 @@ class Catalog:
             num_shards: of the first shards; 1 to as many as the dataset has.
 
         Raises:
-            InvalidRequest: a shard is not what it was when the dataset was opened.
+            InvalidRequest: a shard has changed since the dataset was opened.
             GyreError: as `open`.
         """
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -252,7 +252,7 @@ class Catalog:
             name: from `resolve`.
             config: from `resolve`.
             with_checksums: take the checksums of every local shard, which reads all of it.
-            engine: what scans the shards, see `ray_address`.
+            engine: the engine of scans, see `ray_address`.
 
         Raises:
             Overloaded: an index cannot be stored; otherwise as `open`.
@@ -315,7 +315,7 @@ class Catalog:
         return name if name in self.datasets else None
 
     async def _scanned(self, name: str, config: DatasetConfig) -> OpeningDataset:
-        """The shards as they are listed now, each with what its format must know of it."""
+        """The shards as they are listed now, each with its format's facts."""
         opening = await self._indexer.begin(self._shown(name), config)
         async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
             async for _ in scanning:

@@ -198,7 +198,7 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryvie
     """Check the stored bytes of one sample as they are checked when it is served.
 
     Returns:
-        What is served.
+        The served values.
 
     Args:
         spec: its field.
@@ -223,6 +223,6 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryvie
 
 
 def unknown_id(spec: FieldSpec, destination: memoryview, number: int) -> str:
-    """What is wrong with a sample whose id of this number is outside the vocabulary."""
+    """The problem of a sample whose id of this number is outside the vocabulary."""
     value = np.frombuffer(destination, spec.dtype)[number]
     return f"id {value} at position {number} is outside the vocabulary of {spec.vocabulary} ids"

@@ -53,7 +53,7 @@ class StoragePrices:
 
 @dataclass(frozen=True, slots=True)
 class CostQuery:
-    """What to estimate.
+    """The request for an estimate.
 
     Attributes:
         order: of mode `block`; its seed and G also stand for `full`.
@@ -79,7 +79,7 @@ class CostQuery:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one order costs.
+    """The cost of one order.
 
     Attributes:
         order: its name.
@@ -144,7 +144,7 @@ class _Averages:
 
 
 def estimate_costs(index: SampleIndex, query: CostQuery) -> CostReport:
-    """What each order costs on a dataset.
+    """The cost of each order on a dataset.
 
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.

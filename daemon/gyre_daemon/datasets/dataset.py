@@ -76,7 +76,7 @@ class Dataset:
 
     @property
     def ordered(self) -> BlockIndex:
-        """What an order goes through: the samples of the index, packed sequences, or a mixture."""
+        """The items of an order: the samples of the index, packed sequences, or a mixture."""
         return self.mixture or self.packed or self.index
 
     @property
@@ -124,7 +124,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the first shards of a dataset would be as a dataset of their own.
+    """The first shards of a dataset, as a dataset of their own.
 
     Attributes:
         num_samples: of these shards.
@@ -173,7 +173,7 @@ def fingerprint(
     It covers the shards' relative names and sizes, where each sample lies in them, and some of
     their contents, or all of these where the storage knows digests. Times and etags are left out,
     so that a copy of the data elsewhere has the same fingerprint. It covers which samples are
-    replaced, because that changes what jobs read.
+    replaced, because that changes jobs' data.
 
     Args:
         shards: in the dataset's order.

@@ -112,7 +112,7 @@ def _check_known(key: str, wanted: Mapping[str, str], names: Sequence[str]) -> N
 
 
 def _new_name(spec: FieldSpec, fields: Sequence[FieldSpec], rename: Mapping[str, str]) -> str:
-    """Its name; what says something of another field follows the name of that one."""
+    """Its name; a property of another field follows the name of that one."""
     for suffix in (PRESENT_SUFFIX, SHAPE_SUFFIX):
         owner = spec.name.removesuffix(suffix)
         if spec.codec == "indexed" and owner != spec.name and owner in rename:
@@ -152,7 +152,7 @@ def _cast_form(form: FieldSpec, filled: FieldSpec, dtype: str) -> FieldSpec:
 
     Args:
         form: how it stores it, without a cast.
-        filled: what the default is: a number as a tensor has it, or as text.
+        filled: the default: a number as a tensor has it, or as text.
         dtype: the other one.
     """
     if form.codec != "default":

@@ -22,7 +22,7 @@ from gyre_daemon.order.substitutes import NO_SAMPLES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixedSequences:
-    """What is known of packed sequences that come from several sources.
+    """The facts of packed sequences that come from several sources.
 
     Attributes:
         mixture: of the sequences.

@@ -46,7 +46,7 @@ class Part:
 
     @property
     def source_names(self) -> list[str]:
-        """What the field `source` counts: its own name, or those of its sources."""
+        """The names that the field `source` counts: its own name, or those of its sources."""
         return [f"{self.name}/{leaf}" for leaf in self.leaves] or [self.name]
 
     @cached_property

@@ -95,7 +95,7 @@ def _mixed(name: str, config: MixtureConfig, sources: Sources) -> Dataset:
 
 
 def _phases(config: MixtureConfig, sizes: Sequence[int]) -> tuple[tuple[Phase, ...], int]:
-    """The phases of a definition, and the samples of what counts as an epoch."""
+    """The phases of a definition, and the samples of an epoch."""
     names = config.sources
     num_samples = sum(sizes)
     if config.epochs:

@@ -25,7 +25,7 @@ from gyre_daemon.order.packing import PACKING_VERSION, PackRule, pack_documents
 from gyre_daemon.order.sequences import Sequences
 from gyre_daemon.order.shuffle.permutation import Int64Array
 
-# What a packed dataset adds to the field that is packed.
+# Fields that a packed dataset adds to the packed one.
 POSITION, LOSS_MASK = "position", "loss_mask"
 DOCUMENT_ID, CU_SEQLENS = "document_id", "cu_seqlens"
 _PACKABLE = ("bytes", "ids", "text", "npy")
@@ -43,16 +43,16 @@ class PackedLength:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What makes a dataset a packed one.
+    """The packing of a dataset.
 
     Attributes:
-        config: what was asked for.
+        config: the options asked for.
         stored: the field of the documents that is packed, as it is stored.
         column: its number among the stored fields.
         sequences: which documents are in which sequence.
         mask_column: the number of the documents' own loss mask, which a transform made, among the
             stored fields; None where they have none.
-        mixed: what the documents of a mixture add; None for those of one dataset.
+        mixed: facts of a mixture's documents; None for those of one dataset.
     """
 
     config: PackConfig
@@ -116,7 +116,7 @@ class Packed:
 
     @property
     def by_length(self) -> list[PackedLength]:
-        """What there is of each length; empty where all sequences have one."""
+        """The sequences of each length; empty where all sequences have one."""
         if not self.has_lengths:
             return []
         sequences, firsts = self.sequences, self.sequences.grouped.first_sequences

@@ -19,18 +19,18 @@ _TAKEN_WITHIN_S, _MESSAGES_PER_S = 60.0, 10_000
 async def unheld(
     source: AsyncGenerator[_Progress, None], taken_within_s: float = _TAKEN_WITHIN_S
 ) -> AsyncGenerator[_Progress, None]:
-    """Yield what a source yields. The source goes on at its own pace, and is ended with this.
+    """Yield a source's items. The source goes on at its own pace, and is ended with this.
 
     So a source that holds a lock gives it back when its work is done, also where the client stops
     reading: then the call waits, and nobody else does.
 
     Args:
         source: owned by this.
-        taken_within_s: how long what is left may wait once the source has ended.
+        taken_within_s: how long the rest may wait once the source has ended.
 
     Raises:
         Overloaded: the client did not take it within that time.
-        Exception: what the source raises, behind all that it yielded.
+        Exception: the source's own, behind all that it yielded.
     """
     untold = _Untold(source, taken_within_s)
     try:
@@ -50,7 +50,7 @@ async def unheld(
 
 
 class _Untold(Generic[_Progress]):
-    """What a source yielded and the client was not told.
+    """The items of a source that the client was not told.
 
     Attributes:
         waiting: in its order.

@@ -28,7 +28,7 @@ class Place(Protocol):
 
     @property
     def arena(self) -> WritableArena:
-        """What keeps the memory."""
+        """The owner of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Fetch:
         extents: where the samples lie in storage, batch after batch; where sequences are packed,
             their documents.
         layout: where the samples go in the slot.
-        rows: what each sequence consists of, where the dataset is packed.
+        rows: the parts of each sequence, where the dataset is packed.
         draws: of all that is read, where that depends on chance; None for those of seed 0.
     """
 
@@ -52,7 +52,7 @@ class Fetch:
 
     @property
     def ids(self) -> Int64Array:
-        """Int64 [n], what is read: samples, or the documents of packed sequences."""
+        """Int64 [n], the samples that are read, or the documents of packed sequences."""
         return self.plan.sample_ids.reshape(-1) if self.rows is None else self.rows.documents
 
     def part(self, begin: int, end: int) -> "Fetch":
@@ -83,7 +83,7 @@ def packed_fetches(
         packed: how the sequences are packed.
         plan: the sample ids of the batches.
         num_together: the batches of a group.
-        rows: what all samples of the plan consist of.
+        rows: the parts of all samples of the plan.
         extents: where the parts of their documents lie in storage.
     """
     size, fetches = plan.sample_ids.shape[1], []
@@ -130,7 +130,7 @@ class BatchGroup:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a cache is told about the later reads of a job; see `Reads`.
+    """Tells a cache about the later reads of a job; see `Reads`.
 
     Attributes:
         block_bytes: the approximate size of the blocks of the order; 0 lets the cache choose.

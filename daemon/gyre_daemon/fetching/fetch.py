@@ -86,7 +86,7 @@ class Fetcher:
             fetch: a batch group that `prepare` has laid out.
             slot: at least `fetch.layout.num_bytes` long; the caller holds a lease of its arena.
             flow: the job that reads; its earlier steps are more urgent.
-            ahead: what the job will read later, for the cache.
+            ahead: later reads of the job, for the cache.
             delays: records how long each part of the work took.
 
         Raises:

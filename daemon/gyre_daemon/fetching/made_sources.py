@@ -30,7 +30,7 @@ Tables = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One source that was made: of which dataset, how, and what."""
+    """One source that was made: its dataset, how, and the result."""
 
     stored: Dataset
     transformed: Made
@@ -51,7 +51,7 @@ class MadeSources:
         self._made: dict[str, _Made] = {}
 
     def of(self, name: str, dataset: Made, height: int) -> KeptDataset:
-        """What the transforms make of a dataset, as a dataset of records.
+        """The results of a dataset's transforms, as a dataset of records.
 
         Args:
             name: of the source.

@@ -48,7 +48,7 @@ class DatasetOpener:
 
     @property
     def measurings(self) -> list[Measuring]:
-        """What is being measured now."""
+        """The measurements under way."""
         return self._measurer.under_way
 
     async def made(
@@ -113,7 +113,7 @@ class DatasetOpener:
         return dataset
 
     async def _measured(self, dataset: Made, config: DatasetConfig) -> Made:
-        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
+        """See `Measurer.measured`; records of `cache` were measured before."""
         if isinstance(dataset, KeptDataset):
             return dataset
         return await self._measured_chain(dataset, config)
@@ -160,7 +160,7 @@ class DatasetOpener:
         if before and _must_be_ready(*before):
             prefix = await self._engines.fastest(before[0])
             async for measuring in self._progress(prefix, config, keeps=True):
-                if measuring.is_over:  # what is held becomes records
+                if measuring.is_over:  # held samples become records
                     await self._fastest(config, documents, config.transforms, by_client=False)
                 yield measuring
         dataset = await self._fastest(config, documents, config.transforms, by_client=False)
@@ -212,7 +212,7 @@ class DatasetOpener:
         prefix: TransformedDataset,
         is_last: bool,
     ) -> TransformedDataset:
-        """What transforms before `cache` make, by their engine, and measured; see `Ready`."""
+        """Results of the transforms before `cache`, by their engine, measured; see `Ready`."""
         prefix = await self._engines.fastest(prefix)
         if _must_be_ready(prefix, is_last):
             return await self._measured_chain(prefix, config, keeps=True)
@@ -220,7 +220,7 @@ class DatasetOpener:
 
 
 def _must_be_ready(prefix: TransformedDataset, is_last: bool) -> bool:
-    """Whether what is before `cache` is measured by itself.
+    """Whether the steps before `cache` are measured by themselves.
 
     Records of one size are tried by the transforms behind them, if there are any.
     """

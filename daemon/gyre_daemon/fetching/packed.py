@@ -39,7 +39,7 @@ _PART_METADATA_BYTES, _BATCH_METADATA_BYTES = 96, 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What B samples consist of.
+    """The parts of B samples.
 
     Attributes:
         documents: int64 [n], the document of each part.

@@ -1,7 +1,7 @@
 """Portions: consecutive samples whose stored fields are read together, for one transform worker.
 
 The fields are read into an exchange, which is shared with the worker process. The process writes
-what it makes behind them, or only says how long it would be. So no process that runs code of others
+its results behind them, or only says how long it would be. So no process that runs code of others
 has an arena mapped.
 """
 
@@ -36,7 +36,7 @@ from gyre_daemon.transforms.workers import SampleFailed
 # transforms: a portion takes about 1 ms of the daemon.
 _MAX_SAMPLES: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
 _MAX_PORTION_BYTES = 16 << 20
-# How fast the estimate of a sample's processor time follows what is measured.
+# How fast the estimate of a sample's processor time follows the measurements.
 _FOLLOWS = 0.2
 _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # Samples that killed or stopped a process under a seed. They are not tried again under it, in no
@@ -44,7 +44,7 @@ _FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
 # mixture, random transforms may do well.
 _MAX_GIVEN_UP = 1024
 # Room for what is made to be measured, in parts of what is stored: the ids of a text take about as
-# much as the text, decoded sound some times of its file. What has no room is made again.
+# much as the text, decoded sound some times of its file. The rest is made again.
 _ROOM_FACTOR, _MIN_ROOM_BYTES = 4, 64 << 10
 
 
@@ -90,7 +90,7 @@ class PortionPlan:
         urgency: among the portions of a job the lowest goes first; the first step of a batch group.
             Those that need it may come to need it more urgently.
         lengths: int64 [n, R], the elements of each ragged field that is made; None to measure them.
-        keeps: whether what is made to be measured is wanted, as far as there is room for it.
+        keeps: whether samples made to be measured are wanted, as far as there is room.
     """
 
     sample_ids: Int64Array
@@ -146,7 +146,7 @@ class PortionReader:
         """Read nothing yet.
 
         Args:
-            dataset: what is read.
+            dataset: its samples are read.
             threads: the daemon's.
         """
         self._dataset = dataset
@@ -370,5 +370,5 @@ class PortionReader:
 
 
 def _room_bytes(stored_bytes: int) -> int:
-    """Room for what is made of so many stored bytes."""
+    """Room for the results of these stored bytes."""
     return min(max(_ROOM_FACTOR * stored_bytes, _MIN_ROOM_BYTES), _MAX_PORTION_BYTES)

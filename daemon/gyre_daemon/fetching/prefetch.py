@@ -74,7 +74,7 @@ SpecKey = tuple[int, str, str, Order, CostRule | None, _Planned, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is fetched.
+    """The request of a stream.
 
     Attributes:
         dataset: an open one.
@@ -83,7 +83,7 @@ class Spec:
         world_size: the number of ranks.
         planner: plans the samples of each step in this order.
         num_wished: the window in batches that was asked for; 0 where the size of a batch decides.
-        balance: what samples cost, if that decides which rank reads which.
+        balance: costs of samples, if they decide which rank reads which.
     """
 
     dataset: Dataset
@@ -184,7 +184,7 @@ class Prefetcher:
     async def fill(self, fetch: Fetch, slot: Slot, flow: Flow, delays: Delays) -> GroupResult:
         """Read a batch group into its slot; where it fails, batch by batch.
 
-        `delays` are told what it took.
+        `delays` are told the time it took.
         """
         group = BatchGroup(fetch.plan, fetch.layout, slot)
         if self._is_drawn and fetch.draws is None:
@@ -270,7 +270,7 @@ class Prefetcher:
         return fetches, plans[sizes.num_wanted :]
 
     def _drawn(self, fetch: Fetch) -> Fetch:
-        """A batch group with what the random numbers of its samples follow from."""
+        """A batch group with the seeds of its samples' random numbers."""
         spec, plan = self._spec, fetch.plan
         ranks = spec.rank, spec.world_size
         epochs = spec.planner.epochs(plan.first_step, len(plan), *ranks)
@@ -279,7 +279,7 @@ class Prefetcher:
     def _add(
         self, fetches: Sequence[Fetch], plans: GroupPlan, sizes: "_Sizes", end_step: int | None
     ) -> None:
-        """Keep what was laid out, and announce the blocks of the steps behind."""
+        """Keep the laid-out steps, and announce the blocks of the steps behind."""
         self._num_prepared = sizes.num_next_time
         self._fetches.extend(fetches)
         self._plans = plans

@@ -26,7 +26,7 @@ class BatchTiming:
         begun_at: when they were begun, on the daemon's clock.
         total_s: the seconds from then until they were complete.
         is_awaited: whether a trainer had nothing to read when they were complete.
-        delays: what their reads waited for.
+        delays: the waits of their reads.
         error: why one of them failed; empty if none did.
     """
 
@@ -68,7 +68,7 @@ class BatchTimings:
             dataset: its name.
             step: one of those that were read together.
             job: of this job only; empty for all.
-            reader: only what this user's sessions read; None for all users.
+            reader: count this user's sessions alone; None for all users.
         """
         return [
             each

@@ -1,7 +1,7 @@
 """Reads batch groups whose samples are transformed before they lie in the slot.
 
 A batch group is cut into portions of consecutive samples, or of the documents of packed sequences.
-The portions are read and transformed beside each other, and a thread copies what was made of each,
+The portions are read and transformed beside each other, and a thread copies each result,
 and the fields that pass, into the slot.
 """
 
@@ -39,7 +39,7 @@ class TransformingFetcher:
         """Read nothing yet.
 
         Args:
-            dataset: what is read.
+            dataset: its samples are read.
             threads: the daemon's.
         """
         self._dataset, self._threads = dataset, threads
@@ -147,7 +147,7 @@ class TransformingFetcher:
         """Copy made and passing fields into the slot; runs in a thread.
 
         Args:
-            portion: with what was made.
+            portion: with its results.
             fetch: the batch group.
             begin: the portion's first sample, counted over the batches of the group.
             slot: of the group.

@@ -1,4 +1,4 @@
-"""What the layers above need of a storage, wherever its shards lie.
+"""The interface of a storage to the layers above, wherever its shards are.
 
 [Note: One way to read]
 
@@ -6,7 +6,7 @@ All reads go through `Storage.read`, which takes a `ReadPlan`: any number of ite
 batch group, blocks, ranges) whose reads can be asked for in parts. A storage decides where the
 arrays of reads are worked out. A local one cuts the plan and works out each part in the thread that
 copies it; the others ask for all of it at once. `Reads`, whose arrays exist already, are a plan
-too. What the layers above must know about a storage is a declared property of it, never its type.
+too. All that the layers above know about a storage is a declared property of it, never its type.
 
 [Note: Samples of sources that depend on chance]
 
@@ -47,7 +47,7 @@ class ArenaClosed(Exception):
 
 
 class WritableArena(Protocol):
-    """What code that writes into an arena knows about it."""
+    """An arena, for code that writes into it."""
 
     @property
     def key(self) -> int:
@@ -63,7 +63,7 @@ class WritableArena(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """What the random numbers of n samples or reads follow from, beside the samples' ids.
+    """The seeds of n samples or reads; their random numbers follow from these and the ids.
 
     Attributes:
         seed: of the job, or of a source of its mixture.
@@ -131,7 +131,7 @@ class Reads:
         flow: the job that reads.
         urgency: among the job's reads the lowest goes first.
         block_bytes: a cache should fetch whole blocks of about this size, because the job soon
-            reads what surrounds these bytes; 0 lets the cache choose.
+            reads a range around these bytes; 0 lets the cache choose.
         next_use: a bound method that takes a cache's `block_bytes` and int64 [m] blocks of that
             size, and returns int64 [m]: in how many samples from now the job reads each block. None
             if the job's future is unknown.

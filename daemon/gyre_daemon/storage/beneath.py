@@ -69,7 +69,7 @@ class Root:
     follow_links: bool = False
 
     def open(self, name: str, flags: int) -> int:
-        """Open what a relative path leads to; the caller owns the descriptor.
+        """Open the file at a relative path; the caller owns the descriptor.
 
         Raises:
             LeavesRoot: a link, or a `..`, leads out of the root.
@@ -106,7 +106,7 @@ class Root:
             return walk.open(os.fsdecode(name), flags)
 
     def stat(self, name: str) -> os.stat_result:
-        """What a relative path leads to, without opening it for reading.
+        """The file at a relative path, not opened for reading.
 
         Raises:
             LeavesRoot, OSError: as `open`.
@@ -185,7 +185,7 @@ class LocalFile:
         return self.root.open(self.name.rpartition("/")[0] or ".", _FOLDER)
 
     def stat(self) -> os.stat_result:
-        """What lies at the path now.
+        """The file at the path now.
 
         Raises:
             LeavesRoot, OSError: as `Root.open`.

@@ -54,7 +54,7 @@ def _pieces(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _choices(group: str, max_texts: int, depth: int) -> list[str]:
-    """What a group stands for: a range, a list, or itself if it is neither."""
+    """The texts of a group: a range, a list, or itself if it is neither."""
     if bounds := _RANGE.fullmatch(group):
         texts = _range(bounds[1], bounds[2], int(bounds[3] or 1) or 1, max_texts)
         if texts is not None:

@@ -165,7 +165,7 @@ def _is_as_listed(descriptor: int, listed: Shard) -> bool:
 
 
 def unknown(name: str, command: str) -> CorruptSample:
-    """The error for a shard that may or may not be what was listed; `command` lists it again."""
+    """The error for a shard that may have changed since it was listed; `command` lists it again."""
     return CorruptSample(
         f"shard {name} has changed since the dataset was opened, or was only touched: its change "
         "time moved, and there are no checksums of its bytes. If they are the same, index the "

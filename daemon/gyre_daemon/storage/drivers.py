@@ -41,7 +41,7 @@ HUB_SCHEME = "hf"
 
 
 class Drivers:
-    """Makes what lists and reads the shards of one dataset."""
+    """Makes the objects that list and read the shards of one dataset."""
 
     def __init__(self, max_connections: int, hub_requests_per_s: float) -> None:
         """Connect to nothing yet.
@@ -119,7 +119,7 @@ class Drivers:
         num_connections: int,
         options: HttpOptions,
     ) -> Source:
-        """What carries the reads of a listed dataset; opens this many connections at once."""
+        """The carrier of a listed dataset's reads; opens this many connections at once."""
         if isinstance(filesystem, WebFileSystem):
             filesystem.source.connect(urlsplit(path), num_connections)
             return filesystem.source
@@ -156,7 +156,7 @@ class Drivers:
 
 
 def _server_in(driver: type[AbstractFileSystem], location: Location) -> tuple[str, dict[str, Any]]:
-    """What the URL of a location says of its server.
+    """The server of a location's URL.
 
     Returns:
         The beginning of the URL that is not part of a driver's own paths; and host, port and user,

@@ -27,7 +27,7 @@ _NUM_RECENT, _MIN_KNOWN = 16, 8
 
 
 class MountIsSlow(Exception):
-    """What a job would copy is better read by a thread for each read; it has copied nothing."""
+    """These samples are better read by a thread for each read; it has copied nothing."""
 
 
 Speed = Literal["fast", "slow"]
@@ -39,7 +39,7 @@ class Latency:
     Attributes:
         guess: by the type of the file system.
         maps: whether its files can be mapped, as far as is known; if not, it counts as slow.
-        num_cold_jobs: jobs that copy what has to come from the mount's disk.
+        num_cold_jobs: jobs whose samples come from the mount's disk.
     """
 
     def __init__(self, file_system: str) -> None:

@@ -31,7 +31,7 @@ _QUERY = re.compile(r"\?\S+")
 # Settings that say whose files a driver reads, and from where.
 _SERVER_KEYS = ("base_url", "host", "org", "port", "repo", "share", "user", "username")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-# What one URI may take: an index of more shards, or expanded texts, would not fit into memory.
+# Bounds of one URI: an index of more shards, or expanded texts, would not fit into memory.
 _MAX_CHARS = 4096
 _MAX_SHARDS = 1_000_000
 _MAX_EXPANDED_CHARS = 1 << 28

@@ -253,7 +253,7 @@ class Mounts:
         mount = self._below(real := asked)
         for _ in range(_MAX_LINKS):
             followed = await run(mount, _without_first_link, real)
-            if mount.file_system == "autofs":  # that mounted what belongs there
+            if mount.file_system == "autofs":  # that mounted its file system
                 self._renew()
             if followed == real and self._below(real) is mount:
                 break

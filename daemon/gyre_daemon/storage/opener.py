@@ -397,7 +397,7 @@ class StorageOpener:
         *,
         may_be_absent: bool = False,
     ) -> RemoteStorage:
-        """List what a location stands for, and make it readable."""
+        """List the files of a location, and make them readable."""
         filesystem = await self._filesystem(location, settings, options)
         try:
             paths, shards = await self._listed(
@@ -424,7 +424,7 @@ class StorageOpener:
     async def _filesystem(
         self, location: Location, settings: Mapping[str, Any], options: HttpOptions
     ) -> AsyncFileSystem:
-        """What lists a location; an archive is opened as a location by itself."""
+        """The lister of a location; an archive is opened as a location by itself."""
         if location.scheme not in ARCHIVES:
             return await self._drivers.filesystem(location, settings, options)
         path = location.paths[0]
@@ -443,7 +443,7 @@ class StorageOpener:
     async def _listed(
         self, location: Location, listing: Awaitable[Result], *, may_be_absent: bool
     ) -> Result:
-        """What a listing finds; its errors say what was listed."""
+        """The files of a listing; its errors name the location."""
         outcome: Outcome = "error"
         try:
             found = await listing

@@ -15,7 +15,7 @@ Named = TypeVar("Named")
 _MAX_PATTERNS = 64
 _MAX_NAMED = 5  # files in a line of the log
 # Files that are next to shards and hold no samples: hidden ones, those of systems that write tables
-# (`_SUCCESS`, `_metadata`), checksums, indexes, and what libraries and people say of the data.
+# (`_SUCCESS`, `_metadata`), checksums, indexes, and notes of libraries and people.
 _BESIDE = (
     "{.*,_*,*.crc,*.idx,*.gyre-*,*.md,LICENSE*,README*,[Rr]eadme.*,*md5sum*,*sha[0-9]*sum*,MD5SUM*,"
     "SHA[0-9]*SUM*,checksums.*,index.json,state.json,dataset_dict.json,dataset_info.json,"

@@ -1,4 +1,4 @@
-"""Lists what a location of a remote storage stands for, and says why that failed."""
+"""Lists a location of a remote storage, and says why that failed."""
 
 import asyncio
 import itertools
@@ -99,7 +99,7 @@ async def list_tree(
         filesystem: of the folder.
         folder: with its scheme, and a slash at its end.
         is_wanted: whether a file of this name, without its folder, counts.
-        with_hidden: whether hidden files count too, and what lies in hidden folders.
+        with_hidden: whether hidden files count too, and files in hidden folders.
 
     Raises:
         ShardMissing: there is none.
@@ -199,7 +199,7 @@ async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entr
 
 
 async def look_again(filesystem: AsyncFileSystem, path: str) -> tuple[int, Validators]:
-    """Size and validators of an object as it is now, past what the driver remembers.
+    """Size and validators of an object as it is now, past the driver's cache.
 
     Raises:
         GyreError: see `listing_error`.

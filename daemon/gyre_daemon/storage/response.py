@@ -1,4 +1,4 @@
-"""The response to a range request, and what to do about it. Pure."""
+"""The response to a range request, and the next action. Pure."""
 
 import ftplib
 import mmap
@@ -28,7 +28,7 @@ from gyre_daemon.storage.validators import is_same
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")
 # What an XML or JSON body of a storage says in one word, such as `SlowDown`; the rest of the body
-# repeats what was sent, credentials among it.
+# repeats the request, credentials included.
 _CODE = re.compile(r"""<Code>\s*([A-Za-z0-9.]{1,64})\s*<|"(?:reason|code)"\s*:\s*"(\w{1,64})\"""")
 _MARKUP = re.compile(r"[<{]")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
@@ -43,7 +43,7 @@ _WRONG_SECRET = (
 )
 _RENEW = "the session's token has expired: give the daemon a new one, or a role that renews it"
 _CLOCK = "the clock of this machine is wrong: set it, for example with `timedatectl set-ntp true`"
-# What to do about a storage's own codes: those of S3, of Google's XML interface, and of Azure.
+# Actions for a storage's own codes: those of S3, of Google's XML interface, and of Azure.
 _FIXES = {
     "AccessDenied": _NO_PERMISSION,
     "AllAccessDisabled": "the owner has closed the bucket: ask there",
@@ -91,7 +91,7 @@ class Response:
         location: where a redirect leads; empty if it does not say.
         retry_after_s: how long to wait before the next request, if it says so; 0 otherwise.
         refused: why no other answer will come: a redirect is not followed, a certificate is not
-            trusted, or a driver cannot do what was asked; empty otherwise.
+            trusted, or a driver cannot do the request; empty otherwise.
         version: of the object as it is now, as `etag`.
         modified: when it was last changed, as `etag`.
         error: why no other answer will come, in full, as of the storage of an archive; None where
@@ -121,7 +121,7 @@ class ByteRange(NamedTuple):
 
 
 class Verdict(Enum):
-    """What to do about a response."""
+    """The next action after a response."""
 
     OK = auto()  # deliver the data
     RETRY = auto()  # the next attempt may succeed
@@ -131,11 +131,11 @@ class Verdict(Enum):
 
 
 def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdict:
-    """Decide what to do about a response.
+    """Decide the next action after a response.
 
     Args:
         wanted: the requested range.
-        response: what was received.
+        response: status, headers and body.
         num_attempts: requests sent for the range so far, including this one.
     """
     status = response.status
@@ -256,7 +256,7 @@ def stalled_error(endpoint: str, deadline_s: float, last: Response | None) -> St
 
 
 def describe(response: Response) -> str:
-    """A failed response in one line, without secrets, and without what a terminal would obey.
+    """A failed response in one line, without secrets, and without a terminal's control characters.
 
     A storage's words are its owner's. Of XML and JSON, only the code of the error is shown.
     """

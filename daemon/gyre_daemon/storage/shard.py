@@ -41,7 +41,7 @@ def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample
 
 
 def changed(name: str) -> CorruptSample:
-    """The error for a shard that is no longer what was listed."""
+    """The error for a shard that has changed since it was listed."""
     return CorruptSample(
         f"shard {name} has changed since the dataset was opened; restore it with its times "
         "(`cp -p`), or index the dataset again",

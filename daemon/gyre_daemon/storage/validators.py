@@ -1,4 +1,4 @@
-"""What a storage tells about an object by which a change of it is noticed. Pure.
+"""The facts that a storage tells about an object, by which a change is noticed. Pure.
 
 These are HTTP's validators (RFC 9110, section 8.8), whatever carries them: answers, listings, and
 the infos of fsspec drivers, which name them as they like.
@@ -42,7 +42,7 @@ class Told(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validators:
-    """What is known of one version of an object; a text is empty where nothing was told.
+    """The known facts of one version of an object; a text is empty where nothing was told.
 
     Attributes:
         etag: see `Told`.
@@ -88,7 +88,7 @@ class Validators:
         return self.digest or self.etag or self.version or self.modified
 
     def joined(self, told: Told) -> "Validators":
-        """These, and what is told besides."""
+        """These, completed by others."""
         return Validators(
             self.etag or told.etag, self.version or told.version, self.modified or told.modified
         )
@@ -146,7 +146,7 @@ def _nanoseconds(text: str) -> int | None:
             time = parse(text)
         except (TypeError, ValueError, IndexError):
             continue
-        if time.tzinfo is None:  # HTTP, and what fsspec's drivers mean
+        if time.tzinfo is None:  # UTC, as in HTTP and fsspec's drivers
             time = time.replace(tzinfo=datetime.UTC)
         since = time - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
         return (since.days * 86400 + since.seconds) * _NS_PER_S + since.microseconds * 1000

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""What rotation is compared with: the same model under FSDP2 and under data parallelism."""
+"""The baselines of rotation: the same model under FSDP2 and under data parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and see what it did."""
+        """Run an operator, and count its effects."""
         if func is torch.ops.prim.device.default:  # half of all operators on fake tensors
             return args[0].fake_device
         given = list(tensors_in((args, kwargs)))

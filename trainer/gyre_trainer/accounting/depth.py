@@ -1,4 +1,4 @@
-"""What a step of a deep model costs, from two and three of its layers, or three and four.
+"""The cost of a step of a deep model, from two and three of its layers, or three and four.
 
 Each layer is like the others, so every moment of a step has as many bytes more for one more layer.
 Moments are compared stretch by stretch, from one mark to the next: the last layers of one model
@@ -42,7 +42,7 @@ def side_by_side(jobs: Sequence[Job[Any]]) -> list[Any]:
     with this one.
 
     Args:
-        jobs: what is to be computed; the first ones should be those that take longest.
+        jobs: the computations; the first ones should be those that take longest.
 
     Raises:
         Exception: the error of the first job, in their order, that failed.
@@ -118,7 +118,7 @@ def figures(cost: StepCost) -> StepFigures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FigureJobs:
-    """The dry runs that tell what one step costs rank 0, as `dry_run` would count it.
+    """The dry runs that tell the cost of one step for rank 0, as `dry_run` would count it.
 
     A model whose layers differ, or that has few, is measured as it is.
 
@@ -187,7 +187,7 @@ class FigureJobs:
 
 
 def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
-    """What one step costs rank 0.
+    """The cost of one step for rank 0.
 
     Raises:
         ConfigError, RotationError: as of `dry_run`.
@@ -244,7 +244,7 @@ def _deeper(few: Timeline, more: Timeline, times: int, num_leading: int) -> Iter
 
 
 def _growth(few: _Live, more: _Live) -> _Live:
-    """What one more layer adds, moment by moment; in all to the peak where moments differ."""
+    """The cost of one more layer, moment by moment; in all to the peak where moments differ."""
     if len(few) == len(more):
         return more - few
     return more[[more.sum(axis=1).argmax()]] - few[[few.sum(axis=1).argmax()]]

@@ -36,7 +36,7 @@ _FEW_TOKENS = 16
 
 
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
-    """What one step costs rank 0, which has the largest slices.
+    """The cost of one step for rank 0, which has the largest slices.
 
     Args:
         config: of the run.

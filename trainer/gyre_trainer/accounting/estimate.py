@@ -24,7 +24,7 @@ _MATRIX_DIM, _COPY_BYTES, _NUM_TRIALS, _NUM_OPERATORS = 1024, 2**26, 5, 1000
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one rank's device and link do in a second.
+    """The speeds of one rank's device and link.
 
     Attributes:
         operations_per_s: floating-point operations.
@@ -113,7 +113,7 @@ def recommendation(
     Args:
         peaks: bytes of a rank, of each strategy and each size of rings.
         seconds: of a step, of the same.
-        memory_bytes: what a rank has; None where nobody said.
+        memory_bytes: a rank's memory; None if it is not given.
     """
     if memory_bytes is None:
         return _advice(seconds, peaks)

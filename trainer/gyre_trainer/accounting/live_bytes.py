@@ -37,7 +37,7 @@ from gyre_trainer.accounting.counters import (
 
 
 class Category(StrEnum):
-    """What a storage is for.
+    """The use of a storage.
 
     COMMUNICATION storages carry weights or gradients between ranks: remote slices, gathered layers,
     buckets. ACTIVATIONS are all storages without a better category: tensors that autograd saves,
@@ -108,7 +108,7 @@ class _Storage:
 
     Attributes:
         nbytes: its size; 0 after its release.
-        category: what it is for.
+        category: its use.
         labelled: whether a label said so; else the category is a guess.
         foreign: whether a communication library allocated it for itself.
         alive: a weak reference whose callback counts the release.

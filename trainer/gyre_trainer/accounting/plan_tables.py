@@ -418,7 +418,7 @@ def _too_long(config: TrainConfig) -> list[str]:
 
 
 def _assumption(columns: Mapping[str, StepFigures]) -> list[str]:
-    """What was assumed of the tokens, if anything was."""
+    """The assumptions about the tokens, if any."""
     if not any(each.assumes_even_routing for each in columns.values()):
         return []
     return [_EVEN_ROUTING]

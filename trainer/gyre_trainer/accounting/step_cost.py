@@ -1,4 +1,4 @@
-"""What one step costs a rank: its live bytes over time, and the bytes that it sends."""
+"""The cost of one step for a rank: its live bytes over time, and the bytes that it sends."""
 
 import warnings
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def measure_step(
 
     Args:
         model: distributed over the ranks of the default process group, all of which do the same.
-        config: its optimizer section says what a step does.
+        config: its optimizer section decides about a step.
         examples: this rank's examples.
         num_warm_up_steps: steps before the one that is measured. Torch's own DDP needs two: it
             makes its buckets again in the second.

@@ -55,7 +55,7 @@ class RankProgress:
 
     Attributes:
         num_waits_done: the number of waits that the rank has completed.
-        waiting_for: what it waits for, such as "rank 0: receiving weights from rank 1"; "" while it
+        waiting_for: its wait, such as "rank 0: receiving weights from rank 1"; "" while it
             does something else. It keeps its value after a wait that failed.
     """
 

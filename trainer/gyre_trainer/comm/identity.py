@@ -1,4 +1,4 @@
-"""What a hop belongs to: neighbours compare it, so that a slice is never taken for another one.
+"""The identity of a hop: neighbours compare it, so that a slice is never taken for another one.
 
 Two ranks that call different modules of one shape would exchange weights without an error, and
 compute with the wrong ones.
@@ -19,7 +19,7 @@ _STEP_BITS, _ROUND_BITS, _NUMBER_BITS, _TRAINED_BITS = 14, 6, 20, 16
 
 
 class HopIdentity(NamedTuple):
-    """What one hop belongs to.
+    """The identity of one hop.
 
     Attributes:
         number: the module's number in `Modules`, the same on every rank.

@@ -263,10 +263,10 @@ class Ring:
         tensors are not sent.
 
         Args:
-            outgoing: what is sent.
-            incoming: what is filled.
+            outgoing: the tensors to send.
+            incoming: the buffers to fill.
             direction: where ``outgoing`` goes.
-            stream: what both hold.
+            stream: the content of both.
             identity: of this hop, as `HopIdentity.pack` gives it, equal on all ranks; 0 outside of
                 modules.
 
@@ -320,9 +320,9 @@ class Ring:
         all ranks have compared that of a hop just before.
 
         Args:
-            outgoing: what is sent, each after the rank on the ring that gets it.
-            incoming: what is filled, each after the rank on the ring that it is from.
-            stream: what all hold.
+            outgoing: tensors to send, each after the rank on the ring that gets it.
+            incoming: buffers to fill, each after the rank on the ring that it is from.
+            stream: the content of all.
 
         Raises:
             RingError: the hop could not be started.
@@ -387,7 +387,7 @@ class Ring:
         return self.modules.difference(self.global_rank, identity, source, theirs)
 
     def _add_sides(self, direction: Direction, stream: Stream) -> "_Sides":
-        """What all hops of a direction and stream have in common."""
+        """The common part of all hops of a direction and stream."""
         ends = [
             (offset, arrives, self._described(offset, stream, arrives=arrives))
             for offset, arrives in ((-direction, True), (direction, False))

@@ -14,7 +14,7 @@ from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 
 
 class Stream(IntEnum):
-    """What a buffer holds. The value is in its tag, so that two streams never mix."""
+    """The content of a buffer. The value is in its tag, so that two streams never mix."""
 
     WEIGHTS = 1
     GRADIENTS = 2

@@ -1,4 +1,4 @@
-"""What each command of `gyre-train` does, from parsed arguments.
+"""The commands of `gyre-train`, from parsed arguments.
 
 Modules that take long to import are imported by the command that needs them.
 """
@@ -138,7 +138,7 @@ def _given_export(options: argparse.Namespace) -> "Export":
 
 
 def plan(config: TrainConfig, options: argparse.Namespace) -> str:
-    """What each module becomes, and what a step costs, as tables or as JSON."""
+    """The rule of each module, and the cost of a step, as tables or as JSON."""
     # FSDP2 and fake tensors take a second to import.
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 

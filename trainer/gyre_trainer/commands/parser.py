@@ -71,7 +71,7 @@ def rate(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; what is wrong ends the process with status 2, as argparse does."""
+    """Parse the command line; an error ends the process with status 2, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset."
     )

@@ -17,7 +17,7 @@ _FOLDER = "sharded_{}"
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """What `Accelerator.prepare` does, for a model that is rotated, or sharded by FSDP2.
+    """`Accelerator.prepare` for a model that is rotated, or sharded by FSDP2.
 
     Afterwards `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state` work as
     for other models. Each rank writes its shards, and any number of ranks can load them. Give

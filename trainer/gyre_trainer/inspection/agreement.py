@@ -170,7 +170,7 @@ class _Trained:
     """A model on a ring of a part of the ranks.
 
     Attributes:
-        model: what was rotated.
+        model: the rotated model.
         ring: its ring, as long as something rotates on it.
         ranks: all ranks of its mesh.
         key: of the model in the store; "" until an optimizer's first step.

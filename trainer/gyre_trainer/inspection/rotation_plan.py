@@ -1,4 +1,4 @@
-"""What became of a model's parameters: the rule that cuts each, and this rank's bytes of it.
+"""The rules of a model's parameters: the rule that cuts each, and this rank's bytes of it.
 
 Also here:
 
@@ -96,7 +96,7 @@ def note_layer_by_layer(module: nn.Module, reason: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RotationPlan:
-    """What became of every parameter and buffer of a model, in the order of its modules.
+    """The rule of every parameter and buffer of a model, in the order of its modules.
 
     Attributes:
         entries: one or more for each module that has parameters or buffers of its own.

@@ -303,7 +303,7 @@ class _Plain(ast.NodeTransformer):
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-# What a forward does not call.
+# Modules that a forward does not call.
 _NOT_CALLED = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "inits"}
 _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 

@@ -74,7 +74,7 @@ class Unfinished:
         return self._content.clone()  # either may be written to
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and its tools ask any object for
+        if name.startswith("__"):  # Python and its tools ask any object for these
             raise AttributeError(name)
         _refuse(f"reads .{name}")
 

@@ -73,7 +73,7 @@ class SharedInput:
         self._value: Tensor | None = None
 
     def kept(self, tensor: Tensor) -> list[Tensor]:
-        """What a new reader keeps of ``tensor``, which is the one of the constructor."""
+        """The part of ``tensor`` that a new reader keeps, which is the one of the constructor."""
         self._num_readers += 1
         return [tensor] if self._again is None else []
 

@@ -146,13 +146,13 @@ class Prefetch:
             )
 
     def cancel(self) -> None:
-        """End what was started ahead of time, if anything was."""
+        """End all that was started ahead of time."""
         if self._ready is not None:
             self._ready[2].close()
             self._ready = None
 
     def _backward_ended(self) -> None:
-        """Cancel what was started: the next step has other weights."""
+        """Cancel all that was started: the next step has other weights."""
         self.cancel()
         self._last = None
 
@@ -301,7 +301,7 @@ class _Graph:
 
     @classmethod
     def of(cls, computed: ComputedSlice, saved: SavedTensors | None) -> "_Graph":
-        """The graph of what was computed, whose outputs are not kept."""
+        """The graph of a computation, whose outputs are not kept."""
         edges = [_edge(output) for output in computed.outputs]
         return cls(edges, computed.weights, computed.inputs, saved)
 

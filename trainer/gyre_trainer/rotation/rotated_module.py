@@ -91,8 +91,8 @@ class Guard:
         module: the module whose forward runs with slices: the rotated one, or the core of a block.
         name: of the rotated module's class.
         cls: the module's class.
-        fields: what is compared, by names for messages.
-        glance: what is looked at first, as fast as it may be.
+        fields: the compared values, by names for messages.
+        glance: the first look, as fast as it may be.
         drops_out: whether the rule knows of dropout.
     """
 
@@ -114,7 +114,7 @@ class Guard:
         """Return if nothing was switched that the rule depends on.
 
         Raises:
-            RotationError: names what was, and what it is now.
+            RotationError: names the value then and now.
         """
         now = list(_glance(self.module, self.cls))
         if now == self.glance:
@@ -252,7 +252,7 @@ class ShardedModule:
 
 
 def _refuse_to_pickle(_protocol: object) -> Any:
-    """What pickle calls of a shard in a state.
+    """The function that pickle calls for a shard in a state.
 
     Raises:
         RotationError: always.
@@ -272,7 +272,7 @@ def refuse_own_saving(model: nn.Module) -> None:
 
 
 def _refuse_save_pretrained(*_args: object, **_options: object) -> None:
-    """What a rotated model of transformers has in place of its own method.
+    """The method of a rotated model of transformers, in place of its own.
 
     Raises:
         RotationError: always.
@@ -510,7 +510,7 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
 
 
 def behaviours_of(module: nn.Module) -> list[type]:
-    """What was mixed in before the module's class, the last one first."""
+    """The classes mixed in before the module's class, the last one first."""
     return [cls.__bases__[0] for cls in type(module).__mro__ if MIXED in vars(cls)]
 
 

@@ -290,7 +290,7 @@ class swapped:  # noqa: N801  # a context, used as a function is
 
 _Dropout = Literal["independent", "equal"]
 Recompute = Literal["none", "block", "layer"]
-# Arguments of earlier versions, and what is written now.
+# Arguments of earlier versions, and those of now.
 _REMOVED = {
     "bundle_numel": "rotate_all(min_numel=...) to replicate small modules",
     "recompute_parts": 'recompute="layer"',

@@ -172,7 +172,7 @@ class OutsideWrites:
         return self._found
 
     def track(self, parameters: Sequence[Tensor]) -> None:
-        """Watch these from now on; what is known of others stays."""
+        """Watch these from now on; others stay watched."""
         if [*map(id, parameters)] != [*map(id, self._parameters)]:
             self.look()
             self._parameters = list(parameters)
@@ -324,7 +324,7 @@ class ReplicaGradients:
             self.start()
 
     def start(self) -> None:
-        """Start the all-reduce of what has accumulated."""
+        """Start the all-reduce of the accumulated gradients."""
         self.is_due, self._touched = False, 0
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         for grad in _joined(grads):
@@ -389,7 +389,7 @@ class _Backwards:
         return number
 
     def begin(self) -> None:
-        """Let the end of the present backward wait for what is started in it."""
+        """Let the end of the present backward wait for the all-reduces started in it."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward

@@ -53,7 +53,7 @@ _Init = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A parameter, and what stands in its place meanwhile.
+    """A parameter, and its stand-in meanwhile.
 
     Attributes:
         parameter: as the rank keeps it.

@@ -1,4 +1,4 @@
-"""What a rank keeps of a rotated module: its own slice of every parameter, in one flat buffer.
+"""A rank's part of a rotated module: its own slice of every parameter, in one flat buffer.
 
 The buffer holds the slice's shard of each parameter, contiguous, one after the other. The rank's
 DTensor parameters are views of it, so the optimizer writes what the next hop sends, and nothing is

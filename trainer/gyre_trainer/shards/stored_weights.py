@@ -191,7 +191,7 @@ class Joined(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note what an operator does with the places of elements."""
+        """Note an operator's effect on the places of elements."""
         act = _OPERATORS.get(op.overloadpacket)
         if act is None:
             raise TypeError(f"{op.overloadpacket} needs values")
@@ -323,7 +323,7 @@ class Target:
 
 @contextmanager
 def agreed(what: str) -> Iterator[None]:
-    """A context for what all ranks do; where it fails on one, every rank raises that error."""
+    """A context for work of all ranks; where it fails on one, every rank raises that error."""
     told: tuple[bool, str] | None = None
     cause: Exception | None = None
     try:
@@ -363,7 +363,7 @@ def _target(whole: Tensor, names: list[str]) -> Target:
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes what one rank alone writes."""
+    """Whether this rank writes for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -406,7 +406,7 @@ def write_targets(
         folder: where the files will be.
         tensors: of the files, by name; their pieces are of a `Target`.
         files: their headers, and where each tensor is.
-        finish: what else the folder needs.
+        finish: writes the rest of the folder.
 
     Raises:
         CheckpointFailed: on every rank: a file could not be written; files of the same names that

@@ -134,7 +134,7 @@ class Part:
 
 
 class _Entry(msgspec.Struct):
-    """What a header says of a tensor. Numbers are whole ones: neither 4.9 nor "4" is a size."""
+    """A header's entry of a tensor. Numbers are whole ones: neither 4.9 nor "4" is a size."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]

@@ -16,7 +16,7 @@ form than its shards rest in. Before a pass, ranks send each other the rows that
 needs, and the slices go round the ring. After backward, the gradient's rows go the same way back.
 
 Slices of query heads may need the same key/value head (`Cut.of_slices`). Then its rows are sent to
-each of these slices, and what comes back is added up.
+each of these slices, and the returned parts are added up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ class _Rows:
 
 @lru_cache(maxsize=4096)
 def _rows(layout: Layout, rank: int, index: int) -> tuple[_Rows, ...]:
-    """What slice ``index`` has of the shards of ``rank``."""
+    """The part of slice ``index`` in the shards of ``rank``."""
     found = []
     for position, cut in enumerate(layout.cuts):
         first, last = layout.at_rest.bounds(cut, rank)

@@ -56,7 +56,7 @@ class Examples:
             none.
         is_token: bool [B, S], false for padding of the inputs; None where they see only what is
             before them, so that no padding matters.
-        decoder_inputs: int64 [B, T], what the decoder is given; None for models without one.
+        decoder_inputs: int64 [B, T], the inputs of the decoder; None for models without one.
     """
 
     inputs: Tensor
@@ -251,13 +251,13 @@ class Collates(Protocol):
         """The examples of a batch.
 
         Raises:
-            DataRejected: the batch has no such field, or not what the model is trained on.
+            DataRejected: the batch has no such field, or not one for this model.
         """
         ...
 
 
 def collator_of(config: TrainConfig) -> Collates:
-    """What makes the examples of a run.
+    """The maker of a run's examples.
 
     Raises:
         ConfigError: an encoder-decoder is trained without a field of targets.

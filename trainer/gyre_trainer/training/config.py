@@ -91,7 +91,7 @@ class DataConfig:
         sequence_length: targets per sample; a sample is one token longer. Of packed sequences of
             several lengths, those of the longest.
         seed: the seed of the global shuffle.
-        tail: what happens to the last samples of an epoch that do not fill a global batch.
+        tail: the fate of the last samples of an epoch that do not fill a global batch.
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
         skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
             the run are counted without them.
@@ -296,10 +296,10 @@ class TrainConfig:
 
         Args:
             world_size: the number of ranks.
-            batch_key: what the user gave the batch size as, for the error.
+            batch_key: the user's key of the batch size, for the error.
 
         Raises:
-            ConfigError: says what the number of ranks, or the batch size, must be a multiple of.
+            ConfigError: names the factor of the number of ranks, or of the batch size.
         """
         if world_size % self.run.replicas:
             raise ConfigError(
@@ -412,7 +412,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _explain(error: msgspec.ValidationError, hint: Any) -> str:
-    """What was expected, with TOML's names for lists and tables."""
+    """The expected type, with TOML's names for lists and tables."""
     if typing.get_origin(hint) is Literal:
         return f"expected one of {', '.join(typing.get_args(hint))}"
     text = str(error).partition(", got ")[0].partition(" - at ")[0]

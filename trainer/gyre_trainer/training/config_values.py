@@ -33,7 +33,7 @@ Objective = Literal["causal", "seq2seq"]
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """What an encoder-decoder is trained to write.
+    """The targets of an encoder-decoder.
 
     Attributes:
         target_field: the field of a sample that holds its target; `data.field` has its source.

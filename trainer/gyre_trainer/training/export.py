@@ -17,7 +17,7 @@ from gyre_trainer.training.rank_context import join_job
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is exported, and to where.
+    """An export and its folder.
 
     Attributes:
         run: a run directory, whose newest checkpoint is taken, or a checkpoint's directory.

@@ -153,7 +153,7 @@ class Launcher:
                     os.close(rank.port_fd)
 
     def _become_rank(self, index: int, port_fd: int) -> None:
-        # What `ps` and `top` show; all ranks have the launcher's command line.
+        # The title that `ps` and `top` show; all ranks have the launcher's command line.
         Path("/proc/self/comm").write_text(f"gyre-rank-{index}")
         null_fd = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null_fd, 0)

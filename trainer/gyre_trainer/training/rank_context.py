@@ -76,7 +76,7 @@ def _local_world_size() -> int:
 
 
 def _first_line(error: Exception) -> str:
-    """What torch says, without the stack of its own functions."""
+    """Torch's message, without the stack of its own functions."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

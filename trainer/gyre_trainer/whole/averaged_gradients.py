@@ -224,7 +224,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Average what the ranks have.
+        """Average the ranks' gradients.
 
         A rank without a gradient, whose call left the module out, has zeros. So all ranks send the
         same parameters. Behind the gradients is a number for each: whether any rank has it.
@@ -315,7 +315,7 @@ class _TakesGradient(torch.autograd.Function):
 
 
 def _now(parameter: nn.Parameter) -> nn.Parameter:
-    """What a parameter has become by conversions of the model."""
+    """The successor of a parameter after conversions of the model."""
     while (successor := successor_of(parameter)) is not None:
         parameter = successor
     return parameter

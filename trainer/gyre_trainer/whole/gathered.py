@@ -44,7 +44,7 @@ class GatheredParameter:
         last: its name there.
         reader: the module whose forward reads it.
         sharded: the sharded parameters that it is one of.
-        dtype: what it is read in, and travels in; None for its own.
+        dtype: the dtype in which it is read and travels; None for its own.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GatheredParameter:
         return whole
 
     def require_unwritten(self, whole: Tensor) -> None:
-        """Refuse a forward that has written to what it read.
+        """Refuse a forward that has written to its parameters.
 
         Torch counts writes, but not those to `data`: these are looked for after the first read in
         training and in evaluation.

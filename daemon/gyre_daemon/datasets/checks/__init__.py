@@ -1,1 +1,1 @@
-"""Whether samples are what their format says, and what is done about those that are not."""
+"""Checks samples by their format, and replaces or reports those that fail."""

@@ -33,7 +33,7 @@ class Damage:
     Attributes:
         sample: its number in the shard, or its id in the dataset.
         offset: the byte of the shard at which it, or its damaged field, begins.
-        reason: what is wrong.
+        reason: the problem.
     """
 
     sample: int
@@ -98,7 +98,7 @@ class ShardFields:
     check_media: CheckMedia | None = None
 
     def run(self, shard: str, file: BinaryIO) -> Arrays:
-        """Check every field of every sample; see `to_arrays` for what it returns, with media.
+        """Check every field of every sample; returns arrays as `to_arrays`, with media.
 
         Args:
             shard: its name.

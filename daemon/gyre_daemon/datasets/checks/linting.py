@@ -1,4 +1,4 @@
-"""Reads every shard of a dataset and checks every sample, and says what is corrupt or odd.
+"""Reads every shard of a dataset and checks every sample, and reports corrupt and odd ones.
 
 Two passes: the shards are scanned again, whatever indexes there are, and then the samples of those
 shards that can be read are checked. All formats go through the same two seams, `Format` and
@@ -46,12 +46,12 @@ class Finding:
     """Something that is wrong with a shard or a sample.
 
     Attributes:
-        kind: `corrupt`, or `odd`: it can be served, and is probably not what was meant.
+        kind: `corrupt`, or `odd`: it can be served, and is probably a mistake.
         shard: the name of the shard.
         offset: the byte at which it begins.
         sample_id: of a sample; None where it is about the shard, or where a shard before cannot be
             read, so that ids are not known.
-        reason: what is wrong.
+        reason: the problem.
     """
 
     kind: FindingKind
@@ -151,7 +151,7 @@ async def lint_dataset(
 
 
 async def _with_chunks(decoded: DecodedShards, shard: CheckedShard) -> CheckedShard:
-    """What was found in a shard of chunks, with the chunks that cannot be decoded."""
+    """The findings in a shard of chunks, with the chunks that cannot be decoded."""
     number = shard.number
     if not shard.num_bytes:  # it has no field with checks, so it was not read
         await decoded.drain(number)

@@ -28,7 +28,7 @@ class CorruptRecord:
         shard: the name of its shard, or of its file where samples are single files.
         offset: the byte of that at which it, or its corrupt field, begins.
         sample_id: its id in the dataset.
-        reason: what is wrong.
+        reason: the problem.
     """
 
     shard: str

@@ -1,4 +1,4 @@
-"""Checks every sample of a dataset, in processes that may be killed, and keeps what was found.
+"""Checks every sample of a dataset, in processes that may be killed, and keeps the findings.
 
 A shard is checked once for each version of it: its damage is kept in a sidecar. Fields of plain
 bytes have nothing that could be wrong, and are not read.
@@ -43,7 +43,7 @@ _MAX_PROCESSES = 8
 
 @dataclass(frozen=True, slots=True)
 class CheckedShard:
-    """What was found in one shard.
+    """The findings in one shard.
 
     Attributes:
         number: of the shard.
@@ -68,7 +68,7 @@ class CheckedShard:
 
 
 class ShardFiles(Protocol):
-    """What a check needs of a `Storage`."""
+    """The part of a `Storage` that a check needs."""
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -113,7 +113,7 @@ class SampleChecker:
             index: its samples.
             known: int64 [C], ids that are damaged already, in rising order; they are not checked.
             fields: of the dataset, renamed and cast.
-            refresh: check the shards even if what was found before is kept.
+            refresh: check the shards even if there are findings of before.
             check_media: decodes images and sounds; None where their bytes are not looked at.
 
         Raises:
@@ -199,7 +199,7 @@ class _Work:
         return int(self.bounds[number + 1] - self.bounds[number])
 
     def fields_of(self, number: int) -> ShardFields | None:
-        """What is to be checked in a shard; None for nothing."""
+        """The samples to be checked in a shard; None for nothing."""
         specs = stored_fields(self.fields)
         if not self.num_samples(number):
             return None

@@ -1,4 +1,4 @@
-"""Estimates what reading a dataset of chunks costs in each order: how often chunks are decoded.
+"""Estimates the cost of reading a dataset of chunks in each order: how often chunks are decoded.
 
 Pure; no sample is read. A batch decodes each chunk that it touches once, unless the cache has it.
 """
@@ -23,7 +23,7 @@ from gyre_daemon.storage.cache.cells import whole_pages
 
 
 def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
-    """What each order costs, for samples of any kind.
+    """The cost of each order, for samples of any kind.
 
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
@@ -34,7 +34,7 @@ def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
 
 
 def _estimate_chunk_costs(index: SampleIndex, chunks: Chunks, query: CostQuery) -> CostReport:
-    """What each order costs on a dataset of chunks.
+    """The cost of each order on a dataset of chunks.
 
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.

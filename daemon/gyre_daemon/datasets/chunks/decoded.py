@@ -31,7 +31,7 @@ _MAX_BYTES_AT_ONCE = 128 << 20
 
 
 class DecodingRoom:
-    """What decoding takes from a daemon: processes, threads, and memory that is used again."""
+    """The resources of a daemon for decoding: processes, threads, and memory that is used again."""
 
     def __init__(self, decoders: Decoders, workers: FairExecutor) -> None:
         self.decoders = decoders

@@ -64,7 +64,7 @@ class Exchange:
 
 
 class ExchangeRoom:
-    """Files for what is being decoded, within bounds; what is larger has its turn alone."""
+    """Files for chunks being decoded, within bounds; a larger chunk has its turn alone."""
 
     def __init__(self, max_bytes: int) -> None:
         """Use no memory yet.

@@ -1,4 +1,4 @@
-"""Expressions over what an index knows of a sample: lengths of fields, and indexed values.
+"""Expressions over an index's facts of a sample: lengths of fields, and indexed values.
 
 `32 <= length(text) < 10000 and value("class") != "cat"` has Python's syntax and meaning, for all
 samples at once. It is parsed by Python's own parser and computed by the few nodes below; nothing
@@ -22,7 +22,7 @@ from gyre_daemon.errors import ConfigError
 Values = npt.NDArray[Any]
 _Compute = Callable[["_Samples"], Any]
 
-# What the values of a field stand for that is no field of numbers or classes, but of texts.
+# The kind of a field whose values are texts, not numbers or classes.
 TEXT = "text/plain"
 _MAX_CHARS = 1000
 _NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -49,7 +49,7 @@ _WHAT_THERE_IS = (
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What an index knows of n samples: int64 [n] lengths and [n] values by the names of fields."""
+    """An index's facts of n samples: int64 [n] lengths and [n] values by the names of fields."""
 
     lengths: Mapping[str, Values]
     values: Mapping[str, Values]
@@ -67,7 +67,7 @@ class Filter:
             names: theirs in the expression.
 
         Raises:
-            ConfigError: it is none, or needs what the index does not know.
+            ConfigError: it is none, or needs facts that the index lacks.
         """
         self._text = text
         named = [replace(spec, name=name) for spec, name in zip(fields, names, strict=True)]
@@ -91,12 +91,12 @@ class Filter:
             },
             {spec.name: each for spec, each in zip(self._indexed, extents.indexed, strict=True)},
         )
-        with np.errstate(all="ignore"):  # what is no number is no reason to keep a sample
+        with np.errstate(all="ignore"):  # NaN keeps no sample
             kept = np.asarray(self._compute(samples), np.bool_)
         return np.broadcast_to(kept, (len(extents.shard),))
 
     def _condition(self, node: ast.expr) -> _Compute:
-        """What is true or false."""
+        """A condition."""
         match node:
             case ast.BoolOp(op=op, values=values):
                 parts = [self._condition(each) for each in values]

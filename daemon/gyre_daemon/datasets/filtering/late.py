@@ -1,4 +1,4 @@
-"""Filters over what an index does not know: stored columns, and lengths that transforms make. Pure.
+"""Filters over facts that no index has: stored columns, and lengths that transforms make. Pure.
 
 Such values are found once for all samples, and then a filter is computed from them as from the
 index itself.
@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 16  # samples looked at together
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a filter asks for that the index of a dataset does not know.
+    """The facts that a filter needs and the index of a dataset lacks.
 
     Attributes:
         columns: names of stored fields whose values it compares.
@@ -40,7 +40,7 @@ class Asked:
 
 
 def asked_of(text: str, fields: Sequence[FieldSpec]) -> Asked:
-    """What a filter asks for beside the index; nothing where the text is no expression.
+    """The facts that a filter needs and the index lacks; nothing where the text is no expression.
 
     Args:
         text: the filter.
@@ -61,7 +61,7 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """The names of fields, each with whether its length is meant.
 
     Raises:
-        ValueError: it calls what no filter has, so nothing need be read to refuse it.
+        ValueError: it calls an unknown function, so nothing need be read to refuse it.
     """
     match tree:
         case ast.Call(func=ast.Name(id="length" | "value" as word), args=[name]):
@@ -134,7 +134,7 @@ def apply_late(
 def _wide(
     index: SampleIndex, ids: Int64Array, columns: Sequence[Column], made: Mapping[str, Int64Array]
 ) -> Extents:
-    """What the index knows of samples, and what was found beside it."""
+    """The index's facts of samples, and those found since."""
     found = index.locate(ids)
     more = [lengths[ids][:, None] for lengths in made.values()]
     sizes = np.hstack((found.tensor_bytes, *more))

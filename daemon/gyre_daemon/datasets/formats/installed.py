@@ -78,7 +78,7 @@ def script_format(path: str) -> FormatEntry:
     """The format whose class a script has handed over.
 
     The class is made from its options, an instance of its dataclass `Options`; without one, of
-    nothing. What was found with other code of it is not used again.
+    nothing. Findings of other code of it are not used again.
 
     Args:
         path: of the file; its name changes with the code.

@@ -1,1 +1,1 @@
-"""How datasets are opened: shards listed, scanned, and compared with what is known of them."""
+"""How datasets are opened: shards listed, scanned, and compared with the records of them."""

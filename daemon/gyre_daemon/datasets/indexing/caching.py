@@ -1,4 +1,4 @@
-"""Puts the node's cache before what a dataset is read from."""
+"""Puts the node's cache before a dataset's storage."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Compares the shards of a dataset with what they were when it was last indexed."""
+"""Compares the shards of a dataset with those of its last index."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ _MAX_NAMED = 3  # of the shards that differ in one way
 
 @dataclass(frozen=True, slots=True)
 class PreviousIndex:
-    """What is known about a dataset from before it is indexed again.
+    """The records of a dataset from before it is indexed again.
 
     Attributes:
         shards: as they were listed, by name.
@@ -47,7 +47,7 @@ class PreviousIndex:
 async def load_previous(
     records: SidecarStore, name: str, location: str, before: Dataset | None
 ) -> PreviousIndex:
-    """What a dataset was: as it is open now (`before`), or else as the records say."""
+    """A dataset's last state: as it is open now (`before`), or else as the records say."""
     if before:
         storage = before.storage
         taken = storage.checksums.known if storage.checksums else {}
@@ -81,7 +81,7 @@ def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
 async def save_record(
     records: SidecarStore, name: str, location: str, shards: Sequence[Shard], fingerprint: str
 ) -> None:
-    """Store what a dataset is, for `load_previous` of this daemon and of later ones.
+    """Store the state of a dataset, for `load_previous` of this daemon and of later ones.
 
     Raises:
         Overloaded: it cannot be stored.
@@ -92,7 +92,7 @@ async def save_record(
 async def save_version(
     records: SidecarStore, location: str, shards: Sequence[Shard], fingerprint: str
 ) -> None:
-    """Store what has a fingerprint, for `what_changed` of this daemon and of later ones.
+    """Store the state with a fingerprint, for `what_changed` of this daemon and of later ones.
 
     Where it cannot be stored, that is logged.
     """
@@ -160,7 +160,7 @@ def _version_key(location: str, fingerprint: str) -> SidecarKey:
 
 
 class ShardChanges:
-    """Compares each shard of a dataset with what it was."""
+    """Compares each shard of a dataset with its last state."""
 
     def __init__(
         self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumStore
@@ -170,7 +170,7 @@ class ShardChanges:
         Args:
             location: of the dataset, without credentials.
             storage: the shards as they are listed now.
-            previous: what the dataset was.
+            previous: the dataset's last state.
             checksums: takes checksums, and has those of earlier daemons.
         """
         self._location = location

@@ -1,6 +1,6 @@
 """Keeps the checksums of local shards that an operator had taken (`gyre index --checksums`).
 
-[Note: When a local shard is served] in `storage/checksums.py` says what they are good for.
+[Note: When a local shard is served] in `storage/checksums.py` explains their use.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class ChecksumStore:
     ) -> Checksums | None:
         """Take and store the checksums of one shard now.
 
-        None if it is no longer what was listed, or `stopped` was set meanwhile.
+        None if it has changed since it was listed, or `stopped` was set meanwhile.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
@@ -103,7 +103,7 @@ class ChecksumStore:
 
 
 def _check(shards: ShardChecksums, shard: int) -> Check:
-    """Refuses what are no checksums of a shard of this size."""
+    """Refuses arrays that are no checksums of a shard of this size."""
 
     def check(arrays: Arrays) -> None:
         checksums = arrays.get(_NAME)

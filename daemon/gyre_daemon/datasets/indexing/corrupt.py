@@ -37,7 +37,7 @@ class CorruptFinder:
             checker: checks samples.
             failures: finds chunks that cannot be decoded.
             decoding: decodes them.
-            reports: says what was found; None if the daemon has no folder for it.
+            reports: names the findings; None if the daemon has no folder for it.
         """
         self._checker, self._failures = checker, failures
         self._decoding, self._reports = decoding, reports

@@ -278,7 +278,7 @@ class Indexer:
     async def prefix(
         self, opening: OpeningDataset, dataset: Dataset, num_shards: int
     ) -> Prefix | None:
-        """The first shards of a dataset; None if they are no longer what the dataset reads.
+        """The first shards of a dataset; None if they have changed since.
 
         Args:
             opening: from `begin`, with all shards scanned.
@@ -329,7 +329,7 @@ class Indexer:
         refresh: bool,
         num_shards: int | None = None,
     ) -> list[Arrays]:
-        """What a probe found, for `Format.assemble`; empty without inspection.
+        """A probe's findings, for `Format.assemble`; empty without inspection.
 
         See `ProbeRunner.run` for the arguments.
 
@@ -378,7 +378,7 @@ class Indexer:
         return await MOUNTS.run(folder, work, opening.identity, shards)
 
     async def served(self, opening: OpeningDataset) -> Storage:
-        """What batches are read from: the shards as they are stored, or unpacked."""
+        """The storage that batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source
         files: list[LocalFile] = []

@@ -1,4 +1,4 @@
-"""Runs the probes of formats, and keeps what they returned.
+"""Runs the probes of formats, and keeps their results.
 
 The result for many shards, or for remote ones, is kept in one sidecar file. It counts for exactly
 these shards in these versions.
@@ -47,7 +47,7 @@ class ProbeRunner:
         refresh: bool,
         num_shards: int | None = None,
     ) -> Arrays:
-        """What a probe returns for the shards of a dataset.
+        """The result of a probe for the shards of a dataset.
 
         Args:
             probe: the format's.
@@ -106,7 +106,7 @@ def _check(probe: Probe, shards: Sequence[Shard], arrays: Arrays) -> None:
 
 
 def _advance(steps: ProbeSteps, response: ProbeResponse | None) -> ProbeRequest | Arrays:
-    """The probe's next request, or what it returned."""
+    """The probe's next request, or its result."""
     try:
         return steps.send(response)
     except StopIteration as end:

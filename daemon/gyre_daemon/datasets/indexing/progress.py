@@ -21,7 +21,7 @@ class IndexProgress:
         num_samples: in the scanned shards so far; at last, in the dataset.
         shard: the one just done.
         reused: whether its sidecar was fresh, or it is unchanged and nothing is scanned.
-        change: how it differs from what was indexed before.
+        change: its difference from the last index.
         fingerprint: at last, of the dataset.
         fingerprint_before: at last, of the dataset as it was; empty if it was never indexed.
         removed: at last, the shards that the dataset no longer has.

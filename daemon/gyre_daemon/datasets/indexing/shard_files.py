@@ -106,7 +106,7 @@ def open_shard(storage: Storage, shard: int, loop: asyncio.AbstractEventLoop) ->
         loop: the event loop that the storage's streams belong to.
 
     Raises:
-        CorruptSample: a local shard was no longer what was listed when it had been read.
+        CorruptSample: a local shard changed between its listing and the end of its read.
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
     listed, local = storage.shards[shard], storage.local_file(shard)

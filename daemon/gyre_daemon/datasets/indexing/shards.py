@@ -151,7 +151,7 @@ class ShardIndexer:
 
         Args:
             opening: from `begin`.
-            previous: what the dataset was before, if an operator ordered the index: then each shard
+            previous: the dataset's last state, if an operator ordered the index: then each shard
                 is compared with it, and an index that cannot be stored is an error. None otherwise.
             ray_scans: scan the shards in place of this daemon's processes.
 
@@ -211,9 +211,9 @@ class ShardIndexer:
 
         Args:
             opening: the dataset.
-            changes: compares each shard with what it was; None for no comparison.
+            changes: compares each shard with its last state; None for no comparison.
             shards: their numbers; several workers take from it.
-            results: takes what was found, or why a shard failed.
+            results: takes findings, or why a shard failed.
             ray_scans: see `run`.
             turns: it waits for one of these, and takes a shard only then.
             is_own: whether it keeps its turn for all shards.

@@ -78,7 +78,7 @@ class UnpackedShards:
         Such files are left while another daemon serves the dataset.
 
         Args:
-            identity: the dataset's location, and what distinguishes it from others there.
+            identity: the dataset's location, and its distinction from others there.
             shards: as listed.
 
         Raises:

@@ -1,1 +1,1 @@
-"""What was found out about shards, kept in files."""
+"""Findings about shards, kept in files."""

@@ -22,7 +22,7 @@ _DIGEST_BYTES = 32
 _LENGTH = struct.Struct("<I")
 _PREFIX_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH.size
 _ALIGNMENT_BYTES = 8
-# What the header may claim. A key has a version, such as an etag of some hundred characters.
+# Bounds of the header. A key has a version, such as an etag of some hundred characters.
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_ARRAYS, _MAX_DIMS, _MAX_DIM = 64, 4, 1 << 40
 _DTYPE = re.compile(r"[<>|](b1|[iu][1248]|U[0-9]{1,4})")
@@ -32,7 +32,7 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The header of a file.
 
     Attributes:
-        key: what the arrays belong to.
+        key: the subject of the arrays.
         arrays: name, dtype and shape of each.
     """
 

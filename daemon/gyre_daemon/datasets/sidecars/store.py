@@ -1,4 +1,4 @@
-"""Stores what was found out about shards in sidecar files, so that it is found out only once.
+"""Stores findings about shards in sidecar files, so that none is made twice.
 
 A sidecar lies beside its local shard. It lies in the index folder instead if one is configured, if
 the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
@@ -41,7 +41,7 @@ Check = Callable[[Arrays], object]
 
 @dataclass(frozen=True, slots=True)
 class SidecarKey:
-    """What a sidecar belongs to; it is valid for exactly this.
+    """The subject of a sidecar; it is valid for exactly this.
 
     Attributes:
         location: of the dataset, redacted; keeps equal names of different datasets apart.

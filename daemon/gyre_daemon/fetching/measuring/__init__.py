@@ -1,1 +1,1 @@
-"""What is read of a whole dataset once, before the jobs that need it."""
+"""Reads a whole dataset once, before the jobs that need it."""

@@ -114,7 +114,7 @@ class ColumnReader:
         """Read nothing yet.
 
         Args:
-            sidecars: keep what was read.
+            sidecars: keep the results.
             threads: the daemon's.
         """
         self._sidecars, self._threads = sidecars, threads
@@ -148,7 +148,7 @@ class ColumnReader:
         return reading.states()
 
     def close(self) -> None:
-        """Stop what is being read; shards that are done stay so."""
+        """Stop all reads; shards that are done stay so."""
         self._readings.close()
 
     def _begun(self, dataset: Dataset, name: str) -> tuple[_Key, ColumnReading]:
@@ -304,7 +304,7 @@ def _bounds(index: SampleIndex, num_shards: int) -> list[int]:
 
 
 def _key(part: _Part) -> tuple[str, SidecarKey]:
-    """The suffix of a column's sidecars, and what tells these samples of it from others."""
+    """The suffix of a column's sidecars, and the key of these samples of it."""
     dataset, spec = part.dataset, part.field
     column = f"{spec.name} {spec.dtype.str} {spec.codec}".encode()
     digest = hashlib.blake2b(column, digest_size=16)

@@ -1,6 +1,6 @@
 """Records that were made to be measured, until the node's cache has them.
 
-[Note: What measuring makes is kept]
+[Note: Measured samples are kept]
 
 The cache must know how large a block is, and measuring finds that out. So the records of a chain
 with `cache` are held beside the cache, in memory that it lends. When all are measured, its blocks
@@ -50,7 +50,7 @@ class HeldRecords:
 
         Args:
             portion: that was measured.
-            lengths: int64 [n, R], what was found.
+            lengths: int64 [n, R], the lengths found.
             num_kept: how many samples the process says are there.
         """
         elements = np.ones((len(lengths), len(self._element_bytes)), np.int64)

@@ -16,17 +16,17 @@ from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
 
 # Takes a dataset as it is stored; returns it with the transforms of its definition, measured, and
-# nothing cached: what a filter leaves has other records than all of it.
+# nothing cached: a filtered dataset has other records than the whole.
 Measure = Callable[[DatasetConfig, Dataset], Awaitable[TransformedDataset]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Filtered:
-    """A dataset that was filtered: of which one, how, and what is left.
+    """A dataset that was filtered: which one, how, and its rest.
 
     Attributes:
         transforms: tells the transforms whose lengths were compared; empty for none.
-        lengths: what these make of the samples that are left, by field.
+        lengths: of the remaining samples under these, by field.
     """
 
     stored: Dataset
@@ -60,7 +60,7 @@ class LateFilters:
 
         Raises:
             ConfigError: the filter does not fit, or leaves none.
-            GyreError: what it compares cannot be read.
+            GyreError: a value that it compares cannot be read.
         """
         asked = _asked(config, dataset)
         if not asked:
@@ -85,7 +85,7 @@ class LateFilters:
                 yield each
 
     def lengths_of(self, dataset: TransformedDataset) -> Lengths | None:
-        """What is known of the lengths of a filtered dataset's samples under its transforms."""
+        """Known lengths of a filtered dataset's samples under its transforms."""
         names = [spec.name for spec in dataset.made_ragged]
         for kept in self._kept.values():
             is_its = kept.left is dataset.stored and kept.transforms == dataset.transforms
@@ -113,7 +113,7 @@ class LateFilters:
 
 
 def _asked(config: DatasetConfig, dataset: Dataset) -> Asked:
-    """What a filter asks for beside the index.
+    """The columns and lengths that a filter needs and the index lacks.
 
     Raises:
         ConfigError: the dataset may grow, and it asks for anything.

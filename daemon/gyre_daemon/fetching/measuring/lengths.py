@@ -3,7 +3,7 @@
 Packing, balance and layouts need to know that before anything is read. The samples of a shard are
 read and transformed in the worker processes, which say how long the results are; these lengths are
 kept in a sidecar. It belongs to the shard as it is, to the chain and to the samples that a filter
-left, so that the next daemon measures only what it has not measured before.
+left, so that the next daemon measures only the rest.
 
 Where others replace corrupt samples, those that cannot be transformed are found in the same way,
 and kept with the lengths.
@@ -41,7 +41,7 @@ _Key = tuple[int, str, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a dataset.
+    """The measured lengths of a dataset.
 
     Attributes:
         lengths: of all samples; 0 for those that are corrupt.
@@ -65,7 +65,7 @@ class Measuring(SharedWork[Measured]):
         num_in_shard: that are measured of the shard in hand.
         num_known: of the shards that had been measured before.
         num_waiting: who waits for it.
-        held: what is made meanwhile, where it is wanted; for the first that takes it.
+        held: samples made meanwhile, where they are wanted; for the first that takes it.
     """
 
     goes_on: bool = False
@@ -88,7 +88,7 @@ class Measuring(SharedWork[Measured]):
         self.num_in_shard += num
 
     def take_held(self) -> HeldRecords | None:
-        """What is held; whoever takes it releases it."""
+        """The held samples; whoever takes them releases them."""
         held, self.held = self.held, None
         return held
 
@@ -117,7 +117,7 @@ class Measurer:
         """Measure nothing yet.
 
         Args:
-            sidecars: keep what was measured.
+            sidecars: keep the lengths.
             threads: the daemon's.
             reports: of samples that cannot be transformed and that others replace.
             cache: the node's.
@@ -154,7 +154,7 @@ class Measurer:
 
     @property
     def under_way(self) -> list[Measuring]:
-        """What is being measured now."""
+        """The measurements under way."""
         return [each for each in self._measurings.all if not each.is_over]
 
     async def progress(
@@ -175,7 +175,7 @@ class Measurer:
             measuring.release_if_unwanted()
 
     def close(self) -> None:
-        """Stop what is being measured and read; shards that are done stay so."""
+        """Stop all measurements and reads; shards that are done stay so."""
         self.columns.close()
         self._measurings.close()
 
@@ -250,7 +250,7 @@ def _samples_of_shards(index: SampleIndex, num_shards: int) -> list[int]:
 def with_measured(
     dataset: TransformedDataset, config: DatasetConfig, found: Measured
 ) -> TransformedDataset:
-    """A dataset with what was measured of it.
+    """A dataset with its measured lengths.
 
     Raises:
         CorruptSample: too many samples cannot be transformed.

@@ -65,7 +65,7 @@ class ShardMeasurer:
         """Measure nothing yet.
 
         Args:
-            sidecars: keep what is measured.
+            sidecars: keep the lengths.
         """
         self._sidecars = sidecars
         self._flow = Flow("measuring")
@@ -196,7 +196,7 @@ def _failure(place: int, part: ShardPart, error: CorruptSample) -> Damage:
 
 
 def _identities(part: ShardPart) -> tuple[str, str]:
-    """What tells a chain from others, and what tells these samples under it from others."""
+    """The keys of a chain, and of these samples under it."""
     dataset, ids = part.dataset, part.ids
     version = _VERSION_WITH_FAILURES if part.goes_on else _VERSION
     # the recipe begins behind `cache`

@@ -94,9 +94,9 @@ Work = TypeVar("Work", bound=SharedWork[Any])
 
 
 class WorkByKey(Generic[Key, Work]):
-    """Work that is under way, and the last few results, by what they are about.
+    """Work that is under way, and the last few results, by their subjects.
 
-    Of work that nobody waits for, what was asked for last goes on; shards that are done stay so.
+    If no one waits, the latest request goes on alone; shards that are done stay so.
     """
 
     def __init__(self) -> None:

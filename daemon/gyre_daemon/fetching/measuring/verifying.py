@@ -65,7 +65,7 @@ class EngineVerifier:
         return ""
 
     async def _verify(self, dataset: TransformedDataset) -> None:
-        """Compare what the engine makes of the first samples.
+        """Compare the engine's results for the first samples.
 
         Raises:
             CorruptSample: names one of which it makes something else.

@@ -55,7 +55,7 @@ class CachedStorage:
             by_sample: whether the blocks that jobs share are a sample each. Where each is a file, a
                 larger one would bring no more with one read, but take a read for each file.
             passes_local: whether reads pass the cache by while this node has the bytes: the page
-                cache keeps them. What was decoded is kept all the same.
+                cache keeps them. Decoded chunks are kept all the same.
         """
         self.shards = storage.shards
         self._storage = storage

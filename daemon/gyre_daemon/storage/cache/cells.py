@@ -9,7 +9,7 @@ mapping in two, and the memory stays.
 
 So blocks lie in the cells of *slabs*. A slab is one mapping; it is never cut and never unmapped. An
 evicted block's pages go back with `madvise(MADV_DONTNEED)`, which needs no further mapping, and its
-cell is taken by another block of about the size. What stays are addresses and their page tables,
+cell is taken by another block of about the size. Addresses and their page tables stay,
 8 bytes for each page that was ever used.
 
 The cells of a slab have one size, a power of two. New slabs are made only while all cells of that
@@ -118,7 +118,7 @@ class _FreeCells:
 class BlockMemory:
     """The memory of all blocks of a node cache; see [Note: Blocks share mappings].
 
-    It has no limit of its own: what the cache admits is counted in `whole_pages`.
+    It has no limit of its own: the cache counts admitted blocks in `whole_pages`.
     """
 
     def __init__(self, cache_bytes: int) -> None:
@@ -149,7 +149,7 @@ class BlockMemory:
 
 
 def whole_pages(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """int64 [M], what blocks of these sizes take in memory."""
+    """int64 [M], the memory that blocks of these sizes take."""
     return -(-sizes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -104,7 +104,7 @@ def _check_holes(folder: Path) -> None:
 
 
 def _remove_foreign(folder: Path) -> None:
-    """Remove what others put into the folder while they could: it may be forged."""
+    """Remove files that others could put into the folder: they may be forged."""
     entries = (*folder.glob("*" + BLOCKS_SUFFIX), *folder.glob("*" + JOURNAL_SUFFIX))
     foreign = [path for path in entries if path.is_symlink() or not is_ours(path.lstat())]
     for path in foreign:

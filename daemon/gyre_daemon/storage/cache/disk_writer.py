@@ -1,4 +1,4 @@
-"""What the node cache does to its folder: opens mirrors, writes blocks, frees their space."""
+"""The node cache's changes to its folder: opens mirrors, writes blocks, frees their space."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ class DiskWriter:
 
         Args:
             disk: the folder; closed with this object.
-            placement: decides what is written, and is told what was.
+            placement: decides which blocks are written, and is told which were.
             workers: the threads.
             clock: in seconds, for pauses after errors.
             changed: called when a block has been written, so that its memory may be freed.

@@ -1,4 +1,4 @@
-"""What stays in a bounded cache: whatever is used soonest. A state machine without I/O.
+"""A bounded cache keeps the blocks that are used soonest. A state machine without I/O.
 
 Belady's rule with one addition: what would be used later than everything in the cache is not
 admitted at all. So a job that reads its data once per epoch never loses what it has still to read
@@ -30,7 +30,7 @@ class NextUseEviction(Generic[Key]):
     """The keys held within a number of bytes.
 
     Attributes:
-        limit_bytes: may change; what exceeds it goes when something else is admitted.
+        limit_bytes: may change; the excess goes when another block is admitted.
         used_bytes: of all keys.
     """
 

@@ -1,4 +1,4 @@
-"""What the cache knows about the blocks of one dataset and one size. State only."""
+"""The cache's state of the blocks of one dataset and one size. No I/O."""
 
 from enum import IntEnum
 from weakref import WeakMethod

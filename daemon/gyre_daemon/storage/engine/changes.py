@@ -78,7 +78,7 @@ class ChangeCheck:
         del self._waiting[number]
 
     def _compared(self, number: int, now: Validators, told: Validators) -> GyreError | None:
-        """The error if the bytes or the object as it is now are not what was listed."""
+        """The error if the bytes or the object as it is now differ from the listing."""
         known = self._known.get(number, self._shards[number].validators)
         if is_same(known, now) is False or is_same(now, told) is False:
             return changed(self._shards[number].name)

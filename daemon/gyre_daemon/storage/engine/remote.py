@@ -55,7 +55,7 @@ class RemoteStorage:
             paths: of the objects, as the source knows them.
             shards: as listed.
             look: see `ChangeCheck`.
-            is_compared: whether the source itself refuses what is no longer as listed.
+            is_compared: whether the source itself refuses changed objects.
         """
         self.shards = shards
         self._changes = None if is_compared else ChangeCheck(endpoint.name, paths, shards, look)
@@ -246,7 +246,7 @@ class _PendingRead:
 
 
 def _source(data: Body, begin: int, size: int) -> "bytes | ctypes.Array[ctypes.c_char]":
-    """What `memmove` takes for a part of a body; a mapping is not copied for it."""
+    """A part of a body for `memmove`; a mapping is not copied for it."""
     if isinstance(data, bytes):
         return data[begin : begin + size] if begin else data
     return (ctypes.c_char * size).from_buffer(data, begin)

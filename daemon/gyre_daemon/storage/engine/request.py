@@ -108,7 +108,7 @@ class Attempt:
     """A request that was sent once for a range.
 
     Attributes:
-        request: what it was sent for.
+        request: the read it was sent for.
         sent_at: when.
         of_round: the limit's round when it was sent.
         is_hedge: another attempt was in flight, and late.

@@ -163,7 +163,7 @@ def _name_of(entry: _Entry) -> bytes:
 
 
 def _followed(root: Root, folder: bytes, name: str) -> os.stat_result | None:
-    """What a link leads to: a regular file or a folder; None if that is nothing or anything else.
+    """The target of a link: a regular file or a folder; None for nothing or anything else.
 
     Raises:
         NotAllowed: it leads to a folder, and links may not leave the root, or to one around it.

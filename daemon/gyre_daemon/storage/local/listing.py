@@ -1,4 +1,4 @@
-"""Which local files a location stands for, and what the system says about each."""
+"""Which local files a location stands for, and the file system's facts of each."""
 
 import errno
 import logging
@@ -145,7 +145,7 @@ def stat_shard(file: LocalFile, name: str) -> Shard:
 
 
 def check_listed(file: LocalFile, listed: Shard) -> None:
-    """Check that a local file is still what was listed.
+    """Check that a local file is as it was listed.
 
     Raises:
         CorruptSample: it has changed.
@@ -210,7 +210,7 @@ def _first(names: Collection[str]) -> str:
 def _matches(path: Path, pattern: str, odd: set[str], *, follow_links: bool) -> list[LocalFile]:
     """The matching files, sorted as object storages list them: by the whole path as text.
 
-    What matches and can be no shard goes to ``odd``.
+    Matches that can be no shards go to ``odd``.
     """
     if path.is_dir():
         root, globs = Root(path, follow_links), list(patterns_of(pattern))
@@ -287,7 +287,7 @@ def _is_file(root: Root, name: str) -> bool:
 
 
 def _is_odd(root: Root, name: str) -> bool:
-    """Whether what is no regular file is no folder either; a name without an entry is not odd."""
+    """Whether this, no regular file, is no folder either; a name without an entry is not odd."""
     try:
         return not stat.S_ISDIR(root.stat(name).st_mode)
     except OSError:

@@ -170,7 +170,7 @@ class LocalStorage:
         return data
 
     def _read_shards(self, reads: Reads, shards: Sequence[int]) -> float:
-        """Copy, then check that the files are still what they were.
+        """Copy, then check that the files have not changed.
 
         The check comes last because a page beyond a file's new end reads as zeros.
         """

@@ -42,12 +42,12 @@ class OpenShard:
 
     Attributes:
         key: its name among the files of copy workers.
-        listed: what it was when the dataset was opened.
+        listed: its state when the dataset was opened.
         file: where it lay then.
         descriptor: of the file; owned by this object.
         mapping: of the whole file; None where it is not mapped.
         address: of its first byte; 0 where it is not mapped.
-        trusted: while the file has this stamp it is what was listed; None if its bytes must be
+        trusted: while the file has this stamp it is as listed; None if its bytes must be
             compared first.
         mount: of the file, which it closes.
         copy_workers: told when the file is closed.
@@ -113,7 +113,7 @@ class OpenFiles:
         return max(_MIN_OPEN, self._max_open // max(1, len(self._datasets)))
 
     def add(self, dataset: "OpenShards") -> None:
-        """Add a dataset; the others close what exceeds their smaller share."""
+        """Add a dataset; the others close shards beyond their smaller share."""
         self._max_open = descriptor_shares().shards
         self._datasets.add(dataset)
         for other in list(self._datasets):
@@ -179,7 +179,7 @@ class OpenShards:
         return self._open_files.share
 
     def trim(self) -> None:
-        """Close what exceeds `max_open`."""
+        """Close shards beyond `max_open`."""
         with self._lock:
             while len(self._open) > self.max_open:
                 self._open.popitem(last=False)
@@ -198,7 +198,7 @@ class OpenShards:
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
-            CorruptSample: it is not what was listed.
+            CorruptSample: it has changed since it was listed.
         """
         self.used_at = time.monotonic()
         with self._lock:
@@ -220,11 +220,11 @@ class OpenShards:
                 del self._open[shard]
 
     def get_moved(self, shard: int) -> OpenShard:
-        """The file that lies at the shard's path now, which may differ from what `get` returned.
+        """The file that lies at the shard's path now, which may be another than `get` returned.
 
         Raises:
             ShardMissing: there is none.
-            CorruptSample: its size or its modification time is not what was listed.
+            CorruptSample: its size or its modification time is another than listed.
             NotAllowed, StorageUnavailable: it cannot be opened.
         """
         opened = self.get(shard)
@@ -246,7 +246,7 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bo
         _check(listed, stamp)
         if maps:
             mapping = _mapped(descriptor, mount.latency)
-            # Otherwise a missing page may bring MiB around it: `readahead` says what is wanted.
+            # Otherwise a missing page may bring MiB around it: `readahead` names the wanted ones.
             mapping.madvise(mmap.MADV_RANDOM)
             address = np.frombuffer(mapping, np.uint8).ctypes.data
         else:  # nothing around a sample is wanted: each byte may take long
@@ -280,6 +280,6 @@ def _mapped(descriptor: int, latency: Latency) -> mmap.mmap:
 
 
 def _check(listed: Shard, stamp: Stamp) -> None:
-    """Refuse a file that cannot be what was listed."""
+    """Refuse a file that has changed since it was listed."""
     if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
         raise changed(listed.name)

@@ -69,7 +69,7 @@ class ReadAhead:
             yield is_cold
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
-        """Have the kernel begin to read what is not in memory.
+        """Have the kernel begin to read the pages not in memory.
 
         Args:
             reads: not empty, of opened shards.

@@ -31,7 +31,7 @@ from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
 
 _CHUNK_BYTES = 8 << 20
-# What opening a file costs, in bytes that could be copied meanwhile. It weighs jobs that share the
+# The cost of opening a file, in bytes that could be copied meanwhile. It weighs jobs that share the
 # threads, and decides when work is split: a job has a fixed cost of about a millisecond.
 _OPENING_BYTES = 64 << 10
 
@@ -87,7 +87,7 @@ class SingleFiles:
         self._latency = MOUNTS.at(root.folder).latency
         self._shared_root = _SharedRoot(root)
         self._turn = threading.Lock()
-        self._from_page_cache = True  # what the last reads came from
+        self._from_page_cache = True  # where the last reads came from
 
     @property
     def is_node_local(self) -> bool:
@@ -115,7 +115,7 @@ class SingleFiles:
         return LocalFile(self._root, self._table.name(shard))
 
     def _read_files(self, reads: Reads) -> tuple[int, float]:
-        """Read, then check that each file is still what was listed; see `ReadAll`.
+        """Read, then check that each file is as it was listed; see `ReadAll`.
 
         The check comes last, so that a write while a file is read does not go unnoticed.
         """
@@ -210,7 +210,7 @@ class SingleFiles:
         """Read a file of which the first read brought less than was asked for.
 
         Raises:
-            CorruptSample: it is not what was listed.
+            CorruptSample: it has changed since it was listed.
             StorageUnavailable: it cannot be read.
             NotRegular, OSError: it cannot be read at all.
         """
@@ -234,7 +234,7 @@ class SingleFiles:
             raise error
 
     def _difference(self, number: int, now: os.stat_result) -> GyreError | None:
-        """The error for a file that is no longer what was listed."""
+        """The error for a file that has changed since it was listed."""
         modified_ns, changed_ns = self._stamps[number].tolist()
         if now.st_size != self._table.sizes[number] or now.st_mtime_ns != modified_ns:
             return changed(self._table.name(number))
@@ -258,7 +258,7 @@ class _SharedRoot:
 
     @contextmanager
     def held(self) -> Iterator[OpenBeneath]:
-        """What opens files, inside the context; see `Root.held`."""
+        """A function that opens files, inside the context; see `Root.held`."""
         with self._lock:
             if not self._num_users:
                 self._open = self._held.enter_context(self._root.held())

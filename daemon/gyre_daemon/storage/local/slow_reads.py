@@ -36,7 +36,7 @@ from gyre_daemon.storage.sources.driver_source import AwaitedRequest
 # which the next attempt may be free.
 ReadRange = Callable[[int, int, int], bytes]
 
-# What a mount answers whose server is away for a while; what it means for good is not repeated.
+# Errors of a mount whose server is away for a while; lasting ones are not repeated.
 TRANSIENT = frozenset(
     (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
      errno.ENETUNREACH, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN,

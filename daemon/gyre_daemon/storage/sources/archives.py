@@ -27,7 +27,7 @@ def open_archive(scheme: str, address: str, storage: Storage) -> ThreadedFileSys
 
     Args:
         scheme: of the kind of archive.
-        address: what URLs of members have before their names.
+        address: the part of members' URLs before their names.
         storage: its only shard is the archive.
     """
     loop = asyncio.get_running_loop()

@@ -58,7 +58,7 @@ class NotConnected(Exception):
     """A driver could not connect.
 
     Attributes:
-        reason: what the driver raised.
+        reason: the driver's exception.
     """
 
     def __init__(self, reason: Exception) -> None:
@@ -178,7 +178,7 @@ class _Names:
     """The paths that a driver has for URLs.
 
     Attributes:
-        address: what URLs have before these paths: the scheme, and perhaps a server.
+        address: the part of URLs before these paths: the scheme, and perhaps a server.
     """
 
     address: str
@@ -215,10 +215,10 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """Connect to nothing yet.
 
         Args:
-            address: what URLs have before the driver's own paths: the scheme, and the server.
+            address: the part of URLs before the driver's own paths: the scheme, and the server.
             connect: makes a driver.
             threads: of the endpoint.
-            told: of every file, besides what the driver tells.
+            told: of every file, added to the driver's info.
         """
         super().__init__(asynchronous=True)
         self._names = _Names(address)
@@ -229,11 +229,11 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self.source = ThreadSource(self._names, self._pool, threads)
 
     async def connect(self) -> None:
-        """Make the first driver; raises what the driver raises."""
+        """Make the first driver; the driver's exceptions are raised."""
         await self._run(lambda driver: None)
 
     async def look(self, path: str) -> dict[str, Any]:
-        """The info of a file as it is now, past what the driver remembers."""
+        """The info of a file as it is now, past the driver's cache."""
         own = self._names.own(path)
 
         def look(driver: AbstractFileSystem) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class ThreadedFileSystem(AsyncFileSystem):  # type: ignore[misc]
     def _all(
         self, driver: AbstractFileSystem, infos: Iterable[dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Infos by URL, in which links are what they lead to."""
+        """Infos by URL, with links replaced by their targets."""
         named = (self._named(_behind_link(driver, info)) for info in infos)
         return {info["name"]: info for info in named}
 
@@ -388,7 +388,7 @@ def _response(error: BaseException) -> Response:
 
 
 def _behind_link(driver: AbstractFileSystem, info: dict[str, Any]) -> dict[str, Any]:
-    """The info of what a link leads to; of a link that leads nowhere, its own."""
+    """The info of a link's target; of a link that leads nowhere, its own."""
     if info["type"] != "link":
         return info
     with contextlib.suppress(OSError):

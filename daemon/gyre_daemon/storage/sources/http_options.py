@@ -1,4 +1,4 @@
-"""What a dataset's `storage` table says to Gyre's own HTTP client."""
+"""The options of Gyre's own HTTP client in a dataset's `storage` table."""
 
 import functools
 import re

@@ -73,7 +73,7 @@ def library() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class HubPath:
-    """What a path on the hub stands for.
+    """The meaning of a path on the hub.
 
     Attributes:
         prefix: `datasets/OWNER/NAME`, with the revision if the path has one.
@@ -107,7 +107,7 @@ class HubClient:
     """Asks the hub, within the node's budget.
 
     Attributes:
-        token: what the daemon shows to the hub, and to nobody else; empty for none.
+        token: the daemon's credential, shown to the hub alone; empty for none.
         budget: the node's.
         is_offline: whether the hub must not be asked.
     """
@@ -289,7 +289,7 @@ class HubClient:
         raise failure
 
     def _failure(self, error: Exception) -> Exception:
-        """What an error of the library means."""
+        """The meaning of an error of the library."""
         response = getattr(error, "response", None)
         if response is not None:
             if response.status_code == 404:

@@ -16,7 +16,7 @@ from gyre_daemon.runtime.threads import DaemonThreads
 _BURST_S = 60.0
 # Where the hub does not say how long to wait.
 _USUAL_HOLD_S = 10.0
-# A request that would wait longer fails, with what the hub said.
+# A request that would wait longer fails, with the hub's message.
 _MAX_WAIT_S = 30.0
 _NUM_THREADS = 8
 

@@ -1,4 +1,4 @@
-"""The pages on which web servers show what is in a folder, such as those of nginx and Apache."""
+"""The pages on which web servers list a folder, such as those of nginx and Apache."""
 
 import http.client
 from html.parser import HTMLParser

@@ -92,7 +92,7 @@ class PlainSource:
         self._targets.clear()
 
     def forget(self, path: str) -> None:
-        """Sign an object again for its next request; what waits for its URL goes on."""
+        """Sign an object again for its next request; reads that wait for its URL go on."""
         self._targets.pop(path, None)
 
     def close(self) -> None:

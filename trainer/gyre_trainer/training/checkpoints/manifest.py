@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint is of, where it resumes, and which files it has.
+"""`checkpoint.json`: the model of a checkpoint, where it resumes, and which files it has.
 
 Every file has its size and its CRC-32 there, so damage is noticed before anything is loaded.
 """
@@ -45,7 +45,7 @@ class Manifest:
         optimizer: as `OptimizerConfig.kind` names it.
         loader: the loader's state, in base64.
         files: the other files of the directory.
-        data: what `gyre rewind` opens the data with; see `data_of`.
+        data: arguments of `gyre rewind` for the data; see `data_of`.
     """
 
     step: AtLeast0
@@ -104,7 +104,7 @@ def read(
 
     Raises:
         CheckpointRejected: it is not a checkpoint, or has another format, model or optimizer, or is
-            damaged; the message says what differs, or names the key.
+            damaged; the message names the difference, or names the key.
     """
     manifest = _converted(path)
     wanted = json.loads(json.dumps(asdict(model_config)))
@@ -156,7 +156,7 @@ def describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
 
 
 def damage(path: Path, files: Files) -> str:
-    """What is wrong with the first damaged one of ``files`` in the directory ``path``, or ""."""
+    """The fault of the first damaged one of ``files`` in the directory ``path``, or ""."""
     for name, (size, crc) in files.items():
         try:
             there, found = _measured(path / name, size)

@@ -1,4 +1,4 @@
-"""Reads what torch.distributed.checkpoint wrote, without running code that a file names.
+"""Reads the files of torch.distributed.checkpoint, without running code that a file names.
 
 [Note: Checkpoints of strangers]
 

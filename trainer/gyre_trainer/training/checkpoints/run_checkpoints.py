@@ -102,7 +102,7 @@ class Checkpoints:
 
         Raises:
             CheckpointRejected: it is not a checkpoint, is incomplete, or has another format or
-                model; the message says what differs.
+                model; the message names the difference.
         """
         saved = manifest.read(path, self._config.model, self._config.optimizer)
         _require_whole(path, saved.files)

@@ -23,7 +23,7 @@ _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '
     "in Hugging Face's Trainer with ShardedTrainer"
 )
-# What transformers calls the models of an objective, and the class and the table that make them.
+# Transformers' name of the models of an objective, and the class and the table that make them.
 _KINDS: Mapping[Objective, tuple[str, str, str]] = {
     "causal": ("causal", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "seq2seq": ("seq2seq", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
@@ -38,7 +38,7 @@ class LibraryConfig:
         pretrained: a folder with `config.json`, and with weights to train from; `gyre-train plan`
             takes the file, too.
         config: the keys of a `config.json`: `model_type`, and those that have no default.
-        objective: what the model is asked to predict; `auto` takes what `objective_of` says.
+        objective: the model's objective; `auto` takes that of `objective_of`.
         lora: adapters; where there are any, only they are trained.
     """
 
@@ -67,7 +67,7 @@ class LibraryConfig:
         return dataclasses.replace(self, pretrained="", config=described.to_dict())
 
 
-# What families call the most tokens of a sequence.
+# Families' names of the most tokens of a sequence.
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length")
 _STRETCHED = ("linear", "dynamic", "yarn")
 
@@ -131,7 +131,7 @@ def num_positions(described: Any) -> int | None:
 
 
 def objective_of(model: GPTConfig | LibraryConfig) -> Objective:
-    """What the model is asked to predict.
+    """The model's objective.
 
     Unless it is set, an encoder-decoder writes a target and all others predict each next token. Of
     a family that has both, `architectures` of its configuration decides.

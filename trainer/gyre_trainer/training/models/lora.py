@@ -18,7 +18,7 @@ from gyre_trainer.training.config_values import AtLeast0, Objective
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of names in the file
-# What peft calls the models of an objective.
+# Peft's names of the models of an objective.
 _TASKS: Mapping[Objective, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
@@ -31,7 +31,7 @@ class Lora:
         alpha: their product is scaled by alpha / rank.
         dropout: of their input.
         targets: the last parts of the names of linear layers that get adapters, such as
-            "q_proj"; none for what peft chooses for the family.
+            "q_proj"; none for peft's choice for the family.
         frozen: how frozen matrices rest: in float32 or bfloat16; or linear layers in int8 or nf4,
             in which they travel, too. Adapters are float32.
     """
@@ -88,7 +88,7 @@ def save_adapters(
 
     Args:
         model: with adapters.
-        lora: what they are.
+        lora: their settings.
         objective: of the model, which says which of peft's classes loads them.
         base: the folder of the model's own weights, which is noted; "" for none.
         folder: where `adapter_model.safetensors` and `adapter_config.json` go; it may exist.
@@ -122,7 +122,7 @@ def load_adapters(model: nn.Module, lora: Lora, folder: Path) -> None:
     """Copy the adapters in a folder into those of a model.
 
     Raises:
-        CheckpointRejected: they are others, or damaged; the message says what differs.
+        CheckpointRejected: they are others, or damaged; the message names the difference.
     """
     # It comes with transformers, which only these models need.
     from safetensors import SafetensorError  # noqa: PLC0415

@@ -64,12 +64,12 @@ class LibraryLoss:
         """As `GPT.loss`; packed documents do not see each other where the model can do that.
 
         Args:
-            tokens_BT: what the model is given, of an encoder-decoder its encoder: [B, S].
-            targets_BT: what it is to predict.
+            tokens_BT: inputs of the model, of an encoder-decoder its encoder's: [B, S].
+            targets_BT: its targets.
             weights_BT: of each target.
             positions_BT: of each token in its document.
             is_token_BT: false for padding, of the shape of ``tokens_BT``; None for none.
-            decoder_BT: what the decoder is given, where there is one.
+            decoder_BT: inputs of the decoder, if there is one.
         """
         if positions_BT is not None and not self.keeps_apart:
             positions_BT = None
@@ -89,7 +89,7 @@ class LibraryLoss:
         is_token_BT: Tensor | None = None,
         decoder_BT: Tensor | None = None,
     ) -> dict[str, Any]:
-        """What the model is given.
+        """The model's inputs.
 
         A mask says which tokens are there, even if all are. Without one, transformers looks for
         packed sequences, and gives attention a mask of [T, T] instead of `is_causal`; then every

@@ -34,7 +34,7 @@ class SampleConfig:
     """Texts that the model continues after each evaluation.
 
     Attributes:
-        prompts: what is continued; of an encoder-decoder what its encoder is given. None for no
+        prompts: texts to continue; of an encoder-decoder its encoder's inputs. None for no
             samples.
         tokenizer: a `tokenizer.json`, or "bytes"; "" takes that of `model.pretrained`, and bytes
             where the vocabulary has 256 or 257 tokens.
@@ -187,7 +187,7 @@ class Sampler:
 
 
 def codec_of(sample: SampleConfig, model: GPTConfig | LibraryConfig) -> Codec:
-    """What turns prompts into ids.
+    """The encoder of prompts into ids.
 
     Raises:
         ConfigError: there is no tokenizer, or none can be read.

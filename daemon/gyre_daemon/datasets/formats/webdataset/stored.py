@@ -41,7 +41,7 @@ def check_scan(scan: Arrays, file_bytes: int) -> None:
     """Refuse arrays that `scan_tar` cannot have returned for a shard of `file_bytes`.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: names the problem.
     """
     meta = _read_meta(scan)
     start, size = array_of(scan, "start", np.int64), array_of(scan, "size", np.int64)

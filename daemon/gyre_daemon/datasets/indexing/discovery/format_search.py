@@ -31,7 +31,7 @@ _MAX_FOLDERS = 16  # searched for a message
 
 @dataclass(frozen=True, slots=True)
 class FoundFormat:
-    """What was found.
+    """The result of a search.
 
     Attributes:
         name: of the format.
@@ -61,7 +61,7 @@ async def find_format(
         shards = possible_shards(names)
         if by_name := format_by_name(location.text, shards):
             return FoundFormat(by_name)
-        if all(map(may_be_array, shards)):  # what is said of the data in the folders, more likely
+        if all(map(may_be_array, shards)):  # more likely facts about the data in the folders
             await _check_no_data_below(opener, location, config)
         by_head = await _by_head(location, listed, names, shards)
         return FoundFormat(by_head, pattern_of(shards))

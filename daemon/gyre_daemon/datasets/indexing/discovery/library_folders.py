@@ -94,7 +94,7 @@ def refuse_tables(folder: str, names: Sequence[str], in_metadata: Sequence[str])
     Args:
         folder: as written; shown in the error.
         names: in the folder; those of folders end with a slash.
-        in_metadata: of what is in its folder `metadata`.
+        in_metadata: of the files in its folder `metadata`.
 
     Raises:
         InvalidRequest: names the library, and how to name the files.
@@ -142,7 +142,7 @@ def describe(folder: str, source: str, data: bytes) -> FolderDescription | None:
         data: of the file.
 
     Raises:
-        InvalidRequest: Gyre does not read such folders, or the file names what is not in it.
+        InvalidRequest: Gyre does not read such folders, or the file names missing shards.
     """
     try:
         keys = msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"))
@@ -168,7 +168,7 @@ class _Source:
     Attributes:
         folder: as written.
         name: of the file.
-        keys: what it has.
+        keys: its keys.
     """
 
     folder: str

@@ -31,7 +31,7 @@ _MAX_MANIFEST_BYTES = 1 << 30
 
 
 class Manifests(Protocol):
-    """What reads manifests; see `ManifestReader`."""
+    """The reader of manifests; see `ManifestReader`."""
 
     async def read(
         self, listed: ManifestFormat, storage: Storage, settings: Mapping[str, Any]
@@ -52,7 +52,7 @@ class FileListing:
         storage: the shard.
         format: of the files.
         table: of the files.
-        columns: what a manifest has of them.
+        columns: a manifest's columns of them.
     """
 
     storage: ConcatenatedFiles

@@ -53,7 +53,7 @@ class ShardList:
 
     Attributes:
         storage: the shards, in the order of the list.
-        listed: what the list says of each.
+        listed: the list's facts of each.
         format: of the shards.
     """
 
@@ -62,7 +62,7 @@ class ShardList:
     format: str
 
     def check(self, shard: int, num_samples: int) -> None:
-        """Compare a shard with what the list says of it.
+        """Compare a shard with the list's facts of it.
 
         Raises:
             CorruptSample: they differ.

@@ -1,8 +1,8 @@
-"""Reads what the scan of a shard in object storage will ask for, all at once.
+"""Reads ahead all ranges that the scan of a shard in object storage will ask for.
 
 A scan asks for one range after the other, and waits for each. A file beside the shard may tell
 which ranges these are; see `ReadAhead`. What it tells is only a hint: the scan is the same, and
-asks for what was not read ahead.
+asks for the rest.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Beside:
         self._is_known = False
 
     async def ranges_of(self, shard: int) -> "KnownRanges | None":
-        """What the scan of a shard will ask for; None if the whole shard should be read.
+        """The ranges that the scan of a shard will ask for; None if the whole shard should be read.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: the shard cannot be read.

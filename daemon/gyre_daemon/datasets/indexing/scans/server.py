@@ -51,7 +51,7 @@ _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES, _MAX_PASSED_BYTES = 64 << 10, 4 << 20, 1 <
 
 
 def _answer(connection: socket.socket) -> None:
-    """Scan what is asked for until the daemon hangs up."""
+    """Answer requests for scans until the daemon hangs up."""
     while True:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
         if len(descriptors) < 2:
@@ -65,7 +65,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def reply_of(name: str, scan: Callable[[], Arrays]) -> bytes:
-    """The reply for one shard: what a scan of it returns, or why it fails."""
+    """The reply for one shard: the scan's result, or why it fails."""
     try:
         return encode("", scan())
     except GyreError as error:
@@ -156,7 +156,7 @@ class _Windows(_Ranges):
     """The same, for a scan that goes forward and passes over some of it.
 
     As long as one window follows the other they grow, and the next is asked for before this one is
-    used. Behind what is passed over they begin small again.
+    used. Behind a gap they begin small again.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""A shard that is scanned on another machine, or in another process: what it needs, and the scan.
+"""A shard that is scanned on another machine, or in another process: its input, and the scan.
 
 A task has all that its machine needs to read the shard: the same code, and either the file at the
 same path or the storage's settings. Credentials that are not in these settings are those of that
