@@ -120,7 +120,7 @@ class Attachment:
         self._stalled_s = 0.0
         self._has_told_of_peer = False
         self._last_layout = b"", Layout([], 0)  # as it came, and as it was read
-        self._num_granted = opened.max_queued_batches
+        self._max_queued = opened.max_queued_batches
         self._max_kept = opened.max_kept_batches
         self._on_message = on_message
         self._consumed = consumed
@@ -193,7 +193,7 @@ class Attachment:
 
     @property
     def _num_together(self) -> int:
-        return max(1, self._num_granted // MESSAGES_PER_GRANT)
+        return max(1, self._max_queued // MESSAGES_PER_GRANT)
 
     def _check_end(self) -> None:
         if self._session.is_endless:
@@ -205,8 +205,8 @@ class Attachment:
     def _change_grant(self, batches: pb.Batches) -> None:
         """The daemon's window has grown or shrunk: more batches, or fewer, may be under way."""
         check_grant(batches)
-        num_more = batches.max_queued_batches - self._num_granted
-        self._num_granted, self._max_kept = batches.max_queued_batches, batches.max_kept_batches
+        num_more = batches.max_queued_batches - self._max_queued
+        self._max_queued, self._max_kept = batches.max_queued_batches, batches.max_kept_batches
         self.outbox.grant(num_more, self._num_together)
 
     def _receive(self, group: pb.BatchGroup) -> Iterator[BatchGroup]:

@@ -241,7 +241,9 @@ class Prefetcher:
         num_together = self.share.num_together if self._in_groups else 1
         most = max(_MAX_PREPARED, num_together)
         # blocks are announced behind what is laid out, which must not lag behind the window
-        num_prepared = min(self.share.num_ahead, most) if self._announcer else self._num_prepared
+        num_prepared = (
+            min(self.share.window_batches, most) if self._announcer else self._num_prepared
+        )
         num_prepared = min(num_prepared, self._steps_in(_PLANNED_EPOCHS))
         together = min(num_together, num_prepared)
         wanted = num_prepared // together * together

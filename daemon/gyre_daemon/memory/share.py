@@ -1,6 +1,8 @@
-"""Divides a session's memory into the window, the client's queue, and the batches in use.
+"""Decides the window of a session, and divides its memory. Pure.
 
-Pure.
+The window is the number of batches in flight or ready. A job asks for one with `prefetch_batches`,
+or the size of a batch decides; the session's share of the memory bounds it when the session opens.
+It never changes afterwards.
 """
 
 from dataclasses import dataclass
@@ -24,18 +26,18 @@ class Share:
         batch_bytes: the most bytes that a batch has, in whole pages.
         metadata_bytes: the most bytes of the daemon's notes about a batch.
         num_bytes: the size of all arenas.
-        num_ahead: how many batches may be in flight or ready: the prefetch window.
+        window_batches: how many batches may be in flight or ready.
         num_together: how many batches make a batch group, which is read into one slot.
-        num_queued: how many batches the client may have received and not taken.
+        max_queued: how many batches the client may have received and not taken.
         num_kept: how many batches the client may go on to use after it took the next.
     """
 
     batch_bytes: int
     metadata_bytes: int
     num_bytes: int
-    num_ahead: int
+    window_batches: int
     num_together: int
-    num_queued: int
+    max_queued: int
     num_kept: int
 
     @property
@@ -52,7 +54,7 @@ class Share:
 
 def divide(
     batch_bytes: int,
-    num_ahead: int,
+    window_batches: int,
     limit_bytes: int,
     *,
     metadata_bytes: int = 0,
@@ -62,28 +64,30 @@ def divide(
 
     Args:
         batch_bytes: the most bytes that a batch has.
-        num_ahead: the window in batches that the session would like.
+        window_batches: the window in batches that the session would like.
         limit_bytes: the most that it may reserve.
         metadata_bytes: see `Share`.
         in_groups: whether several small batches are read together: a third of the window at most,
             so that three batch groups are under way.
     """
     batch_bytes = whole_pages(batch_bytes)
-    num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
+    num_wanted = 2 * window_batches + max(2, 2 * window_batches // 3)
     num_possible = (limit_bytes - _SESSION_METADATA_BYTES) // (batch_bytes + metadata_bytes)
     num_slots = max(_LEAST_SLOTS, min(num_wanted, num_possible))
     if num_slots < num_wanted:
-        num_ahead = max(1, 3 * (num_slots - 1) // 8)
+        window_batches = max(1, 3 * (num_slots - 1) // 8)
     longest = max(1, min(_GROUP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_groups else 1
-    num_together = max(1, min(longest, num_ahead // 3))
+    num_together = max(1, min(longest, window_batches // 3))
     # whole batch groups travel
-    num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together
+    max_queued = (
+        min(window_batches, max(1, num_slots - window_batches)) // num_together * num_together
+    )
     return Share(
         batch_bytes,
         metadata_bytes,
         num_slots * batch_bytes,
-        num_ahead,
+        window_batches,
         num_together,
-        num_queued,
-        num_kept=max(0, num_slots - num_ahead - num_queued),
+        max_queued,
+        num_kept=max(0, num_slots - window_batches - max_queued),
     )

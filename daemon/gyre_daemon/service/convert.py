@@ -173,7 +173,7 @@ def from_groups(sent: list[Sent], session: Session) -> pb.StreamResponse:
     response = pb.StreamResponse()
     response.batches.SetInParent()
     if session.shares_arena and session.renew_grant():
-        response.batches.max_queued_batches = session.num_queued
+        response.batches.max_queued_batches = session.max_queued
         response.batches.max_kept_batches = session.num_kept
     for each in sent:
         message = response.batches.groups.add()

@@ -210,7 +210,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             fingerprint=wanted.cursor.fingerprint,
             cursor=session.cursor_at(session.first_step),
             lease_s=self._sessions.resources.lease_s,
-            max_queued_batches=session.num_queued,
+            max_queued_batches=session.max_queued,
             arena_bytes=session.arena_bytes if session.shares_arena else 0,
             max_kept_batches=session.num_kept,
             fields=convert.from_fields(wanted.dataset.served),

@@ -156,9 +156,9 @@ class Session:
         return self.peer.next_step
 
     @property
-    def window_size(self) -> int:
+    def window_batches(self) -> int:
         """The prefetch window of its shared stream, in batches."""
-        return 0 if self._ended else self.rank.consumer.stream.share.num_ahead
+        return 0 if self._ended else self.rank.consumer.stream.share.window_batches
 
     @property
     def num_sharing(self) -> int:
@@ -186,9 +186,9 @@ class Session:
         return self._streams.arenas_of(self.rank.consumer).first.num_bytes
 
     @property
-    def num_queued(self) -> int:
+    def max_queued(self) -> int:
         """How many batches its client may have received and not taken."""
-        return self._granted.num_queued
+        return self._granted.max_queued
 
     @property
     def num_kept(self) -> int:
@@ -215,7 +215,7 @@ class Session:
             num_sessions=1,
             num_ready=self.peer.num_ready,
             num_held=self.peer.num_held,
-            window_batches=self.window_size,
+            window_batches=self.window_batches,
             memory_bytes=arenas.held_bytes if arenas else 0,
             memory_limit_bytes=self.reserved_bytes,
         )
@@ -303,7 +303,7 @@ class Session:
             self.release(step)
 
     def renew_grant(self) -> bool:
-        """Take over `num_queued` and `num_kept` as they are now; whether they have changed."""
+        """Take over `max_queued` and `num_kept` as they are now; whether they have changed."""
         before, self._granted = self._granted, self.rank.consumer.stream.share
         return self._granted != before
 
@@ -412,7 +412,7 @@ class Session:
         """Note how full the window is. Batches behind a missing one do not count as ready."""
         if self._ended:
             return
-        peer, size = self.peer, self.window_size
+        peer, size = self.peer, self.window_batches
         is_ready = peer.is_ready
         ends = [
             each for each in (self.num_steps, self.rank.consumer.read_until) if each is not None
@@ -430,7 +430,7 @@ class Session:
     async def _wait_until_sendable(self) -> None:
         self._note_window()
         # starved: nothing is ready, and the client has taken more than half of its queue
-        most_queued = min(self._most_credits, self._granted.num_queued)
+        most_queued = min(self._most_credits, self._granted.max_queued)
         is_starved = self.credits > most_queued // 2 and not self.peer.is_ready
         self.rank.set_starved(self.peer, is_starved=is_starved)
         self._sendable.clear()

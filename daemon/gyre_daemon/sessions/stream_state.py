@@ -94,7 +94,7 @@ class StreamState:
                 self._add(consumer, stream, step, end)
                 return
             meet = stream.next_to_begin
-            reach = _REACH * consumer.share.num_ahead
+            reach = _REACH * consumer.share.window_batches
             if 0 < meet - step <= reach and (end is None or meet < end):
                 self._open(consumer, meet).leads_on = True
                 self._add(consumer, stream, meet, end)
@@ -293,7 +293,7 @@ class StreamState:
         else:
             self._drop(segment)
             stream = self._open(consumer, consumer.end_step)
-        stream.apart_until = consumer.next_step + consumer.share.num_ahead
+        stream.apart_until = consumer.next_step + consumer.share.window_batches
         self._look_at(stream)
 
     def _merge(self, stream: Stream) -> bool:

@@ -213,7 +213,7 @@ class Stream:
     @property
     def room(self) -> int:
         """How many more steps may be begun, up to one window ahead of the fastest consumer."""
-        window, stops = self.share.num_ahead, []
+        window, stops = self.share.window_batches, []
         for segment in self.segments:
             if segment.is_active:
                 until = segment.consumer.read_until

@@ -118,7 +118,7 @@ class SessionTable:
             raise
         audit_event("session open", _facts(session))
         facts = {"session": session.handle, "first_step": session.first_step}
-        facts |= {"window": session.window_size, "sharing": session.num_sharing}
+        facts |= {"window": session.window_batches, "sharing": session.num_sharing}
         debug_event("session reads", facts | {"reserved_bytes": session.reserved_bytes})
         return session
 

@@ -53,9 +53,9 @@ def test_payload_that_is_too_long_or_none(
         read_all(stub, 1)
 
 
-def grant(num_queued: int, num_kept: int = 4) -> pb.StreamResponse:
+def grant(max_queued: int, num_kept: int = 4) -> pb.StreamResponse:
     return pb.StreamResponse(
-        batches=pb.Batches(max_queued_batches=num_queued, max_kept_batches=num_kept)
+        batches=pb.Batches(max_queued_batches=max_queued, max_kept_batches=num_kept)
     )
 
 

@@ -233,7 +233,7 @@ def test_few_epochs_are_planned_at_once(mode: str, world_size: int) -> None:
         packed=None,
         drawing=(),
     )
-    share = SimpleNamespace(num_together=256, num_ahead=768, batch_bytes=4096)
+    share = SimpleNamespace(num_together=256, window_batches=768, batch_bytes=4096)
     spec = Spec(dataset, order, 0, world_size, planner, 0)  # type: ignore[arg-type]
     workers = FairExecutor.__new__(FairExecutor)
     prefetcher = Prefetcher(spec, share, 0, NO_JOB, workers)  # type: ignore[arg-type]

@@ -15,11 +15,11 @@ BATCH_BYTES = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("num_ahead", "group_bytes"), [(12, 4 << 20), (1, 1 << 20), (48, 16 << 20), (96, 26 << 20)]
+    ("window_batches", "group_bytes"), [(12, 4 << 20), (1, 1 << 20), (48, 16 << 20), (96, 26 << 20)]
 )
-def test_a_piece_follows_when_there_is_no_slot(num_ahead: int, group_bytes: int) -> None:
+def test_a_piece_follows_when_there_is_no_slot(window_batches: int, group_bytes: int) -> None:
     async def fill() -> tuple[int, list[Slot]]:
-        share = divide(BATCH_BYTES, num_ahead, 1 << 30, in_groups=True)
+        share = divide(BATCH_BYTES, window_batches, 1 << 30, in_groups=True)
         assert share.num_together * BATCH_BYTES == group_bytes
         with ThreadPoolExecutor(2) as threads:
             arenas = Arenas(share, Budget(0), ArenaRegistry(1 << 30), FairExecutor(threads, 2))

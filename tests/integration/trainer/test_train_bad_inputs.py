@@ -63,7 +63,7 @@ VALUES = {
     "data.field=''": "`data.field`",
     "data.seed=1.5": "`data.seed`",
     "data.tail=wrapped": "`data.tail`",
-    "data.prefetch_batches=0": "`data.prefetch_batches`",
+    "data.prefetch_batches=-1": "`data.prefetch_batches`",
     "data.options=[]": "`data.options`",
     "data.options=sekret": "`data.options`",
     "data.option={key='sekret'}": "did you mean `options`",

@@ -17,8 +17,8 @@ PAGE = 4096  # the size of a batch
 MAX_CONSUMERS = 5
 
 
-def share_for(num_ahead: int) -> Share:
-    return divide(PAGE, num_ahead, 1 << 40, in_groups=True)
+def share_for(window_batches: int) -> Share:
+    return divide(PAGE, window_batches, 1 << 40, in_groups=True)
 
 
 @dataclass(eq=False)
@@ -103,7 +103,9 @@ class Runner:
         group = self.state.begin(stream, num_steps)
         assert group.steps == range(step, step + num_steps)
         front = max(segment.front for segment in stream.segments if segment.is_active)
-        assert stream.next_to_begin - front <= stream.share.num_ahead, "no further than the window"
+        assert stream.next_to_begin - front <= stream.share.window_batches, (
+            "no further than the window"
+        )
         slots[group] = num_steps
         self.in_flight.append(group)
         self.changed.add(stream)
@@ -191,14 +193,14 @@ class StreamModel(RuleBasedStateMachine):
         data=st.data(),
         back=st.integers(0, 30),
         length=st.none() | st.integers(0, 30),
-        num_ahead=st.integers(1, 9),
+        window_batches=st.integers(1, 9),
     )
-    def join(self, data: st.DataObject, back: int, length: int | None, num_ahead: int) -> None:
+    def join(self, data: st.DataObject, back: int, length: int | None, window_batches: int) -> None:
         streams = self.runner.state.streams
         step = data.draw(st.sampled_from(streams)).next_to_begin if streams else 20
         step = max(0, step - back)
         end = None if length is None else step + length
-        self.runner.join(step, end, share_for(num_ahead))
+        self.runner.join(step, end, share_for(window_batches))
 
     @precondition(lambda self: self.runner.state.streams)
     @rule(data=st.data(), max_steps=st.integers(1, 4))

@@ -116,48 +116,50 @@ def test_an_allocated_arena_is_written_to_without_page_faults() -> None:
     st.booleans(),
 )
 def test_a_share_holds_at_least_one_batch_and_stays_within_its_limit(
-    batch_bytes: int, num_ahead: int, limit: int, metadata_bytes: int, in_groups: bool
+    batch_bytes: int, window_batches: int, limit: int, metadata_bytes: int, in_groups: bool
 ) -> None:
     share = divide(
-        batch_bytes, num_ahead, limit, metadata_bytes=metadata_bytes, in_groups=in_groups
+        batch_bytes, window_batches, limit, metadata_bytes=metadata_bytes, in_groups=in_groups
     )
     one = whole_pages(batch_bytes)
     assert share.num_bytes % one == 0
     assert one <= share.num_bytes
-    least = divide(batch_bytes, num_ahead, 0, metadata_bytes=metadata_bytes).reserved_bytes
+    least = divide(batch_bytes, window_batches, 0, metadata_bytes=metadata_bytes).reserved_bytes
     assert (
         share.num_bytes + share.num_bytes // one * metadata_bytes
         < share.reserved_bytes
         <= max(least, limit)
     )
-    assert 1 <= share.num_ahead <= num_ahead
-    assert 1 <= share.num_queued <= num_ahead
+    assert 1 <= share.window_batches <= window_batches
+    assert 1 <= share.max_queued <= window_batches
     num_slots = share.num_bytes // one
     if num_slots > 1:
-        assert share.num_ahead + share.num_queued + share.num_kept == num_slots
+        assert share.window_batches + share.max_queued + share.num_kept == num_slots
     if (
         limit
-        >= divide(batch_bytes, num_ahead, 1 << 62, metadata_bytes=metadata_bytes).reserved_bytes
+        >= divide(
+            batch_bytes, window_batches, 1 << 62, metadata_bytes=metadata_bytes
+        ).reserved_bytes
     ):
-        assert (share.num_ahead, share.num_queued) == (
-            num_ahead,
-            num_ahead - num_ahead % share.num_together,
+        assert (share.window_batches, share.max_queued) == (
+            window_batches,
+            window_batches - window_batches % share.num_together,
         )
 
 
 @given(st.integers(1, 1 << 24), st.integers(1, 1024), st.integers(0, 1 << 30))
 def test_a_share_has_room_for_the_batch_groups_that_its_client_holds(
-    batch_bytes: int, num_ahead: int, limit: int
+    batch_bytes: int, window_batches: int, limit: int
 ) -> None:
-    share = divide(batch_bytes, num_ahead, limit, in_groups=True)
-    assert 1 <= share.num_together <= max(1, share.num_ahead // 3), (
+    share = divide(batch_bytes, window_batches, limit, in_groups=True)
+    assert 1 <= share.num_together <= max(1, share.window_batches // 3), (
         "at least three batch groups are in flight"
     )
     assert share.num_together == 1 or share.num_together * whole_pages(batch_bytes) <= 26 << 20
-    assert share.num_queued % share.num_together == 0, "a client asks for whole batch groups"
+    assert share.max_queued % share.num_together == 0, "a client asks for whole batch groups"
     if share.num_together > 1:
         assert share.num_kept >= 2 * share.num_together, "the one in use, and the one before it"
-    assert divide(batch_bytes, num_ahead, limit).num_together == 1
+    assert divide(batch_bytes, window_batches, limit).num_together == 1
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 300))

@@ -38,8 +38,8 @@ class Streams:
         self.runner = Runner()
         self.arenas: dict[Stream, Arena] = {}
 
-    def join(self, step: int, num_ahead: int) -> tuple[Consumer, Reader]:
-        reader = self.runner.join(step, None, share_for(num_ahead))
+    def join(self, step: int, window_batches: int) -> tuple[Consumer, Reader]:
+        reader = self.runner.join(step, None, share_for(window_batches))
         return reader.consumer, reader
 
     def take(self, consumer: Consumer, max_batches: int) -> BatchGroup | Exception:
@@ -247,11 +247,11 @@ TestDataRanks = RankModel.TestCase
 TestDataRanks.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def level(*numbers: int, num_ahead: int = 9) -> tuple[RankModel, list[Client]]:
+def level(*numbers: int, window_batches: int = 9) -> tuple[RankModel, list[Client]]:
     """Peers of one data rank that have read some steps."""
     model = RankModel()
     for number in numbers:
-        model.join(number, 0, num_ahead)
+        model.join(number, 0, window_batches)
     for _ in range(5):
         model.turn(model.present, [])
     assert len(model.ranks) == 1

@@ -10,10 +10,10 @@ TestStreams = StreamModel.TestCase
 TestStreams.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def reading_together(*num_ahead: int) -> tuple[Runner, list[Reader]]:
+def reading_together(*window_batches: int) -> tuple[Runner, list[Reader]]:
     """Consumers of one stream that have read some steps."""
     runner = Runner()
-    readers = [runner.join(0, None, share_for(size)) for size in num_ahead]
+    readers = [runner.join(0, None, share_for(size)) for size in window_batches]
     for _ in range(5):
         runner.turn(readers)
     assert len(runner.state.streams) == 1

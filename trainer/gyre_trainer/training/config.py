@@ -92,7 +92,7 @@ class DataConfig:
             several lengths, those of the longest.
         seed: the seed of the global shuffle.
         tail: the fate of the last samples of an epoch that do not fill a global batch.
-        prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
+        prefetch_batches: the window of each rank, as in `gyre_client.Loader`; 0 for the default.
         skip_steps: steps of the data's order that are left out: [A, B] for A to before B. Steps of
             the run are counted without them.
         weights: of a mixture's sources, from where the run begins or resumes; if empty, those of
@@ -108,7 +108,7 @@ class DataConfig:
     field: Text = "tokens"
     seed: Seed = 0
     tail: Literal["wrap", "drop", "pad"] = "wrap"
-    prefetch_batches: AtLeast1 = 8
+    prefetch_batches: AtLeast0 = 0
     skip_steps: tuple[tuple[AtLeast0, AtLeast1], ...] | None = None
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
