@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, Any
 from gyre_client.errors import GyreError, NotInstalled
 
 if TYPE_CHECKING:
-    from gyre_client.loader.boxes import detections
     from gyre_client.loader.loader import Loader
-    from gyre_client.loader.padding import padded
-    from gyre_client.loader.text import objects, texts
+    from gyre_client.loader.ragged import detections, objects, padded, texts
 
 __all__ = ["GyreError", "Loader", "detections", "objects", "padded", "texts"]
 __version__ = "0.1.0"
 
 _LAZY = {
     "Loader": "gyre_client.loader.loader",
-    "detections": "gyre_client.loader.boxes",
-    "objects": "gyre_client.loader.text",
-    "padded": "gyre_client.loader.padding",
-    "texts": "gyre_client.loader.text",
+    "detections": "gyre_client.loader.ragged",
+    "objects": "gyre_client.loader.ragged",
+    "padded": "gyre_client.loader.ragged",
+    "texts": "gyre_client.loader.ragged",
 }
 
 

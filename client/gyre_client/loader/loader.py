@@ -1,7 +1,7 @@
 """The `Loader`: an iterable of dicts of tensors, with a state that says where it is.
 
 It reads batches from a stream (`batches.stream`) that it opens when they are first needed. All
-iterators of a loader take from the stream of its `Place`; `epoch_iterator` only says where each of
+iterators of a loader take from the stream of its `Place`; `EpochIterator` only says where each of
 them ends.
 """
 
@@ -25,22 +25,31 @@ from gyre_client.batches.device import parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import ForkedProcess, GyreError, InvalidRequest
-from gyre_client.loader import accelerated, notebook
-from gyre_client.loader.agreement import Agreement, arguments_that_agree
-from gyre_client.loader.dataloader_keywords import refuse_stacking, refuse_unknown
-from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
+from gyre_client.loader import notebook
+from gyre_client.loader.as_data_loader import (
+    check_reader,
+    refuse_stacking,
+    refuse_unknown,
+    wrap_accelerate,
+)
 from gyre_client.loader.functions import (
     declare_classes,
     declare_functions,
     declared_or_functions,
 )
-from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.opening import cursor_of, describe, open_stream
-from gyre_client.loader.place import Place, Stream
-from gyre_client.loader.ranks import join_run, ranks_of_loader
-from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
+from gyre_client.loader.place import (
+    FORK_ADVICE,
+    ActiveIteration,
+    EpochIterator,
+    LoaderResources,
+    OneThread,
+    Place,
+    Stream,
+)
+from gyre_client.loader.properties import LoaderProperties
+from gyre_client.loader.ranks import Agreement, arguments_that_agree, join_run, ranks_of_loader
 from gyre_client.loader.sequence_cut import cut_of
-from gyre_client.loader.steps import LoaderSteps
 from gyre_client.messages.arguments import MAX_UINT32, flag, seconds, whole
 from gyre_client.messages.requests import dataset_ref, reader, skipped_steps, source_weights
 from gyre_client.messages.requests import order as order_spec
@@ -51,7 +60,7 @@ from gyre_client.transport.read_ahead import NEVER
 _log = logging.getLogger("gyre_client")
 
 
-class Loader(LoaderSteps):
+class Loader(LoaderProperties):
     """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
 
         with Loader("corpus", batch_size=256, seed=1) as loader:
@@ -239,7 +248,7 @@ class Loader(LoaderSteps):
             GyreError: The daemon refuses the dataset; see `gyre_client.errors` for the classes.
         """
         refuse_unknown(unknown)
-        accelerated.wrap_accelerate(Loader)
+        wrap_accelerate(Loader)
         explicit = rank, world_size, peer, cp_rank, cp_size
         ranks = ranks_of_loader(mesh, data_dims, cp_dim, explicit)
         rank, world_size = ranks.rank, ranks.world_size
@@ -316,7 +325,7 @@ class Loader(LoaderSteps):
 
     @folded
     def _iterator(self) -> EpochIterator:
-        accelerated.check_reader(self)
+        check_reader(self)
         if not self._restart:
             self._one_thread.check()
             self._place.stream()  # the daemon begins to read

@@ -1,7 +1,17 @@
-"""The position of a loader in the order, and the stream that continues from there."""
+"""Where a loader stands: its position, its stream, and the iterations that go on from there.
+
+Underneath is one stream without an end: the end of an iteration is a StopIteration between two
+steps, and the daemon reads beyond it once the next iteration has begun. All iterators of a loader
+take from that one stream, so only the youngest of them may go on.
+"""
 
 import itertools
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, Self
 
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
@@ -9,9 +19,89 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.batches.batch import Position
 from gyre_client.batches.device import DeviceStream
 from gyre_client.batches.stream import BatchStream
+from gyre_client.errors import ConcurrentUse, DaemonFault, ForkedProcess, GyreError, InvalidRequest
 from gyre_client.loader.epochs import epochs_of
-from gyre_client.loader.resources import LoaderResources
 from gyre_client.loader.sequence_cut import SequenceCut
+from gyre_client.targets.target import Target
+from gyre_client.tracebacks import fold
+
+if TYPE_CHECKING:
+    from gyre_client.loader.loader import Loader
+
+
+FORK_ADVICE = (
+    "In a DataLoader use num_workers=0: the daemon fetches and decodes in parallel already. "
+    "Elsewhere, make the Loader in the process that reads from it"
+)
+
+
+class LoaderResources:
+    """A Loader's target and stream.
+
+    Attributes:
+        pid: The process that made them, which alone may use and release them.
+        target: The daemon.
+        stream: None where no session is open.
+        position: Where the loader stands while no session is open.
+        unfinished: Streams being opened or closed; an interrupt may have left them here.
+        is_released: Whether they were released, so that no session can be opened.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.pid = os.getpid()
+        self.target = target
+        self.stream: BatchStream | DeviceStream | None = None
+        self.position = Position(b"", 0)
+        self.unfinished: list[BatchStream] = []
+        self.is_released = False
+        self._holds_target = True
+
+    def open_stream(self) -> BatchStream | DeviceStream | None:
+        """Returns the stream if it is open in this process, which needs no further check."""
+        return self.stream if self.pid == os.getpid() else None
+
+    def check_usable(self) -> None:
+        """Checks that a session may be opened here.
+
+        Raises:
+            ForkedProcess: This is another process than the one that made them.
+            InvalidRequest: They were released.
+        """
+        if self.pid != os.getpid():
+            raise ForkedProcess(
+                f"this Loader was made by process {self.pid}, "
+                f"but process {os.getpid()} reads it. {FORK_ADVICE}"
+            )
+        if self.is_released:
+            raise InvalidRequest("this Loader is closed")
+
+    def close_stream(self) -> None:
+        """Ends the session, drops batches read ahead, and keeps the position."""
+        stream = self.stream
+        if stream is not None:
+            self.unfinished.append(stream.source)
+            self.position = Position(stream.position.cursor, stream.position.batch)
+            self.stream = None
+            stream.close()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends sessions that an interrupt kept from being opened or closed."""
+        while self.unfinished:
+            stream = self.unfinished[-1]
+            if self.stream is None or stream is not self.stream.source:
+                stream.close()
+            self.unfinished.pop()
+
+    def release(self) -> None:
+        """Ends the session and lets go of a private daemon; may be repeated after an interrupt."""
+        if self.pid == os.getpid():  # a forked child's copy owns nothing
+            self.is_released = True
+            self.close_stream()
+            if self._holds_target:
+                self._holds_target = False  # first: released twice, it would end another's daemon
+                self.target.release()
+
 
 Stream = BatchStream | DeviceStream
 
@@ -155,3 +245,156 @@ class Place:
     ) -> None:
         batch_size = self._request.order.global_batch_size
         self.epochs = epochs_of(stages, batch_size, self._tail, skipped or ())
+
+
+_UNKNOWN = -1
+
+
+class ActiveIteration:
+    """The iteration that may read a loader; the loader and its youngest iterator share it.
+
+    It is a separate object so that no loader refers to an iterator, which refers to the loader:
+    a dropped loader is then closed at once, without a garbage collection.
+
+    Attributes:
+        stop_batch: The batch behind the last one of the iteration; -1 if it is not known yet.
+    """
+
+    __slots__ = ("stop_batch",)
+
+    def __init__(self) -> None:
+        self.stop_batch = _UNKNOWN
+
+    def forget_end(self) -> None:
+        """Makes the iterator find its end again before its next batch."""
+        self.stop_batch = _UNKNOWN
+
+
+class EpochIterator:
+    """An iterator over the batches of one or several epochs. Once it has ended, it stays ended."""
+
+    def __init__(self, loader: "Loader", num_epochs: int | None, *, restart: bool) -> None:
+        """Ends the right of the iterator before to read the loader.
+
+        Args:
+            loader: The loader to read.
+            num_epochs: The iteration ends at the next multiple of `num_epochs`, counted from epoch
+                0; None for an iteration without an end.
+            restart: The iteration begins at the first batch, wherever the loader stands.
+        """
+        self._loader = loader
+        self._num_epochs = num_epochs
+        self._restart = restart
+        self._has_ended = False
+        loader._active.forget_end()  # the older iterator looks, and finds that it is not active
+        self._active = loader._active = ActiveIteration()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def ends_at(self, batch: int) -> bool:
+        """Returns whether the iteration ends before the batch with this number."""
+        return batch >= self._active.stop_batch != _UNKNOWN
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        try:
+            stream, tensors, behind = self.peek()
+        except GyreError as error:
+            fold(error)
+            raise
+        get_ident()  # after a call, Python handles the signals that have come
+        # One line: see [Note: An interrupt takes no batch] in `place`.
+        stream.position = behind; return tensors  # noqa: E702  # fmt: skip
+
+    def peek(self) -> "tuple[Stream, dict[str, torch.Tensor], Position]":
+        """Returns the next batch without taking it; see `Place.peek`.
+
+        Raises:
+            StopIteration: The iteration has ended.
+            GyreError: See `Loader`.
+        """
+        loader = self._loader
+        if loader._batch >= self._active.stop_batch:
+            self._find_end()
+        try:
+            return loader._peek()
+        except StopIteration:
+            raise DaemonFault(
+                f"the daemon ended the batches before step {loader.step}, but this iteration "
+                f"goes on to step {loader.step_of(self._active.stop_batch)}"
+            ) from None
+
+    def _find_end(self) -> None:
+        """Asks the loader where the iteration ends.
+
+        Raises:
+            StopIteration: The iteration has ended.
+            InvalidRequest: A younger iterator reads the loader.
+        """
+        if self._has_ended:
+            raise StopIteration
+        if self._loader._active is not self._active:
+            raise InvalidRequest(
+                "another iteration of this Loader has begun since, and only the youngest one may "
+                "go on: all of them would take from one stream. Make a second Loader for a second "
+                "reader"
+            )
+        if self._active.stop_batch != _UNKNOWN:
+            self._has_ended = True
+            raise StopIteration
+        if self._restart:
+            self._loader.reset()
+            self._restart = False
+        self._active.stop_batch = self._loader._begin_iteration(self._num_epochs)
+
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class OneThread:
+    """Knows the last thread that used an object, and lets it continue at no cost.
+
+    Another thread may take over unless the last one is in a method of the object at that moment.
+    Nothing is held meanwhile, so there is nothing to leave: an exception may end a method anywhere.
+    """
+
+    __slots__ = ("_last", "_owner_id", "_what")
+
+    def __init__(self, owner: object, what: str) -> None:
+        """Takes the first thread that comes.
+
+        Args:
+            owner: The object, which keeps this one.
+            what: the name of the object in the error message.
+        """
+        self._owner_id = id(owner)
+        self._what = what
+        self._last = 0  # the identifier of the thread
+
+    def check(self) -> None:
+        """Lets the calling thread use the object.
+
+        Raises:
+            ConcurrentUse: Another thread uses it now.
+        """
+        if self._last != get_ident():
+            if self._is_inside():
+                names = {thread.ident: thread.name for thread in threading.enumerate()}
+                raise ConcurrentUse(
+                    f"thread {threading.current_thread().name!r} uses {self._what} while thread "
+                    f"{names.get(self._last, 'that has just ended')!r} does. "
+                    "Use it in one thread at a time, or give each thread its own."
+                )
+            self._last = get_ident()
+
+    def _is_inside(self) -> bool:
+        frame = sys._current_frames().get(self._last)
+        while frame is not None:
+            # Only frames of this package are asked for their variables: to ask copies them.
+            if (
+                frame.f_globals.get("__package__") == _PACKAGE
+                and id(frame.f_locals.get("self")) == self._owner_id
+            ):
+                return True
+            frame = frame.f_back
+        return False

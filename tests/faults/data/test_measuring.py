@@ -10,7 +10,7 @@ import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, StorageUnavailable
-from gyre_client.loader import measuring_watch
+from gyre_client.loader import opening
 from gyre_client.transport import outage as opening_timeout
 
 from tests.conftest import Daemon, to_toml
@@ -119,7 +119,7 @@ def test_a_job_that_waits_says_how_far_measuring_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other 39 samples of the last shard are measured, and the one at the gate is not."""
-    monkeypatch.setattr(measuring_watch, "FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(opening, "FIRST_LOOK_S", 0.05)
     monkeypatch.setattr(opening_timeout, "OPEN_TIMEOUT_S", 3.0)
     with pytest.raises(StorageUnavailable, match=r"measures, texts: \d+ of 120 samples \(\d"):
         Loader("texts", batch_size=4, address=served.address, reattach_timeout_s=0.1)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CursorRejected
-from gyre_client.loader.text import objects, texts
+from gyre_client.loader.ragged import objects, texts
 
 from tests.conftest import StartDaemon
 

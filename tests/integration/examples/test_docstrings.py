@@ -86,11 +86,11 @@ NAMES: dict[str, dict[str, Any]] = {
         "dataclass": dataclass,
     },
     "gyre_client/errors:GyreError": {"loader": iter([BATCH]), "CorruptSample": CorruptSample},
-    "loader/boxes:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
-    "loader/described:categories": {"loader": _Described(), "batch": BATCH},
-    "loader/padding:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
-    "loader/text:texts": {"loader": [BATCH], "texts": texts},
-    "loader/text:objects": {"batch": BATCH, "objects": objects},
+    "loader/ragged:detections": {"loader": [BATCH], "detections": detections, "model": _Model()},
+    "loader/properties:categories": {"loader": _Described(), "batch": BATCH},
+    "loader/ragged:padded": {"loader": [BATCH], "padded": padded, "pad_id": 0},
+    "loader/ragged:texts": {"loader": [BATCH], "texts": texts},
+    "loader/ragged:objects": {"batch": BATCH, "objects": objects},
 }
 # Tests of their own run these.
 SERVED = {"gyre_client/__init__:__init__", "loader/loader:Loader"}

@@ -14,8 +14,7 @@ from gyre_client.batches.batch import (
     read_layouts,
 )
 from gyre_client.errors import DaemonFault, InvalidRequest
-from gyre_client.loader.padding import padded
-from gyre_client.loader.text import objects, texts
+from gyre_client.loader.ragged import objects, padded, texts
 from gyre_protos.v1 import loader_pb2 as pb
 
 
