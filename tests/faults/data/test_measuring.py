@@ -120,9 +120,13 @@ def test_a_job_that_waits_says_how_far_measuring_is(
 ) -> None:
     """The other 39 samples of the last shard are measured, and the one at the gate is not."""
     monkeypatch.setattr(opening, "FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr(opening_timeout, "OPEN_TIMEOUT_S", 3.0)
-    with pytest.raises(StorageUnavailable, match=r"measures, texts: \d+ of 120 samples \(\d"):
-        Loader("texts", batch_size=4, address=served.address, reattach_timeout_s=0.1)
+    for timeout_s in (3.0, 60.0):  # on busy cores the daemon tells nothing within the first
+        monkeypatch.setattr(opening_timeout, "OPEN_TIMEOUT_S", timeout_s)
+        with pytest.raises(StorageUnavailable) as raised:
+            Loader("texts", batch_size=4, address=served.address, reattach_timeout_s=0.1)
+        if "measures" in str(raised.value):
+            break
+    assert re.search(r"measures, texts: \d+ of 120 samples \(\d", str(raised.value))
     assert "waiting until samples are measured: texts: " in caplog.text
     assert main(["status", "--address", served.address]) == 0
     (line,) = [each for each in capsys.readouterr().out.splitlines() if "measuring" in each]
