@@ -263,11 +263,11 @@ def costs(family: str, policy: RotationPolicy) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
-def test_little_is_kept_and_whole_layers_travel_again(ranks: StartRanks, family: str) -> None:
-    """Rows of experts, what they returned and what was added up are four inputs of a layer each."""
+def test_inputs_of_layers_are_kept_and_whole_layers_travel_again(
+    ranks: StartRanks, family: str
+) -> None:
     for blocks, layers in zip(
         ranks(2).run(costs, family, BLOCKS), ranks(2).run(costs, family, LAYERS), strict=True
     ):
-        assert blocks[0] < 3  # inputs of attention and experts, and the router's
         assert layers[0] < 1.2
         assert layers[1] - blocks[1] == blocks[2] * 8 / 2  # half of each matrix

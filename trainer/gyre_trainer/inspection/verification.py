@@ -43,7 +43,7 @@ from gyre_trainer.rotation.dropout import (
     states_of,
 )
 from gyre_trainer.rotation.output_reduction import SumOfOutputs
-from gyre_trainer.rotation.recomputation import WatchCheckpoints, outside_of_layers
+from gyre_trainer.rotation.recomputation import outside_of_layers
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
@@ -187,31 +187,6 @@ def _dropouts(
     with torch.enable_grad(), outside or nullcontext():
         call.compute(rotation.sharded.ring.rank, flat)
     return undropped.seen
-
-
-def check_checkpoints(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a module whose forward calls torch's checkpoint, where gradients are taken.
-
-    Random numbers that it draws for this are drawn again afterwards.
-
-    Raises:
-        RotationError: it does.
-    """
-    if not torch.is_grad_enabled():
-        return
-    call, flat = _own_slice_call(rotation, args, kwargs)
-    for tensor in call.inputs:
-        tensor.requires_grad_(tensor.is_floating_point())
-    call.trainable = [True] * len(rotation.layout.cuts)
-    with _same_numbers(rotation), WatchCheckpoints() as watch:
-        outputs = call.compute(rotation.sharded.ring.rank, flat).outputs
-    if watch.found(outputs):
-        raise RotationError(
-            f"{rotation.name} calls torch.utils.checkpoint in its forward, or saves tensors for "
-            "backward by its own hooks, which does not work with a slice of its parameters. "
-            'Leave that out and take RotationPolicy(recompute="block"), or let the layers inside '
-            "rotate one by one (no rule for the module)."
-        )
 
 
 @torch.no_grad()
@@ -663,7 +638,6 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         try:
             # A checkpoint around the call counts what is saved; the checks are not made again.
             with outside_of_layers(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                check_checkpoints(rotated.rotation, args, kwargs)
                 if proves:
                     with refusing_together(rotated.rotation):
                         check_rule(rotated.rotation, args, kwargs)

@@ -53,7 +53,7 @@ from gyre_trainer.rotation.call import Call, ComputedSlice
 from gyre_trainer.rotation.dropout import Randomness
 from gyre_trainer.rotation.embedding_rows import run_by_rows, sends_rows
 from gyre_trainer.rotation.output_reduction import OutputReduction
-from gyre_trainer.rotation.recomputation import GradOfWeight, as_weighing, replay_of_layer, weighing
+from gyre_trainer.rotation.recomputation import replay_of_layer
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards
@@ -255,14 +255,9 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _outputs(rotation: Rotation, call: Call) -> tuple[Tensor, ...]:
-    weighs, layer = weighing(), replay_of_layer()
-    is_weighed = weighs is not None and rotation in weighs.owners and call.recomputed
-    tensors = list(call.tensors)
+    layer, tensors = replay_of_layer(), list(call.tensors)
     ring_pass = RingPass(rotation, call, None if layer is None else layer.before_hops())
-    with as_weighing(None):
-        outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
-    if weighs is not None and is_weighed:
-        weighs.note(outputs, ring_pass, tensors)
+    outputs: tuple[Tensor, ...] = _Rotate.apply(ring_pass, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -278,7 +273,6 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.ring_pass.require_not_weighted()
         return None, *ctx.ring_pass.backward(grad_outputs)
 
 
@@ -310,9 +304,6 @@ class RingPass:
     """One call of a rotated module: one pass round the ring in forward, another in backward.
 
     See [Note: The backward ring].
-
-    Attributes:
-        is_weighted: whether its backward is that of its output's product with weights.
     """
 
     def __init__(
@@ -321,7 +312,6 @@ class RingPass:
         """``start`` is called before anything travels in backward."""
         self._rotation = rotation
         self._start = start
-        self.is_weighted = False
         self._layout = rotation.pieces
         self._ring = rotation.sharded.ring
         self._call = call
@@ -331,7 +321,6 @@ class RingPass:
         self._reductions: list[OutputReduction] = []
         self._version = rotation.sharded.version
         self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
-        self._of_weight: GradOfWeight | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -346,14 +335,8 @@ class RingPass:
             self._call.release_inputs()
         return outputs
 
-    def backward(
-        self, grad_outputs: _Grads, of_weight: GradOfWeight | None = None
-    ) -> list[Tensor | None]:
+    def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
         """The gradients of `Call.tensors`: averaged for shards, this rank's own for all others.
-
-        Args:
-            grad_outputs: those of the outputs.
-            of_weight: takes the gradient of the weights that the one output was multiplied by.
 
         Raises:
             RotationError: the parameters changed since forward, or this backward ran before.
@@ -363,7 +346,6 @@ class RingPass:
         if self._start is not None:
             self._start()
             self._start = None  # it holds the inputs of the layer
-        self._of_weight = of_weight
         sharded, call = self._rotation.sharded, self._call
         if call.recomputed:
             call.restore_inputs()
@@ -383,7 +365,6 @@ class RingPass:
                 gradient_ring.send_on()
         own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())
         self._reductions.clear()
-        self._of_weight = None
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
@@ -392,18 +373,6 @@ class RingPass:
             flat = to_shards(layout, self._ring, flat)
         flat = flat.to(self._rotation.sharded.flat.dtype)
         return self._call.of_parameters(layout.in_rounds(1).at_rest.views(flat, self._ring.rank))
-
-    def require_not_weighted(self) -> None:
-        """Refuse a gradient of the output itself, where its product with weights has one.
-
-        Its slices would travel twice, but once on a rank without tokens for this expert.
-        """
-        if self.is_weighted:
-            raise RotationError(
-                f"what {self._rotation.name}, an expert, returned is multiplied by weights, and "
-                "used once more after that. Use it before, or take "
-                'RotationPolicy(recompute="none").'
-            )
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:
@@ -511,9 +480,6 @@ class RingPass:
         assert self._randomness is not None
         with torch.enable_grad(), self._randomness.replaying(index):
             computed = self._call.compute(index, flat)
-        if self._of_weight is not None:
-            grad = self._reductions[0].grad_of_slice(index, self._of_weight.grad)
-            self._of_weight.add(grad, computed.outputs[0].detach())
         return _Graph.of(computed, None)
 
 
