@@ -195,3 +195,26 @@ def off_by(then: str) -> float:
 def test_values_of_a_last_block_that_backward_needs_are_computed_again(ranks: StartRanks) -> None:
     for then in ("", "reads", "squares"):
         assert ranks(2).run(off_by, then) == [0.0] * 2, then
+
+
+class Counting(Dropping):
+    """A layer that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def counted() -> None:
+    model = nn.ModuleList([Counting()])
+    rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, min_numel=0)
+    with pytest.raises(RotationError, match="writes to an argument or to its attribute calls"):
+        model[0](torch.randn(4, 8))
+
+
+def test_a_layer_that_writes_to_an_attribute_is_refused(ranks: StartRanks) -> None:
+    ranks(2).run(counted)

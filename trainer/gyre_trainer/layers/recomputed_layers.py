@@ -4,11 +4,6 @@ Also here:
 
 * Norms under recomputation keep only their input, and the modules after them keep nothing.
 
-What a forward writes to its modules: attributes such as a state that the next call reads.
-
-A module whose forward runs more than once for one call, in backward or for every rank's slice, must
-find what it found the first time, and leave what it left.
-
 Layers of which only the input is kept: torch's checkpoint around each.
 
 Backward runs a layer's forward again, up to the last tensor that it needs, so slices of what comes
@@ -16,17 +11,13 @@ before travel once more.
 """
 
 import warnings
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.comm.spans import path_of
@@ -137,153 +128,43 @@ def _has_own_rows(module: nn.Module) -> bool:
 
 # Those of every module: parameters, buffers and modules inside, hooks, and `training`.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_ABSENT = object()
-# Containers whose contents are put back; what others do when they are changed is not known.
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
+_Attributes = dict[tuple[int, str], tuple[object, int]]
 
 
-class Place(Protocol):
-    """Where a module keeps a value."""
+def _attributes_of(module: nn.Module) -> _Attributes:
+    """The attributes of a module and of those inside: by place and name, with a count.
 
-    @property
-    def name(self) -> str:
-        """That of the attribute."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """What is there now."""
-        ...
-
-    def put(self, value: Any) -> None:
-        """Let ``value`` be there."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Attribute:
-    """An attribute of a module; `_ABSENT` is the value of one that it has not."""
-
-    attributes: dict[str, Any]
-    name: str
-
-    @property
-    def value(self) -> Any:
-        return self.attributes.get(self.name, _ABSENT)
-
-    def put(self, value: Any) -> None:
-        if value is _ABSENT:
-            self.attributes.pop(self.name, None)
-        else:
-            self.attributes[self.name] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """What is in a container that an attribute of a module has; its value is a copy of it."""
-
-    container: Any
-    name: str
-
-    @property
-    def value(self) -> Any:
-        return copy(self.container)
-
-    def put(self, value: Any) -> None:
-        self.container.clear()
-        put_all = "update" if isinstance(self.container, dict | set) else "extend"
-        getattr(self.container, put_all)(value)
-
-
-class BeforeCall:
-    """What the attributes of a module, and of those inside, are before a call.
-
-    Lists, dicts, sets and deques are looked into. Of a tensor is known whether it was written to,
-    and not what it had.
+    The count is that of the entries of a list, dict or set, and of the writes to a tensor.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._attributes = [
-            (vars(each), {name: x for name, x in vars(each).items() if name not in kept}, kept)
-            for each in module.modules()
-            for kept in [_OF_EVERY_MODULE | _kept_by(each)]
-        ]
-        self._contents: dict[int, tuple[_Contents, Any]] = {}
-        self._versions: list[tuple[str, Tensor, int]] = []
-        for _, was, _ in self._attributes:
-            for name, value in was.items():
-                self._note(name, value)
-
-    def _note(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor) and not value.is_inference():
-            self._versions.append((name, value, value._version))
-        elif type(value) in _CONTAINERS and id(value) not in self._contents:
-            place = _Contents(value, name)
-            self._contents[id(value)] = place, place.value
-            for each in value.values() if isinstance(value, dict) else value:
-                self._note(name, each)
-
-    def changes(self) -> list[tuple[Place, Any]]:
-        """The places that have other values now, with the values before."""
-        found: list[tuple[Place, Any]] = [
-            (_Attribute(attributes, name), was.get(name, _ABSENT))
-            for attributes, was, kept in self._attributes
-            for name in dict.fromkeys((*was, *attributes))
-            if name not in kept and attributes.get(name, _ABSENT) is not was.get(name, _ABSENT)
-        ]
-        return found + [
-            (place, was)
-            for place, was in self._contents.values()
-            if not _are_same(place.container, was)
-        ]
-
-    def counts(self) -> bool:
-        """Whether a number has another value now, or a container other contents."""
-        return any(
-            isinstance(place, _Contents) or (isinstance(was, int | float) and place.value != was)
-            for place, was in self.changes()
-        )
-
-    def overwritten(self) -> str | None:
-        """The name of an attribute with a tensor that was written to; None without one."""
-        return next(
-            (name for name, tensor, version in self._versions if tensor._version != version), None
-        )
+    found: _Attributes = {}
+    for place, each in enumerate(module.modules()):
+        others = _OF_EVERY_MODULE | _kept_by(each)
+        for name, value in vars(each).items():
+            if name not in others:
+                found[place, name] = value, _count_of(value)
+    return found
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two containers have the same objects."""
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return _are_same(list(one.keys()), list(other.keys())) and _are_same(
-            list(one.values()), list(other.values())
-        )
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _count_of(value: object) -> int:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    return len(value) if isinstance(value, list | dict | set) else 0
+
+
+def _changed(before: _Attributes, now: _Attributes) -> str | None:
+    """The name of an attribute that is another one now; None without one."""
+    absent = object(), 0
+    for place in before.keys() | now.keys():
+        (one, count), (other, number) = before.get(place, absent), now.get(place, absent)
+        if one is not other or count != number:
+            return place[1]
+    return None
 
 
 def _kept_by(module: nn.Module) -> set[str]:
     """The names of attributes that rotation itself keeps with a module."""
     classes = (cls for behaviour in behaviours_of(module) for cls in behaviour.__mro__)
     return {name for cls in classes for name in (*vars(cls), *vars(cls).get("__annotations__", ()))}
-
-
-def has_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or has one inside."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-
-
-@contextmanager
-def as_before(written: list[tuple[Place, Any]]) -> Iterator[None]:
-    """A context in which attributes have the values of before a call; they get the present back."""
-    now = [(place, place.value) for place, _ in written]
-    for place, value in written:
-        place.put(value)
-    try:
-        yield
-    finally:
-        for place, value in now:
-            place.put(value)
 
 
 class RecomputedLayer:
@@ -342,18 +223,17 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
     ]
     # Plain tensors may stand in the place of parameters while the model runs.
     parameters, replay = list(_parameters_of(module)), Replay()
-    changes: list[tuple[Place, Any]] = []
 
     def compute(*given: Tensor) -> Any:
         args, kwargs = arguments.call(arguments.leaves, given)
         if not replay.began:
             with replay.running():
                 return forward(*args, **kwargs)
-        with _in_place(parameters), as_before(changes), replay.running():
+        with _in_place(parameters), replay.running():
             return forward(*args, **kwargs)
 
     written = [*tensors, *module.buffers()]
-    versions, before = [each._version for each in written], BeforeCall(module)
+    versions, before = [each._version for each in written], _attributes_of(module)
     output = checkpoint(
         compute,
         *tensors,
@@ -361,10 +241,9 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         # which tensor is the last that backward needs depends on a rank's tokens
         early_stop=not module.has_experts,
     )
-    changes += before.changes()
-    overwritten = before.overwritten()
-    if overwritten is not None or versions != [each._version for each in written]:
-        what = f"its attribute {overwritten}" if overwritten else "one of its buffers"
+    changed = _changed(before, _attributes_of(module))
+    if changed is not None or versions != [each._version for each in written]:
+        what = f"its attribute {changed}" if changed else "one of its buffers"
         raise RotationError(
             f"{path_of(module)} ({own_class(module).__name__}) writes to an argument or to {what}, "
             'so backward cannot compute it again; take RotationPolicy(recompute="block")'
