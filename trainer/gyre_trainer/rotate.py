@@ -49,7 +49,6 @@ from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import use_equal_masks
 from gyre_trainer.layers.quantized import quantize_linear
 from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_norms
-from gyre_trainer.layers.split_blocks import PartOfSplit, SplitBlock, rotate_by
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.adamw_8bit import AdamW8bit
 from gyre_trainer.optimizers.muon import Muon
@@ -59,6 +58,7 @@ from gyre_trainer.rotation.rotated_module import (
     RotationTarget,
     num_hooks_inside,
     refuse_own_saving,
+    wrap,
 )
 from gyre_trainer.rotation.rule import RotationPolicy, Rule
 from gyre_trainer.shards.initialisation import materialize
@@ -242,7 +242,8 @@ def rotate(
     if isinstance(rule, ReadRule):
         shard_own(module, rule, target)
     elif rule is not None:
-        rotate_by(module, rule, target)
+        _require_no_hooks(module)
+        wrap(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     check_at_first_calls(module, rule, verify)
@@ -376,7 +377,7 @@ class _Walk:
     def visit(self, path: str, module: nn.Module, *, keeps_whole: bool = False) -> None:
         """Rotate the module, or the modules inside it; with ``keeps_whole`` only by rules."""
         key = self._key(path, module)
-        if isinstance(module, RotatedModule | PartOfSplit) or is_read_elsewhere(module):
+        if isinstance(module, RotatedModule) or is_read_elsewhere(module):
             pass
         elif key is not None:
             self._used.add(key)
@@ -397,8 +398,6 @@ class _Walk:
             if reads_much(module, min_numel):
                 shard_own(module, ReadRule(min_numel), self._target)
             self._visit_inside(path, module, keeps_whole=False)
-        if isinstance(module, SplitBlock):
-            self._visit_inside(path, module, keeps_whole=keeps_whole)
 
     def _visit_inside(self, path: str, module: nn.Module, *, keeps_whole: bool) -> None:
         adapters, read = adapters_of(module), read_layers_of(module)
@@ -470,6 +469,15 @@ def _checkpoints_layers(model: nn.Module) -> bool:
     for module in found:
         module.gradient_checkpointing = False
     return bool(found)
+
+
+def _require_no_hooks(module: nn.Module) -> None:
+    if num_hooks_inside(module):
+        raise RotationError(
+            f"{type(module).__name__}: a hook is registered on a layer inside, and would be "
+            "called for each slice, with a part of what the layer computes. Remove it, register it "
+            "on the module itself, or give no rule for the module"
+        )
 
 
 def _largest_numel(module: nn.Module) -> int:

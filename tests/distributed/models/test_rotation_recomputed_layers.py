@@ -210,10 +210,11 @@ class Counting(Dropping):
 
 
 def counted() -> None:
-    model = nn.ModuleList([Counting()])
-    rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, min_numel=0)
+    layer = Counting()
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, min_numel=0, sync_from=0)
     with pytest.raises(RotationError, match="writes to an argument or to its attribute calls"):
-        model[0](torch.randn(4, 8))
+        layer(torch.randn(4, 8))
 
 
 def test_a_layer_that_writes_to_an_attribute_is_refused(ranks: StartRanks) -> None:

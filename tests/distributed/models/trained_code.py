@@ -133,11 +133,12 @@ def _digests(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The digests of what rotates as one by the table, and of norms, with the class's name."""
     for module in model.modules():
         code: nn.Module | None = None
-        if isinstance(module, RotatedModule) and isinstance(module.rotation.rule, _TABLE):
-            code = module.rotation.module.get_submodule(module.rotation.rule.core)
-        elif isinstance(module, RotatedModule) and own_class(module).__module__[:6] != "torch.":
+        is_of_torch = own_class(module).__module__[:6] == "torch."
+        if isinstance(module, RotatedModule) and (
+            isinstance(module.rotation.rule, _TABLE) or not is_of_torch
+        ):
             code = module.rotation.module
-        elif isinstance(module, RecomputedNorm) and own_class(module).__module__[:6] != "torch.":
+        elif isinstance(module, RecomputedNorm) and not is_of_torch:
             code = module
         if code is None or own_class(code).__module__.startswith("gyre_trainer."):
             continue

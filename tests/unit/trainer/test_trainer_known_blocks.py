@@ -88,8 +88,7 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         ["T5", "UMT5"],
         ({"SelfAttention": A, "EncDecAttention": A, "DenseReluDense": M},) * 2,
     ),
-    "Bert": ({"attention": A, "0": M, "1": M},) * 2,  # the layer has the last layer of its MLP
-    "Esm": ({"attention": A, "0": M, "1": M},) * 2,  # its positions are a buffer, as GPT-Neo's mask
+    **dict.fromkeys(["Bert", "Esm"], ({},) * 2),  # the last layer is in another module
     "GPTNeo": ({"attention": A, "mlp": M},) * 2,
 }
 # Its embeddings of positions, of a class of their own, are a twentieth of a model as small as this.

@@ -28,7 +28,6 @@ from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import refuse_together, refusing_together
-from gyre_trainer.layers.split_blocks import SplitBlock, block_of, entry_of
 from gyre_trainer.rotation.caches import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.rotation.call import Call, cast
 from gyre_trainer.rotation.dropout import (
@@ -630,8 +629,8 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
     module.unchecked_modes = frozenset((True, False))
 
     @uncompiled
-    def first_call(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rotated = block_of(called)
+    def first_call(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rotated: RotatedModule = called
         left = rotated.unchecked_modes  # a copy of the module has its own
         if rotated.training not in left:
             return
@@ -652,12 +651,13 @@ def check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | No
         if not rotated.unchecked_modes and hooks.get(hook.id) is first_call:
             del hooks[hook.id], called._forward_pre_hooks_with_kwargs[hook.id]
 
-    hook = entry_of(module).register_forward_pre_hook(first_call, with_kwargs=True)
+    entry: Any = module
+    hook = entry.register_forward_pre_hook(first_call, with_kwargs=True)
 
 
 def _has_one_way(module: RotatedModule) -> bool:
     """Whether each of its calls goes round the ring with the arguments of the call."""
-    return isinstance(module, SplitBlock) or type(module).forward is RotatedModule.forward
+    return type(module).forward is RotatedModule.forward
 
 
 def _told_of_slices(module: RotatedModule) -> str:

@@ -32,7 +32,6 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import (
     LinearRule,
     changed_counts,
-    core_of,
     count_of,
     features_of,
     is_table,
@@ -313,9 +312,6 @@ class AttentionRule(Rule):
         drops_out: whether the forward may drop out, by modules or functions: its input before all
             layers, what belongs to query heads, and the output. Slices of one call drop the same
             entries of input and output.
-        core: the path of the module inside whose forward attends, where ``output`` lies outside of
-            it. Names of layers and tables are paths in the module around both; numbers that the
-            forward reads are attributes of the core.
     """
 
     caches_heads: ClassVar[bool] = True
@@ -331,7 +327,6 @@ class AttentionRule(Rule):
     batched: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     drops_out: bool = False
-    core: str = ""
 
     @property
     def cut_arguments(self) -> tuple[str, ...]:
@@ -359,14 +354,13 @@ class AttentionRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the input layers, columns of the output layer, and a segment of its bias."""
         self.require_known_dropout(module)
-        reader = core_of(module, self.core)
         if num_slices > 1:
-            require_changeable(reader, (*self.counts, *self.kv_counts, *self.groups))
+            require_changeable(module, (*self.counts, *self.kv_counts, *self.groups))
         sections = self._sections(module) if self.packed else ()
         cuts = projections(module, self.inputs, self.output, sections)
         cuts += [self._cut_of_table(module, name, self.num_heads(cuts)) for name in self.tables]
         if self.num_kv_heads % num_slices == 0:
-            require_counts(reader, (*self.counts, *self.kv_counts), num_slices)
+            require_counts(module, (*self.counts, *self.kv_counts), num_slices)
             return cuts
         heads = self.shared_heads(cuts, num_slices)
         if heads is None or not heads.is_cut:
@@ -377,12 +371,12 @@ class AttentionRule(Rule):
                 f"which {num_slices} ranks cannot share. Use a number that divides them, "
                 f"or rotate its layers {names} one by one instead."
             )
-        require_counts(reader, self.counts, heads.num_heads)
-        require_counts(reader, self.kv_counts, self.num_kv_heads)
+        require_counts(module, self.counts, heads.num_heads)
+        require_counts(module, self.kv_counts, self.num_kv_heads)
         for name in self.groups:
-            if count_of(reader, name) != heads.group:
+            if count_of(module, name) != heads.group:
                 raise RotationError(
-                    f"{type(reader).__name__}.{name} is {count_of(reader, name)}, but each of its "
+                    f"{type(module).__name__}.{name} is {count_of(module, name)}, but each of its "
                     f"{self.num_kv_heads} key/value heads serves {heads.group} query heads"
                 )
         found = [self._by_heads(cut, heads) for cut in cuts]
@@ -397,7 +391,7 @@ class AttentionRule(Rule):
 
     def require_known_dropout(self, module: nn.Module) -> None:
         """Refuse any dropout without ``drops_out``."""
-        refuse_dropout(module, core=self.core, allows_plain=self.drops_out)
+        refuse_dropout(module, allows_plain=self.drops_out)
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         """The features of queries, keys and values in the one layer that makes them."""
@@ -474,16 +468,15 @@ class AttentionRule(Rule):
         """The slice's contribution; the module reads the slice's numbers of heads meanwhile."""
         masks = kwargs.pop(MASKS_ARGUMENT, None)
         first, _ = current.bounds[f"{self.output}.weight"]
-        reader = current.module.get_submodule(self.core)
         with (
-            changed_counts(reader, self._counts_of_slice(current, reader)),
+            changed_counts(current.module, self._counts_of_slice(current)),
             self.dropping(current, masks and masks.for_slice(first, 0), (args, kwargs)),
         ):
             return current.forward(*args, **kwargs)
 
-    def _counts_of_slice(self, current: ModuleSlice, reader: nn.Module) -> dict[str, int]:
-        """The numbers that ``reader`` reads where a slice has others than the module."""
-        num_slices = current.num_slices
+    def _counts_of_slice(self, current: ModuleSlice) -> dict[str, int]:
+        """The numbers that the module reads where a slice has others than it."""
+        reader, num_slices = current.module, current.num_slices
         named = {name: count_of(reader, name) or 0 for name in (*self.counts, *self.kv_counts)}
         if num_slices == 1 or not (named or self.groups):
             return {}

@@ -398,7 +398,6 @@ def _rule_of(module: nn.Module) -> Rule:
 
 BlockRule = AttentionRule | MLPRule
 
-_LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _EXPERTS_KERNELS = ("eager",)  # no other one was trained
 _HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_heads")
@@ -411,14 +410,11 @@ _BY_HEADS = (
 _BATCHED = ("attention_mask", "mask")
 
 
-def _attends(
-    inputs: str, output: str, counts: str = "", *, packed: bool = False, core: str = ""
-) -> AttentionRule:
+def _attends(inputs: str, output: str, counts: str = "", *, packed: bool = False) -> AttentionRule:
     """A row of attention; the number of heads is that of the module, so it has none here."""
-    names = tuple(f"{core}.{name}".strip(".") for name in inputs.split())
     return AttentionRule(
         0,
-        names,
+        tuple(inputs.split()),
         output,
         packed=packed,
         counts=tuple(counts.split()),
@@ -427,7 +423,6 @@ def _attends(
         by_heads=_BY_HEADS,
         batched=_BATCHED,
         tables=("relative_attention_bias",),
-        core=core,
     )
 
 
@@ -444,7 +439,6 @@ _MLPS = (
     MLPRule(ups=("c_fc",), down="c_proj"),
     MLPRule(ups=("fc_in",), down="fc_out"),
     MLPRule(ups=("dense_h_to_4h",), down="dense_4h_to_h"),
-    MLPRule(ups=("intermediate.dense",), down="output.dense", core="intermediate"),
     *(MLPRule(ups=(up,), down=down) for up, down in _SEQUENCES),
 )
 _ATTENTIONS = (
@@ -459,10 +453,6 @@ _ATTENTIONS = (
     _attends("q k v", "o", "n_heads inner_dim"),
     _attends("query key value", "output", "n_heads inner_dim"),
     _attends("q_lin k_lin v_lin", "out_lin", "n_heads dim"),
-    _attends("query key value", "output.dense", "num_attention_heads all_head_size", core="self"),
-    _attends(
-        "query key value", "output.dense", "num_attention_heads all_head_size", core="attention"
-    ),
 )
 _EXPERTS = (
     ExpertsRule(
@@ -521,8 +511,6 @@ class KnownBlocks:
     def __post_init__(self) -> None:
         modules = list(self.model.modules())
         self._shares_caches = not any(map(_has_cache_of_its_own, modules))
-        lists = (each for each in modules if isinstance(each, _LISTS))
-        self._repeated = {id(each) for one in lists for each in one.modules() if each is not one}
         self._num_places = _num_places(self.model)
 
     def rule_of(self, module: nn.Module) -> Rule | None:
@@ -547,12 +535,10 @@ class KnownBlocks:
             RotationError: it does not apply; the message tells why.
             UnknownCode: likewise.
         """
-        core = module.get_submodule(row.core)
-        digest = digest_of(core)
-        if digest not in trained_digests():
+        if digest_of(module) not in trained_digests():
             raise UnknownCode("its code is not among those that Gyre has trained")
-        self._require_free(row, module, core)
-        rule = _of_module(row, core)
+        self._require_free(row, module)
+        rule = _of_module(row, module)
         if rule.drops_out and not self.drops_out:
             raise RotationError("it drops out, and masks are to be equal at every number of ranks")
         if rule.caches_heads and not self._shares_caches:
@@ -562,31 +548,19 @@ class KnownBlocks:
         rule.cuts(module, self.num_slices)
         return rule
 
-    def _require_free(self, row: Rule, module: nn.Module, core: nn.Module) -> None:
-        if num_hooks_inside(core):
+    def _require_free(self, row: Rule, module: nn.Module) -> None:
+        if num_hooks_inside(module):
             raise RotationError("a hook is registered on a layer inside")
         is_experts = isinstance(row, ExpertsRule)
         name = "experts kernel" if is_experts else "attention kernel"
-        kernel = kernels_of(core).get(name, "eager")
+        kernel = kernels_of(module).get(name, "eager")
         if kernel not in (_EXPERTS_KERNELS if is_experts else _KERNELS):
             raise RotationError(f"its {name} is {kernel}")
-        if row.core:
-            last = module.get_submodule(row.linear_in[0].rpartition(".")[0])
-            hooks = (core._forward_hooks, core._backward_hooks, core._backward_pre_hooks)
-            of_last = (last._forward_pre_hooks, last._backward_hooks, last._backward_pre_hooks)
-            if any(hooks) or any(of_last) or sets_forward(last):
-                raise RotationError("a hook is registered between its last two layers")
-            if id(module) not in self._repeated or self._shares_parts(module):
-                raise RotationError("its parts may be called by other modules, too")
         if row.linear_in and self._is_tied_in_part(module):
             raise RotationError("some of its parameters are tied, others not")
 
     def _is_tied_in_part(self, module: nn.Module) -> bool:
         return len({self._num_places[id(each)] for each in module.parameters()}) > 1
-
-    def _shares_parts(self, module: nn.Module) -> bool:
-        inside = (each for each in module.modules() if each is not module)
-        return any(self._num_places[id(part)] > 1 for part in chain(inside, module.parameters()))
 
 
 def _rows(module: nn.Module) -> Iterator[Rule]:
@@ -599,25 +573,16 @@ def _rows(module: nn.Module) -> Iterator[Rule]:
     elif any(each is not None for each in module._parameters.values()):
         own = set(module._parameters)
         yield from (row for row in _EXPERTS if own == set(row.weights))
+    children = dict(module.named_children())
     blocks: tuple[BlockRule, ...] = (*_MLPS, *_ATTENTIONS)
     for row in blocks:
-        if row.core not in ("", *module._modules):
-            continue
         names = (*row.ups, row.down) if isinstance(row, MLPRule) else (*row.inputs, row.output)
-        layers = [_inside(module, name) for name in names]
+        layers = [children.get(name) for name in names]
         if not all(each is not None and _is_projection(each) for each in layers):
             continue
-        core = module if not row.core else module.get_submodule(row.core)
-        matrices = sum(each.ndim > 1 for each in core.parameters())
+        matrices = sum(each.ndim > 1 for each in module.parameters())
         if isinstance(row, AttentionRule) or matrices <= len(layers):  # a layer has more inside
             yield row
-
-
-def _inside(module: nn.Module, path: str) -> nn.Module | None:
-    found: Any = module
-    for name in path.split("."):
-        found = None if found is None else found._modules.get(name)
-    return found if isinstance(found, nn.Module) else None
 
 
 def _has_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -630,42 +595,40 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed_linear(module)
 
 
-def _of_module(row: Rule, core: nn.Module) -> Rule:
+def _of_module(row: Rule, module: nn.Module) -> Rule:
     """A row with the numbers of a module."""
-    drops = any(rate > 0 for rate in drop_rates(core).values()) or any(
-        isinstance(each, nn.Dropout) and each.p > 0 for each in core.modules()
+    drops = any(rate > 0 for rate in drop_rates(module).values()) or any(
+        isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()
     )
     if isinstance(row, MLPRule):
         return replace(row, drops_out=drops)
     if not isinstance(row, AttentionRule):
         return row
-    prefix = f"{row.core}." if row.core else ""
-    tables = [name for name in row.tables if is_table(core._modules.get(name) or nn.Module())]
+    tables = [name for name in row.tables if is_table(module._modules.get(name) or nn.Module())]
     return replace(
         row,
-        num_kv_heads=_num_kv_heads(row, core),
-        counts=_read(core, row.counts),
-        kv_counts=_read(core, row.kv_counts),
-        groups=_read(core, row.groups),
-        tables=tuple(prefix + name for name in tables),
+        num_kv_heads=_num_kv_heads(row, module),
+        counts=_read(module, row.counts),
+        kv_counts=_read(module, row.kv_counts),
+        groups=_read(module, row.groups),
+        tables=tuple(tables),
         drops_out=drops,
     )
 
 
-def _read(core: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if count_of(core, name) is not None)
+def _read(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if count_of(module, name) is not None)
 
 
-def _num_kv_heads(row: AttentionRule, core: nn.Module) -> int:
+def _num_kv_heads(row: AttentionRule, module: nn.Module) -> int:
     """The key/value heads that a module or its configuration has.
 
     Raises:
         RotationError: neither says how many there are.
     """
-    owners = core, getattr(core, "config", None)
-    own = [name.removeprefix(f"{row.core}.") for name in row.inputs]
-    widths = [features_of(core.get_submodule(name))[1] for name in own]
-    inside = features_of(core.get_submodule(own[0]))[0]
+    owners = module, getattr(module, "config", None)
+    widths = [features_of(module.get_submodule(name))[1] for name in row.inputs]
+    inside = features_of(module.get_submodule(row.inputs[0]))[0]
     # as many heads of keys as of queries, whatever else a configuration has
     is_plain = widths == [3 * inside] or (len(widths) == 3 and len(set(widths)) == 1)
     names = _HEADS[2:] if is_plain else _HEADS
@@ -711,7 +674,7 @@ def suggested_rule(module: nn.Module) -> str:
     if row is None:
         return ""
     try:
-        rule = _of_module(row, module.get_submodule(row.core))
+        rule = _of_module(row, module)
     except RotationError:
         return ""
     names = [each.name for each in fields(row) if getattr(rule, each.name) != each.default]
@@ -727,6 +690,6 @@ def _mlp_by_shape(module: nn.Module) -> MLPRule | None:
     }
     for down, (hidden, dim) in reversed(layers.items()) if len(layers) in (2, 3) else ():
         ups = {name: sizes for name, sizes in layers.items() if name != down}
-        if all(sizes == (dim, hidden) for sizes in ups.values()):
+        if hidden != dim and all(sizes == (dim, hidden) for sizes in ups.values()):
             return MLPRule(ups=tuple(ups), down=down)
     return None

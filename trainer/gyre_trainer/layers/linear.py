@@ -118,21 +118,6 @@ def layer_of(module: nn.Module, name: str) -> nn.Module:
     return layer
 
 
-def core_of(module: nn.Module, path: str) -> nn.Module:
-    """The module inside whose forward computes all but a block's last layer.
-
-    Raises:
-        RotationError: there is none.
-    """
-    found: nn.Module | None = dict(module.named_modules()).get(path)
-    if found is None:
-        raise RotationError(
-            f"{type(module).__name__} has no module {path}, but the rule needs the core of a block "
-            "there"
-        )
-    return found
-
-
 def owner_of(module: nn.Module, count: str) -> tuple[Any, str]:
     """The object that has a count, the module or its ``config``, and the attribute's name."""
     first, _, last = count.rpartition(".")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import core_of, features_of, layer_of, projections
+from gyre_trainer.layers.linear import features_of, layer_of, projections
 from gyre_trainer.rotation.dropout import MASKS_ARGUMENT, DropoutMasks, Masks, new_key
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
@@ -149,8 +149,6 @@ class MLPRule(Rule):
         batch_dim: the dim of the batch in the input.
         num_packed: how many layers each of ``ups`` packs, the features of one after those of the
             other: 2 for gate and up.
-        core: the path of the module inside whose forward computes what ``down`` takes, where
-            ``down`` lies outside of it. Names of layers are paths in the module around both.
     """
 
     ups: tuple[str, ...] = ("up",)
@@ -159,7 +157,6 @@ class MLPRule(Rule):
     batch_dim: int = 0
     num_packed: int = 1
     drops_out: bool = False
-    core: str = ""
 
     @property
     def uses_dropout(self) -> bool:
@@ -180,7 +177,7 @@ class MLPRule(Rule):
 
     def require_known_dropout(self, module: nn.Module) -> None:
         """Refuse dropout that is not named, or any without ``drops_out``."""
-        refuse_dropout(module, self.dropouts, self.core, allows_plain=self.drops_out)
+        refuse_dropout(module, self.dropouts, allows_plain=self.drops_out)
 
     def _sections(self, module: nn.Module) -> tuple[int, ...]:
         if self.num_packed == 1:
@@ -207,19 +204,17 @@ class MLPRule(Rule):
 def refuse_dropout(
     module: nn.Module,
     allowed: tuple[str, ...] = (),
-    core: str = "",
     *,
     allows_plain: bool = False,
 ) -> None:
-    """Refuse dropout in ``core`` that is not ``allowed``: each slice would draw its own mask.
+    """Refuse dropout inside that is not ``allowed``: each slice would draw its own mask.
 
     ``allows_plain`` is whether every `nn.Dropout` is allowed, which drops single entries.
 
     Raises:
         RotationError: names the dropout.
     """
-    for path, child in core_of(module, core).named_modules():
-        name = f"{core}.{path}".strip(".")
+    for name, child in module.named_modules():
         is_allowed = name in allowed or (allows_plain and isinstance(child, nn.Dropout))
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and not is_allowed:
             raise RotationError(

@@ -303,7 +303,7 @@ def layers_of(modules: dict[str, nn.Module]) -> list[str]:
         for path, module in modules.items()
         if isinstance(module, RotatedModule) and module.rotation.rule.recompute_pays
         for outer in (path, *_around(path))
-        if not (isinstance(modules[outer], RotatedModule) and modules[outer].rotates_whole)
+        if not isinstance(modules[outer], RotatedModule)
     }
     found: set[str] = set()
     for path, module in modules.items():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -378,12 +378,10 @@ class RotatedModule(ShardedModule):
         unchecked_modes: the values of `training` with which the module is still to be checked, at
             its first call.
         is_unverified: whether it is too large to be compared with the whole module by default.
-        rotates_whole: whether it goes round the ring itself, and not only a part of what it calls.
         num_hooks: how many hooks modules inside had when it was rotated.
         guard: what its rule depends on and code may switch later.
     """
 
-    rotates_whole: ClassVar[bool] = True
     rotation: Rotation
     unchecked_modes: Set[bool] = frozenset()
     is_unverified: bool = False
@@ -427,7 +425,7 @@ class RotatedModule(ShardedModule):
             RotationError: there are more than when the module was rotated.
         """
         rotation = self.rotation
-        if rotation.rule.linear_in and num_hooks(rotation.module, rotation.rule) > self.num_hooks:
+        if rotation.rule.linear_in and num_hooks_inside(rotation.module) > self.num_hooks:
             raise RotationError(
                 f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
                 "was rotated as a whole: it would be called for each slice, with a part of what "
@@ -476,21 +474,6 @@ def num_hooks_of(module: nn.Module) -> int:
 def num_hooks_inside(module: nn.Module) -> int:
     """How many hooks of others modules inside have, which would get what slices compute."""
     return sum(num_hooks_of(each) for each in module.modules() if each is not module)
-
-
-def num_hooks(module: nn.Module, rule: Rule) -> int:
-    """How many hooks would get what slices of a module compute, or what no slice has.
-
-    Those are hooks on modules inside. On the core of a split block, and on its last layer, those on
-    gradients are: what goes from one to the other never exists.
-    """
-    core = module.get_submodule(rule.core)
-    found = num_hooks_inside(core)
-    if rule.core:
-        last = module.get_submodule(rule.linear_in[0].rpartition(".")[0])
-        found += sum(len(each._backward_hooks) for each in (core, last))
-        found += sum(len(each._backward_pre_hooks) for each in (core, last))
-    return found
 
 
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
@@ -584,9 +567,8 @@ def wrap(
         )
     mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
-    module.num_hooks = num_hooks(module, rule)  # type: ignore[assignment]
-    core = module.get_submodule(rule.core)
-    module.guard = Guard.of(core, rotation.name, drops_out=rule.drops_out)  # type: ignore[assignment]
+    module.num_hooks = num_hooks_inside(module)  # type: ignore[assignment]
+    module.guard = Guard.of(module, rotation.name, drops_out=rule.drops_out)  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
 
 

@@ -151,14 +151,6 @@ class Rule(ABC):
         return ()
 
     @property
-    def core(self) -> str:
-        """The path of the module inside that is called with what the last layer does not take.
-
-        Empty for a module whose own forward computes all; see `gyre_trainer.layers.split`.
-        """
-        return ""
-
-    @property
     def cut_arguments(self) -> tuple[str, ...]:
         """Names of the forward's parameters whose tensors may be cut; none by default."""
         return ()

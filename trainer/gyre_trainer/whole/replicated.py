@@ -414,7 +414,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
                 copies[parameter] = _replicated(parameter, where, mesh)
                 note_replaced(parameter, where)
             setattr(child, name, copies[parameter])
-        if loose and not (isinstance(child, RotatedModule) and child.rotates_whole):
+        if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
             if not isinstance(child, ReplicatedModule):
                 mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
