@@ -27,7 +27,7 @@ from gyre_trainer.comm.mesh import make_mesh, require_ring
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
-from gyre_trainer.inspection.agreement import note_ring, require_equal_models
+from gyre_trainer.inspection.agreement import require_all_ranks, require_equal_models
 from gyre_trainer.inspection.rotation_plan import (
     RotationPlan,
     note_layer_by_layer,
@@ -217,7 +217,7 @@ def rotate(
         sync_from: the rank of the mesh whose values all ranks take; None where all have the same,
             which is checked.
         verify: as `rotate_all` has it.
-        independent: as `rotate_all` has it, of the last call, for the whole model.
+        independent: as `rotate_all` has it.
 
     Raises:
         MeshError: the mesh is no ring, or replicas of rings, with this rank on it.
@@ -233,6 +233,7 @@ def rotate(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     require_ring(mesh)
+    require_all_ranks(mesh, independent=independent)
     _require_new(module)
     _sync(module, mesh, sync_from)
     support_dtensors()
@@ -247,7 +248,6 @@ def rotate(
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     check_at_first_calls(module, rule, verify)
-    note_ring(module, mesh, independent=independent)
     return module
 
 
@@ -295,8 +295,8 @@ def rotate_all(
         min_numel: a module whose largest parameter has fewer elements is replicated, unless it has
             a rule, and so are smaller parameters that a module reads: their hops would take longer
             than their memory is worth. None for 2^18, 1 MiB in float32; 0 rotates all.
-        independent: whether a mesh of a part of the ranks trains apart from others that train a
-            model of the same names and shapes; else that is an error in the optimizer's step.
+        independent: whether a mesh of a part of the ranks trains apart from the others; without
+            it, such a mesh is refused.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -316,6 +316,7 @@ def rotate_all(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     require_ring(mesh)
+    require_all_ranks(mesh, independent=independent)
     _require_new(model)
     _sync(model, mesh, sync_from)
     support_dtensors()
@@ -343,7 +344,6 @@ def rotate_all(
     else:
         _keep_whole(model, target)
     refuse_own_saving(model)
-    note_ring(model, mesh, independent=independent)
     for module, reason in blocks.reasons.items():
         note_layer_by_layer(module, reason, suggested_rule(module))
     plan = plan_of(model)
@@ -422,7 +422,8 @@ class _Walk:
 
     def _rotate(self, module: nn.Module, rule: Rule) -> None:
         target = self._target
-        rotate(module, mesh=target.mesh, policy=target.policy, rule=rule, verify=self._verify)
+        mesh, policy = target.mesh, target.policy
+        rotate(module, mesh=mesh, policy=policy, rule=rule, verify=self._verify, independent=True)
 
     def require_all_used(self) -> None:
         """Refuse rules that apply to no module."""

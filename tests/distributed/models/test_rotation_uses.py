@@ -53,7 +53,7 @@ def gradients_of_two_rings() -> tuple[list[int], float]:
     ring_index = mesh.get_local_rank("replicate")
     model = reference(rotated_gpt(VARIANT))
     own = DeviceMesh.from_group(mesh["rotate"].get_group(), "cpu")
-    rotate_all(model, mesh=own)
+    rotate_all(model, mesh=own, independent=True)
     ring = ring_of(own)
     assert ring is not ring_of(make_mesh("cpu"))
     alone = reference(model)
