@@ -1,14 +1,12 @@
-"""What trainers do to a whole model: move it to where it is, convert it, copy it, average it."""
+"""What trainers do to a whole model: move it to where it is, copy it, average it."""
 
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import backward, gradients
 from tests.distributed.training import (
     UNEVEN,
@@ -121,81 +118,3 @@ def copied_experts() -> float:
 
 def test_the_copy_of_a_list_of_experts_calls_its_own(ranks: StartRanks) -> None:
     assert max(ranks(2).run(copied_experts)) <= 1e-6
-
-
-def converted(call: str, replicate: int) -> tuple[dict[str, bool], float, list[str], str]:
-    """What a converted model has in common with a plain one: values, a step, its dtypes."""
-    variant = replace(TIED, dtype=torch.float32)
-    model = rotated_gpt(variant, replicate=replicate)
-    with default_dtype(torch.float32):
-        plain = build(variant.config)
-    materialize(plain, seed=7)
-    old = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model.loss(*part(1)))
-    backward(plain.loss(*batch(1, UNEVEN.vocab_size)))
-    for each in (model, plain):
-        assert getattr(each, call)() is each
-    expected = whole_parameters(plain)
-    equal = {
-        name: torch.equal(found, expected[name]) for name, found in whole_parameters(model).items()
-    }
-    apart = distance(gradients(model), gradients(plain))
-    with pytest.raises(RotationError) as refused:
-        old.step()
-    for each, tokens in ((model, part(0)), (plain, batch(0, UNEVEN.vocab_size))):
-        each.zero_grad()
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            train_step(each, optimizer, *tokens, variant)
-    apart = max(apart, distance(whole_parameters(model), whole_parameters(plain)))
-    model.train(False).double()
-    plain.train(False).double()
-    tokens = part(2)
-    with torch.no_grad():
-        plain.load_state_dict(whole_parameters(model), strict=False)
-        apart = max(apart, abs(float(model.loss(*tokens) - plain.loss(*tokens))))
-    dtypes = {str(each.dtype) for each in (*model.parameters(), *model.buffers())}
-    return equal, apart, sorted(dtypes), str(refused.value)
-
-
-@pytest.mark.parametrize("call", ["double", "bfloat16"])
-@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (3, 1), (4, 2)])
-def test_a_rotated_model_is_converted_as_a_plain_one(
-    ranks: StartRanks, num_ranks: int, replicate: int, call: str
-) -> None:
-    for equal, apart, dtypes, refusal in ranks(num_ranks).run(converted, call, replicate):
-        assert all(equal.values())
-        assert apart <= (1e-6 if call == "double" else 5e-2)
-        assert dtypes == ["torch.float64"]
-        assert "a conversion, such as bfloat16(), has replaced them" in refusal
-
-
-def saved_in_half(folder: str) -> float:
-    """How far the loss of a converted model is from one process's; saves the model."""
-    torch.manual_seed(0)
-    model, plain = made("Llama"), made("Llama")
-    rotate_all(model, mesh=make_mesh("cpu"))
-    tokens = torch.arange(24).view(4, 6) % VOCABULARY
-    losses = []
-    for each in (model, plain):
-        each.bfloat16()
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        for _ in range(2):
-            loss = each(input_ids=tokens, labels=tokens).loss
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert model.dtype == torch.bfloat16
-    pretrained.save_pretrained(model, folder)
-    return abs(losses[0] - losses[1])
-
-
-def test_a_model_that_was_converted_is_saved_in_its_dtype(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM  # seconds, for this test alone
-
-    assert max(ranks(2).run(saved_in_half, str(tmp_path))) <= 2e-2
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}

@@ -53,24 +53,17 @@ def trained(
     frozen: str = "",
     policy: RotationPolicy | None = None,
     replicate: int = 1,
-    convert: bool = False,
 ) -> Run:
-    """Train a model on this process's part of each batch; without parts as it is.
-
-    Its values are of float32, and it becomes float64, after rotating where ``convert`` says so.
-    """
+    """Train a model on this process's part of each batch; without parts as it is."""
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.build()
-    if not convert:
-        model.double()
+    model = case.build().double()
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in path)
     if num_parts > 1 or policy is not None:
         mesh = make_mesh("cpu", replicate=replicate)
         policy = policy or RotationPolicy()
         rotate_all(model, mesh=mesh, rules=case.read_rules(), policy=policy, verify=True)
-    model.double()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     outputs, dtype = [], None if policy is None else policy.compute_dtype
@@ -121,12 +114,6 @@ FROZEN = {"raw": "router", "tied": "embedding"}
 def test_frozen_parameters_are_read(ranks: StartRanks, name: str) -> None:
     found = ranks(2).run(partial(trained_here, frozen=FROZEN[name]), name)
     require_equal(found, trained(name, frozen=FROZEN[name]))
-
-
-@pytest.mark.parametrize("name", ["tied", "checkpoint"])
-def test_a_model_that_is_converted_reads(ranks: StartRanks, name: str) -> None:
-    found = ranks(2).run(partial(trained_here, convert=True), name)
-    require_equal(found, trained(name))
 
 
 @pytest.mark.parametrize("name", ["tied"])

@@ -173,6 +173,19 @@ def output_of_integers() -> None:
     rotate(BestFeature(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
 
 
+def converted_later() -> None:
+    mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"), sync_from=0)
+    mlp.bfloat16()
+
+
+def step_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    rotate_all(model, mesh=make_mesh("cpu"), sync_from=0)
+    weight = model.get_parameter("1.weight")
+    weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    model(torch.ones(2, 4)).sum().backward()
+
+
 REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (
         fewer_heads_than_ranks,
@@ -217,6 +230,8 @@ REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (integers_that_rotate, RotationError, ["Linear.weight", "int64"]),
     (token_outside_of_the_vocabulary, IndexError, ["token 8 is not in the embedding", "8 rows"]),
     (output_of_another_width, RotationError, ["(2, 4)", "weight"]),
+    (converted_later, RotationError, ["up.weight", "torch.bfloat16", "before it is rotated"]),
+    (step_in_backward, RotationError, ["shape (4,)", "step after backward"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
 ]
 

@@ -100,7 +100,9 @@ def step_before_backward() -> None:
 
 
 def mesh_of_the_first_rank() -> None:
-    rotate(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("rotate",)))
+    rotate(
+        nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("rotate",)), independent=True
+    )
 
 
 def mesh_of_another_device() -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,15 +26,12 @@ from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
 from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import converted_to, local_of, with_local
+from gyre_trainer.shards.local_shards import local_of, with_local
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
-    convert_sharded,
     copy_sharded,
-    note_successors,
     shard_parameters,
     sharded_parameters_of,
-    successor_of,
 )
 
 _KERNELS = {"attention kernel": "_attn_implementation", "experts kernel": "_experts_implementation"}
@@ -185,18 +181,16 @@ class ShardedModule:
     """The base of what is mixed in before a module's class when it is rotated, or kept whole."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn`` to all tensors inside; shards may take another dtype.
+        """Apply ``fn`` to all tensors inside but the shards, which must stay as they are.
 
-        `Module.to`, `bfloat16` and the like call this. Where the dtype changes, parameters are
-        others afterwards: an optimizer that holds the old ones is refused at its next step.
+        `Module.to`, `bfloat16` and the like call this.
 
         Raises:
-            RotationError: it would move shards to another device, or convert them to integers, or
-                those of few bits.
+            RotationError: it would move or convert shards.
         """
         places = list(_places(cast("nn.Module", self)))
         for place in places:
-            _require_convertible(place, fn)
+            _require_same(place, fn)
         for place in places:
             place.put(None)
         try:
@@ -204,11 +198,6 @@ class ShardedModule:
         finally:
             for place in places:
                 place.put(place.parameter)
-        for place in places:
-            converted = _converted(place.parameter, fn)
-            if converted is not place.parameter:
-                note_replaced(place.parameter, place.name)
-                place.put(converted)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -325,42 +314,15 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(child, last, name, parameter)
 
 
-def _require_convertible(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
+def _require_same(place: _Place, fn: Callable[[Tensor], Tensor]) -> None:
     shard = local_of(place.parameter.detach())
     result = fn(shard.view(-1)[:0])
     if (result.dtype, result.device) == (shard.dtype, shard.device):
-        return
-    sharded = sharded_parameters_of(place.parameter)
-    encoded = sharded is not None and not sharded.flat.is_floating_point()
-    if result.device == shard.device and result.is_floating_point() and not encoded:
         return
     raise RotationError(
         f"{place.name} is rotated as {shard.dtype} on {shard.device} and cannot become "
         f"{result.dtype} on {result.device}. Move or convert a model before it is rotated."
     )
-
-
-@torch.no_grad()
-def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """The parameter after a conversion; the same one where nothing changes.
-
-    The parameters that rest in one buffer are converted together.
-    """
-    shard = local_of(parameter.detach())
-    if fn(shard.view(-1)[:0]).dtype == shard.dtype:
-        same: nn.Parameter = parameter
-        return same
-    converted = successor_of(parameter)  # a tied one was converted at its other place
-    if converted is None:
-        sharded = sharded_parameters_of(parameter)
-        if sharded is None:
-            converted = converted_to(parameter, fn(shard))
-            note_successors([parameter], [converted])
-        else:
-            convert_sharded(sharded, fn)
-            converted = successor_of(parameter)
-    assert converted is not None
-    return converted
 
 
 # Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This

@@ -4,12 +4,6 @@ Rotation replaces the parameters of a model, and `materialize` those that are on
 else fails where an optimizer was made before: old parameters get no gradients, and a step skips
 them.
 
-Hooks on accumulated gradients that wait until these gradients are averaged.
-
-Torch calls a hook of `register_post_accumulate_grad_hook` when the gradient of this rank is there.
-One that takes the optimizer's step would step each rank by its own gradient, and the ranks would
-train different models. So such hooks are held, and called when the mean is there.
-
 Writes to parameters that no step of an optimizer made, such as those of weights that are loaded.
 
 [Note: Values that change later]
@@ -110,46 +104,21 @@ def note_replaced(parameter: nn.Parameter, name: str) -> None:
     _REPLACED.note(parameter, name)
 
 
-class HeldHook:
-    """Stands in the place of a hook; when torch calls it, it only notes that.
+def refuse_hooks(parameter: Tensor, own: Callable[..., None]) -> None:
+    """Refuse hooks on the accumulated gradient but those that are a `partial` of ``own``.
 
-    Attributes:
-        hook: the hook.
-        was_called: whether torch has called it since `call_held`.
-    """
+    Torch calls them with the gradient of this rank, before the mean is there.
 
-    def __init__(self, hook: Callable[[Tensor], None]) -> None:
-        self.hook = hook
-        self.was_called = False
-
-    def __call__(self, _parameter: Tensor) -> None:
-        """Note that there is a gradient."""
-        self.was_called = True
-
-
-def hold_hooks(parameter: Tensor, own: Callable[..., None]) -> None:
-    """Hold all hooks on the accumulated gradient but those that are a `partial` of ``own``."""
-    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    if len(hooks) < 2:
-        return
-    for key, hook in hooks.items():
-        is_own = isinstance(hook, partial) and hook.func is own
-        if not is_own and not isinstance(hook, HeldHook):
-            hooks[key] = HeldHook(hook)  # torch reads the dict; a handle removes by the key
-
-
-def call_held(parameter: Tensor, *, is_new: bool = False) -> None:
-    """Call the held hooks that torch has called, now that the gradient is the mean.
-
-    Args:
-        parameter: with a gradient.
-        is_new: whether other ranks alone had a gradient, so that torch has called none here.
+    Raises:
+        RotationError: there is such a hook.
     """
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    for hook in list(hooks.values()):
-        if isinstance(hook, HeldHook) and (hook.was_called or is_new):
-            hook.was_called = False
-            hook.hook(parameter)
+    if any(not isinstance(each, partial) or each.func is not own for each in hooks.values()):
+        raise RotationError(
+            f"a parameter of shape {tuple(parameter.shape)} has a hook on its accumulated gradient "
+            "(register_post_accumulate_grad_hook), which torch calls before that is averaged. Take "
+            "the optimizer's step after backward"
+        )
 
 
 class OutsideWrites:
@@ -304,7 +273,7 @@ class ReplicaGradients:
                 self._watched[parameter] = True
                 # a hook with a strong reference would keep both alive
                 parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
-            hold_hooks(parameter, _touch)
+            refuse_hooks(parameter, _touch)
         if not self._is_compared and not isinstance(self._flat, FakeTensor):
             self._is_compared = True
             self.name = name
@@ -334,11 +303,6 @@ class ReplicaGradients:
     def digest(self) -> int | None:
         """Of the shards' values; None where replicas have not compared them yet."""
         return digest_of(self._flat) if self._is_compared else None
-
-    def call_held(self) -> None:
-        """Call the hooks that wait for the mean."""
-        for parameter in self._parameters:
-            call_held(parameter)
 
     def settle(self) -> None:
         """Wait for the all-reduces in flight, before anything else is added to a gradient."""
@@ -421,9 +385,6 @@ class _Backwards:
         if some is not None:
             self._require_one_order(some)
         self._backward = None
-        for _, member in sorted(self._members.items()):
-            if not member.postponed:
-                member.call_held()
 
     def settle(self) -> None:
         """Wait for all that was started."""

@@ -97,23 +97,6 @@ def with_local(parameter: DTensor, local: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-def converted_to(parameter: DTensor, local: Tensor) -> nn.Parameter:
-    """A parameter that is cut as ``parameter`` is, with the values and the dtype of ``local``.
-
-    It has the gradient of ``parameter``, in the same dtype, and its hooks.
-    """
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    made = nn.Parameter(as_dtensor(local, mesh, placements, shape), parameter.requires_grad)
-    if parameter.grad is not None:
-        grad = local_of(parameter.grad.detach()).to(local.dtype)
-        made.grad = as_dtensor(grad, mesh, placements, shape)
-    for hook in (parameter._backward_hooks or {}).values():
-        made.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return made
-
-
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:

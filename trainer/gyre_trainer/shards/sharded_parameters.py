@@ -42,7 +42,6 @@ from gyre_trainer.shards.averaging import ReplicaGradients
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.local_shards import (
     as_parameter,
-    converted_to,
     digest_of,
     local_of,
     with_local,
@@ -154,18 +153,13 @@ def shard_parameters(
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
     find_from(sharded, (*sources, *sharded.parameters))
-    note_successors(sources, sharded.parameters)
+    for source, parameter in zip(sources, sharded.parameters, strict=True):
+        _SUCCESSORS[source] = weakref.ref(parameter)
     return sharded
 
 
-def note_successors(before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
-    """Let `successor_of` find the parameters that have replaced others."""
-    for source, parameter in zip(before, after, strict=True):
-        _SUCCESSORS[source] = weakref.ref(parameter)
-
-
 def successor_of(source: nn.Parameter) -> nn.Parameter | None:
-    """The parameter that has replaced this one when it was cut or converted; None if none has."""
+    """The parameter that has replaced this one when it was cut; None if none has."""
     reference = _SUCCESSORS.get(source)  # type: ignore[no-untyped-call]
     parameter: nn.Parameter | None = reference() if reference is not None else None
     return parameter
@@ -182,21 +176,6 @@ def copy_sharded(sharded: ShardedParameters) -> ShardedParameters:
     ]
     find_from(copied, copied.parameters)
     return copied
-
-
-@torch.no_grad()
-def convert_sharded(sharded: ShardedParameters, fn: Callable[[Tensor], Tensor]) -> None:
-    """Let ``fn`` convert the own slice; the parameters are others afterwards."""
-    before = sharded.parameters
-    sharded.flat = copy_with_room(fn(sharded.flat))
-    sharded.parameters = [
-        converted_to(parameter, view)
-        for parameter, view in zip(before, sharded.views(sharded.flat), strict=True)
-        if isinstance(parameter, DTensor)
-    ]
-    note_successors(before, sharded.parameters)
-    sharded.note_rewritten()
-    find_from(sharded, sharded.parameters)
 
 
 def note_rewritten(parameters: Iterable[nn.Parameter]) -> None:

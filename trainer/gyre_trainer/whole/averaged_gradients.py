@@ -32,14 +32,13 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
 from gyre_trainer.shards.averaging import (
     OutsideWrites,
-    call_held,
     compare_shards,
     finish_backward,
-    hold_hooks,
+    refuse_hooks,
     shards_were_written,
 )
 from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
-from gyre_trainer.shards.sharded_parameters import sharded_parameters_of, successor_of
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 # A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more
 # collectives, a larger one more memory.
@@ -62,7 +61,7 @@ class ReplicatedGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self.postponed = False
         self.alone = False
-        self._given = list(parameters)
+        self._parameters = list(parameters)
         self._mesh = mesh
         self._groups = groups_of(mesh)
         self.ring = ring_of(mesh)
@@ -72,13 +71,6 @@ class ReplicatedGradients:
         self._watched = WeakIdKeyDictionary()
         self._others = WeakIdKeyDictionary()
         self.watch()
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        """The parameters; others have taken their places where the model was converted."""
-        if any(successor_of(each) is not None for each in self._given):
-            self._given = [_now(each) for each in self._given]
-        return self._given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicatedGradients":
         """Averages the gradients of the copied model's parameters."""
@@ -94,7 +86,7 @@ class ReplicatedGradients:
         """Average the gradients of plain parameters, too; they take the first rank's values."""
         for parameter in parameters:
             take_first_ranks_values(parameter, self._mesh)
-        self._given += parameters
+        self._parameters += parameters
 
     def note_others(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note DTensors that were there before, and that other code averages."""
@@ -107,7 +99,7 @@ class ReplicatedGradients:
         Raises:
             RotationError: one was put into the model after it was rotated.
         """
-        known = {id(each) for each in (*self._parameters, *map(_now, self._others))}
+        known = {id(each) for each in (*self._parameters, *self._others)}
         for name, parameter in parameters.items():
             if id(parameter) not in known and sharded_parameters_of(parameter) is None:
                 raise RotationError(
@@ -134,7 +126,7 @@ class ReplicatedGradients:
         self._writes.track(self._parameters)
         if self.ring.num_parts > 1:
             for parameter in own:
-                hold_hooks(parameter, _touched)
+                refuse_hooks(parameter, _touched)
 
     def reached(self, output: Tensor) -> Tensor:
         """An output of the model: a backward that reaches it averages the gradients.
@@ -258,8 +250,6 @@ class ReplicatedGradients:
             if wanted and not there:
                 spec = spec_of(parameter)
                 parameter.grad = grad if spec is None else with_spec(grad, spec)
-            if wanted:
-                call_held(parameter, is_new=not there)
 
     def _added_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums of the tensors over all ranks, flat and in float32 or wider; collective."""
@@ -312,13 +302,6 @@ class _TakesGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def _now(parameter: nn.Parameter) -> nn.Parameter:
-    """The successor of a parameter after conversions of the model."""
-    while (successor := successor_of(parameter)) is not None:
-        parameter = successor
-    return parameter
 
 
 def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
