@@ -46,9 +46,10 @@ from gyre_daemon.runtime.limits import (
 from gyre_daemon.runtime.listen import (
     TcpAddress,
     check_distinct,
+    check_metrics,
     check_tls,
     parse_address,
-    parse_metrics_address,
+    parse_http_address,
 )
 from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import PrivateFolder, serve
@@ -132,7 +133,8 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     """The configuration, with every mistake found that can be found before anything is bound."""
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
     if getattr(parsed, "socket_dir", None):
-        flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
+        flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"]}
+        flags |= {"metrics_listen": "", "health_listen": ""}
         flags["admin"] = []  # the owner, whatever the environment says
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
@@ -142,10 +144,9 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         has_certificate=bool(config.tls_certificate),
         has_credentials=bool(config.tls_client_ca or config.tokens),
     )
-    metrics = None
-    if config.metrics_listen:
-        metrics = parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
-    check_distinct(addresses, metrics)
+    metrics = parse_http_address("metrics_listen", config.metrics_listen)
+    check_metrics(metrics, is_public=config.metrics_public)
+    check_distinct(addresses, [metrics, parse_http_address("health_listen", config.health_listen)])
     Policy(config)
     check_patterns(config)
     check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +36,9 @@ from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listene
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.monitoring.exposition import Census, new_registry
+from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
 from gyre_daemon.monitoring.jobs import OTHERS
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.monitoring.scrape import ScrapeServer
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.audit import AuditFile
 from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_bytes
@@ -46,7 +46,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_http_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.runtime.spawning import start_spawner
@@ -139,12 +139,20 @@ async def serve(
         ConfigError: an address cannot be used or is taken.
     """
     start_spawner()
-    await check_folders(config)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    probes = Probes(LoopLag())
     with ExitStack() as cleanup:
+        watching = asyncio.create_task(probes.loop_lag.watch())
+        cleanup.callback(watching.cancel)
+        ports = {}
+        if probed := parse_http_address("health_listen", config.health_listen):
+            port = HttpPort("health_listen", probes.answer)
+            ports["health"] = port.start(probed)
+            cleanup.callback(port.stop)
+        await check_folders(config)
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
         if private:
             cleanup.callback(private.remove)
         # a private daemon has one user, who takes nothing from anybody
@@ -172,8 +180,9 @@ async def serve(
             stopping,
             limits,
             private,
+            probes,
         )
-        await daemon.run(addresses, reread)
+        await daemon.run(addresses, reread, ports)
 
 
 class _Daemon:
@@ -191,6 +200,7 @@ class _Daemon:
         stopping: asyncio.Event,
         limits: Limits,
         private: PrivateFolder | None,
+        probes: Probes,
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
@@ -238,8 +248,8 @@ class _Daemon:
         )
         self._sessions = SessionTable(resources, config.job_weights)
         self._policy = Policy(config)
-        self._loop_lag = LoopLag()
-        self._scrapes = ScrapeServer(new_registry(self._census))
+        self._probes = probes
+        self._scrapes = HttpPort("metrics_listen", metrics_application(new_registry(self._census)))
         self._credentials = Credentials.of(config)
         authenticator = Authenticator(self._credentials.tokens)
         self._connections = Connections()
@@ -263,19 +273,22 @@ class _Daemon:
         self,
         addresses: Sequence[UnixAddress | TcpAddress],
         reread: Callable[[], DaemonConfig] | None,
+        ports: Mapping[str, str],
     ) -> None:
-        """Serve until `stopping` is set, then drain. Failures in the background end it too."""
-        metrics = {}
-        if self._config.metrics_listen:
-            address = parse_metrics_address(
-                self._config.metrics_listen, is_public=self._config.metrics_public
-            )
-            metrics["metrics"] = await self._scrapes.start(address)
+        """Serve until `stopping` is set, then drain. Failures in the background end it too.
+
+        Args:
+            addresses: of clients.
+            reread: see `serve`.
+            ports: bound ones, for the log.
+        """
+        if address := parse_http_address("metrics_listen", self._config.metrics_listen):
+            ports = {"metrics": self._scrapes.start(address), **ports}
         facts = {
             "listen": await self._listen(addresses),
             "pid": os.getpid(),
             "datasets": sorted(self._config.datasets),
-            **metrics,
+            **ports,
         }
         for listener in self._listeners:
             listener.open_to_group()
@@ -288,7 +301,6 @@ class _Daemon:
                 tasks.create_task(each)
                 for each in (
                     self._sessions.watch_leases(),
-                    self._loop_lag.watch(),
                     ping_watchdog(),
                     watch_credentials(self._credentials),
                     self._watch_descriptors(),
@@ -344,7 +356,7 @@ class _Daemon:
         users = {job.user for job in self._sessions.resources.metrics.jobs}
         is_open = not self._policy.has_rules and len(users - {OTHERS.user}) <= 1
         with_names = names == "all" or (names == "auto" and is_open)
-        return take_census(self._sessions, self._loop_lag, with_names=with_names)
+        return take_census(self._sessions, self._probes.loop_lag, with_names=with_names)
 
     async def _listen(self, addresses: Sequence[UnixAddress | TcpAddress]) -> list[str]:
         """Start a gRPC server at these addresses; return them with the ports that it got.
@@ -394,6 +406,8 @@ class _Daemon:
         await asyncio.gather(*(server.stop(_LAST_GRACE_S) for server in self._servers))
 
     async def _set_serving(self, is_serving: bool) -> None:
+        why_not = "draining" if self._stopping.is_set() else "a socket is lost"
+        self._probes.why_not_ready = "" if is_serving else why_not
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)

@@ -238,6 +238,8 @@ class DaemonConfig:
             `all` until a dataset has an `allow` or jobs of a second user have run.
         metrics_public: whether metrics_listen may be open to other hosts, which then learn the
             names of jobs and of their datasets.
+        health_listen: where probes are answered, `tcp:HOST:PORT`; empty for nowhere. Other hosts
+            may reach it: it says only whether the daemon is healthy and ready.
         admin: operators, who may read and see everything, as `access.rules` says; empty for the
             daemon's user and root.
         audit_log: a file for the log's lines about accesses to data; empty for none.
@@ -283,6 +285,7 @@ class DaemonConfig:
     metrics_listen: str = ""
     metrics_names: Literal["auto", "all", "none"] = "auto"
     metrics_public: bool = False
+    health_listen: str = ""
     admin: tuple[str, ...] = ()
     audit_log: str = ""
     tls_certificate: str = ""

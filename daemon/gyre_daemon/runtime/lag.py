@@ -1,6 +1,7 @@
 """How late the event loop is: code that computes in it for long delays every session."""
 
 import asyncio
+import math
 import time
 from itertools import accumulate
 
@@ -20,6 +21,12 @@ class LoopLag:
         self.num_timers = 0
         self.sum_s = 0.0
         self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._due_at = math.inf
+
+    @property
+    def late_s(self) -> float:
+        """How late the present timer is; in any thread, and above 0 only while `watch` runs."""
+        return max(0.0, time.monotonic() - self._due_at)
 
     @property
     def at_most(self) -> list[int]:
@@ -36,6 +43,6 @@ class LoopLag:
     async def watch(self) -> None:
         """Wait for one timer after another until cancelled."""
         while True:
-            began = time.monotonic()
+            self._due_at = time.monotonic() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
-            self.note(time.monotonic() - began - _INTERVAL_S)
+            self.note(time.monotonic() - self._due_at)

@@ -111,46 +111,52 @@ def check_tls(
             )
 
 
-def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
-    """Parse the address at which metrics are served.
-
-    Args:
-        text: `tcp:HOST:PORT`, with an IP address as host.
-        is_public: whether other hosts may reach it.
+def parse_http_address(key: str, text: str) -> TcpAddress | None:
+    """Parse the value of `metrics_listen` or `health_listen`; None if it is empty.
 
     Raises:
-        ConfigError: the text has another form, or other hosts could reach an address that is not
-            public.
+        ConfigError: the text is not `tcp:HOST:PORT` with an IP address as host.
     """
+    if not text:
+        return None
     kind, _, rest = text.partition(":")
     if kind != "tcp":
-        raise ConfigError(f"metrics_listen is {text!r}; it must be tcp:HOST:PORT")
+        raise ConfigError(f"{key} is {text!r}; it must be tcp:HOST:PORT")
     address = _parse_tcp(text, rest)
     if not _is_ip_address(address.host):
-        raise ConfigError(f"metrics_listen is {text!r}; HOST must be an IP address")
-    if not is_public and not _is_loopback(address.host):
-        raise ConfigError(
-            f"metrics_listen is {text!r}, which is open to other hosts: they would learn the "
-            "dataset and rate of each job. Listen on 127.0.0.1, or set metrics_public = true."
-        )
+        raise ConfigError(f"{key} is {text!r}; HOST must be an IP address")
     return address
 
 
+def check_metrics(address: TcpAddress | None, *, is_public: bool) -> None:
+    """Refuse to show metrics to other hosts, unless they are public.
+
+    Raises:
+        ConfigError: other hosts could reach the address.
+    """
+    if address and not (is_public or address.is_loopback):
+        raise ConfigError(
+            f"metrics_listen is 'tcp:{address.grpc_target}', which is open to other hosts: they "
+            "would learn the dataset and rate of each job. Listen on 127.0.0.1, or set "
+            "metrics_public = true."
+        )
+
+
 def check_distinct(
-    addresses: Sequence[UnixAddress | TcpAddress], metrics: TcpAddress | None = None
+    addresses: Sequence[UnixAddress | TcpAddress], http: Sequence[TcpAddress | None] = ()
 ) -> None:
     """Refuse addresses of which two are the same, or one has the other's port on all interfaces.
 
     Args:
         addresses: where clients are served. Beside a Unix socket lies that of its side channel.
-        metrics: where metrics are served; None for nowhere.
+        http: where metrics and probes are served; None for nowhere.
 
     Raises:
         ConfigError: names the first address that comes twice.
     """
     taken: set[str] = set()
     ports: list[TcpAddress] = []
-    for address in (*addresses, *([metrics] if metrics else ())):
+    for address in (*addresses, *filter(None, http)):
         if isinstance(address, UnixAddress):
             folder = os.path.realpath(address.path.parent)
             places = {f"{folder}/{address.path.name}{end}" for end in ("", ".side", ".lock")}
@@ -161,8 +167,8 @@ def check_distinct(
             ports.append(address)
         if is_taken:
             raise ConfigError(
-                f"the address {address.grpc_target} is given twice, among `listen` and "
-                "`metrics_listen`; each needs its own"
+                f"the address {address.grpc_target} is given twice, among `listen`, "
+                "`metrics_listen` and `health_listen`; each needs its own"
             )
 
 

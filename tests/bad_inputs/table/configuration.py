@@ -18,7 +18,7 @@ NUMBERS = (
     "read_deadline_s",
 )
 SIZES = ("memory_budget", "session_memory", "cache_memory", "cache_disk", "unpack_disk")
-TEXTS = ("index_dir", "cache_dir", "unpack_dir", "metrics_listen")
+TEXTS = ("index_dir", "cache_dir", "unpack_dir", "metrics_listen", "health_listen")
 FILES = {
     "no TOML": ("= 3", "is not valid TOML"),
     "one bracket": ("[", "is not valid TOML"),
@@ -137,6 +137,11 @@ FILES = {
         'listen = ["tcp:127.0.0.1:7000"]\nmetrics_listen = "tcp:127.0.0.1:7000"',
         "is given twice",
     ),
+    "probes at an address of metrics": (
+        'metrics_listen = "tcp:127.0.0.1:7000"\nhealth_listen = "tcp:0.0.0.0:7000"',
+        "is given twice",
+    ),
+    "probes on a Unix socket": ('health_listen = "unix:/tmp/x"', "health"),
     "listen empty": ("listen = []", "listen is empty"),
     "listen of text": ('listen = ["here"]', "listen|address|here"),
     "listen beyond loopback": ('listen = ["tcp:0.0.0.0:7000"]', "loopback|0.0.0.0"),

@@ -9,7 +9,7 @@ from gyre_daemon.config import load, parse_dataset, parse_size
 from gyre_daemon.config.file import misspelt_variables
 from gyre_daemon.config.secrets import hide, shown
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_http_address
 from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -73,7 +73,7 @@ def test_the_same_address_twice(tmp_path: Path, listen: list[str], metrics: str)
     with pytest.raises(ConfigError, match=r"the address .* is given twice"):
         check_distinct(
             [parse_address(each.format(tmp_path)) for each in listen],
-            parse_metrics_address(metrics, is_public=False) if metrics else None,
+            [parse_http_address("metrics_listen", metrics)],
         )
 
 

@@ -14,8 +14,9 @@ from gyre_daemon.runtime.listen import (
     SocketClaim,
     TcpAddress,
     UnixAddress,
+    check_metrics,
     parse_address,
-    parse_metrics_address,
+    parse_http_address,
 )
 
 
@@ -93,19 +94,21 @@ def test_addresses_that_other_hosts_can_reach_are_refused(host: str) -> None:
     "host", ["0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "[::ffff:10.0.0.1]"]
 )
 def test_metrics_are_open_to_other_hosts_only_if_they_are_public(host: str) -> None:
+    address = parse_http_address("metrics_listen", f"tcp:{host}:9847")
+    assert address == TcpAddress(host.strip("[]"), 9847)
     with pytest.raises(
         ConfigError, match=r"is open to other hosts: .* or set metrics_public = true"
     ):
-        parse_metrics_address(f"tcp:{host}:9847", is_public=False)
-    assert parse_metrics_address(f"tcp:{host}:9847", is_public=True) == TcpAddress(
-        host.strip("[]"), 9847
-    )
+        check_metrics(address, is_public=False)
+    check_metrics(address, is_public=True)
 
 
-@pytest.mark.parametrize("is_public", [True, False])
-def test_metrics_are_served_at_a_port_of_an_ip_address(is_public: bool) -> None:
+def test_metrics_and_probes_are_served_at_a_port_of_an_ip_address() -> None:
     for host in ("127.0.0.1", "localhost", "[::1]"):
-        assert parse_metrics_address(f"tcp:{host}:0", is_public=is_public).port == 0
+        address = parse_http_address("health_listen", f"tcp:{host}:0")
+        assert address
+        assert address.port == 0
+    assert parse_http_address("health_listen", "") is None
     for text in (
         "unix:/run/metrics",
         "127.0.0.1:80",
@@ -115,9 +118,9 @@ def test_metrics_are_served_at_a_port_of_an_ip_address(is_public: bool) -> None:
     ):
         with pytest.raises(
             ConfigError,
-            match=r"metrics_listen is .*; |none of unix:PATH, tcp:HOST:PORT and",
+            match=r"health_listen is .*; |none of unix:PATH, tcp:HOST:PORT and",
         ):
-            parse_metrics_address(text, is_public=is_public)
+            parse_http_address("health_listen", text)
 
 
 @pytest.mark.parametrize("path", ["/run/\0.sock", "/run/x\ny.sock", "/run/%41.sock"])

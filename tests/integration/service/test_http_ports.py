@@ -1,4 +1,4 @@
-"""The port that Prometheus scrapes: a good request, bad ones, slow ones and too many."""
+"""The ports of metrics and probes: good requests, bad ones, slow ones and too many."""
 
 import asyncio
 import gzip
@@ -10,11 +10,21 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.monitoring.scrape import MAX_CONNECTIONS, ScrapeServer
+from gyre_daemon.monitoring import http_ports
+from gyre_daemon.monitoring.http_ports import (
+    MAX_CONNECTIONS,
+    Application,
+    HttpPort,
+    Probes,
+    metrics_application,
+)
+from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from tests.waiting import until
 
 SAMPLE = b"gyre_things 1.0\n"
 ASK = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -45,8 +55,16 @@ async def serving(
 ) -> AsyncIterator[int]:
     registry = CollectorRegistry()
     registry.register(things or Things())
-    server = ScrapeServer(registry, timeout_s)
-    text = await server.start(TcpAddress(host, 0))
+    async with listening(metrics_application(registry), timeout_s, host) as port:
+        yield port
+
+
+@asynccontextmanager
+async def listening(
+    application: Application, timeout_s: float = 30.0, host: str = "127.0.0.1"
+) -> AsyncIterator[int]:
+    server = HttpPort("metrics_listen", application, timeout_s)
+    text = server.start(TcpAddress(host, 0))
     assert text.startswith(f"tcp:{host}:")
     try:
         yield int(text.rpartition(":")[2])
@@ -120,6 +138,7 @@ def test_it_listens_on_ipv6_too() -> None:
         (b"GET /" + b"x" * (64 << 10), b"414"),
         (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (64 << 10) + b"\r\n\r\n", b"431"),
         (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 101 + b"\r\n", b"431"),
+        (b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"x" * (60 << 10) + b"\r\n") * 3, b""),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_scrape_is_answered(
@@ -287,6 +306,82 @@ def test_a_port_in_use_is_named() -> None:
             with pytest.raises(
                 ConfigError, match=f"metrics_listen: cannot listen on 127.0.0.1:{port}"
             ):
-                await ScrapeServer(CollectorRegistry()).start(TcpAddress("127.0.0.1", port))
+                HttpPort("metrics_listen", Probes(LoopLag()).answer).start(
+                    TcpAddress("127.0.0.1", port)
+                )
+
+    run(test)
+
+
+@pytest.fixture
+def probes() -> Probes:
+    return Probes(LoopLag())
+
+
+@pytest.mark.parametrize("why_not_ready", ["", "starting", "draining"])
+def test_probes_are_answered(probes: Probes, why_not_ready: str) -> None:
+    probes.why_not_ready = why_not_ready
+
+    async def test() -> None:
+        async with listening(probes.answer) as port:
+            for path, problem in (("/-/healthy", ""), ("/-/ready", why_not_ready)):
+                head, _, body = (
+                    await ask(port, b"GET %b HTTP/1.1\r\n\r\n" % path.encode())
+                ).partition(b"\r\n\r\n")
+                assert head.split()[1] == (b"503" if problem else b"200")
+                assert problem in body.decode()
+                assert b"\r\nContent-Length: %d" % len(body) in head
+                alone = await ask(port, b"HEAD %b?x=y HTTP/1.1\r\n\r\n" % path.encode())
+                assert alone.partition(b"\r\nContent-Type")[0].split()[1] == head.split()[1]
+                assert alone.endswith(b"\r\n\r\n"), "no body"
+
+    run(test)
+
+
+def test_the_port_of_probes_has_nothing_else(probes: Probes) -> None:
+    probes.why_not_ready = ""
+
+    async def test() -> None:
+        async with listening(probes.answer) as port:
+            for request, status in (
+                (b"GET /metrics", b"404"),
+                (b"GET /-/ready/", b"404"),
+                (b"GET /", b"404"),
+                (b"POST /-/ready", b"405"),
+                (b"PUT /-/healthy", b"405"),
+            ):
+                answer = await ask(port, request + b" HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+                assert answer.split()[1] == status
+                assert b"gyre_" not in answer
+
+    run(test)
+
+
+def test_an_event_loop_that_hangs_is_neither_healthy_nor_ready(
+    probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_ports, "_HANGS_AFTER_S", 1.0)
+    probes.why_not_ready = ""
+
+    def statuses(port: int) -> list[bytes]:
+        found = []
+        for path in (b"/-/healthy", b"/-/ready"):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(b"GET %b HTTP/1.1\r\n\r\n" % path)
+                found.append(client.recv(4096).split()[1])
+        return found
+
+    async def test() -> None:
+        watching = asyncio.create_task(probes.loop_lag.watch())
+        async with listening(probes.answer) as port:
+            while await asyncio.to_thread(statuses, port) != [b"200", b"200"]:
+                pass
+            hung = threading.Thread(target=until, args=[lambda: statuses(port) == [b"503"] * 2])
+            hung.start()
+            hung.join(60)  # the event loop waits
+            assert not hung.is_alive()
+            while await asyncio.to_thread(statuses, port) != [b"200", b"200"]:
+                pass
+        watching.cancel()
 
     run(test)
