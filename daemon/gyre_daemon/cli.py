@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import shtab
 import uvloop
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_protos.text import counted, printable
 
-from gyre_daemon import __version__
+from gyre_daemon import __version__, health
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.patterns import check_patterns, unmatched
 from gyre_daemon.access.policy import Policy
@@ -44,14 +42,12 @@ from gyre_daemon.runtime.limits import (
     raise_descriptor_limit,
 )
 from gyre_daemon.runtime.listen import (
-    TcpAddress,
     check_distinct,
     check_metrics,
     check_tls,
     parse_address,
     parse_http_address,
 )
-from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import PrivateFolder, serve
 from gyre_daemon.storage.location import ARCHIVES, parse_location, redact
 
@@ -59,7 +55,6 @@ from gyre_daemon.storage.location import ARCHIVES, parse_location, redact
 # generation. With Python's default of 700, passes over the objects of thousands of requests in
 # flight took 40 % of a request's CPU time; a higher value frees objects in cycles later.
 _COLLECT_AFTER = (50_000, 20, 50)
-_HEALTH_DEADLINE_S = 5.0
 # The keys of the configuration that are also flags, beside `listen`.
 _FLAG_KEYS = (
     "memory_budget",
@@ -111,12 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "open every dataset as the daemon would; exit 1 if one of them cannot be opened"
     command.add_argument("--open", action="store_true", help=text)
 
-    command = add("health", "exit 0 if the daemon at an address serves, 1 if not")
-    command.set_defaults(run=_health)
-    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
-    command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
-    text = "with tls: the roots of the daemon's certificate, instead of the public ones"
-    command.add_argument("--ca", type=Path, metavar="FILE", help=text)
+    command = add("health", health.ABOUT)  # `gyre_daemon.command` runs it without this module
+    command.set_defaults(run=health.run)
+    health.add_arguments(command)
     return parser
 
 
@@ -294,29 +286,6 @@ def _open_datasets(config: DaemonConfig, missing: Mapping[str, GyreError]) -> in
             opened_as = f"{counted(opened.num_samples, 'sample')} in {counted(num_shards, 'shard')}"
             print(printable(f"# dataset `{name}` opens: {opened_as}"))
     return status
-
-
-def _health(parsed: argparse.Namespace) -> int:
-    with _channel(parsed.address, parsed.ca) as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S
-            )
-        except grpc.RpcError as error:
-            text = f"gyred: no daemon answers at {parsed.address}: {error.code().name}"
-            print(printable(text), file=sys.stderr)
-            return 1
-    is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
-    print("serving" if is_serving else "not serving")
-    return 0 if is_serving else 1
-
-
-def _channel(text: str, ca: Path | None) -> grpc.Channel:
-    address = parse_address(text)
-    if not (isinstance(address, TcpAddress) and address.is_tls):
-        return grpc.insecure_channel(address.grpc_target)
-    roots = read_file(ca, "--ca", is_secret=False) if ca else None
-    return grpc.secure_channel(address.grpc_target, grpc.ssl_channel_credentials(roots))
 
 
 def _index_dir(config: DaemonConfig, socket_dir: Path | None = None) -> Path:

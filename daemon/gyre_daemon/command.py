@@ -1,10 +1,13 @@
-"""The command `gyred`: `gyre_daemon.cli`, or one line that says which package is missing."""
+"""The command `gyred`: `gyre_daemon.cli`, or one line that says which package is missing.
+
+`gyred health` runs without the modules of `gyre_daemon.cli`, whose imports take seconds.
+"""
 
 import sys
 
 from gyre_protos.program import foreign_command, run_program
 
-from gyre_daemon import __version__
+from gyre_daemon import __version__, health
 
 
 def main() -> None:
@@ -13,6 +16,8 @@ def main() -> None:
 
 
 def _run() -> int:
+    if sys.argv[1:2] == ["health"]:
+        return health.main(sys.argv[2:])
     if warning := foreign_command():
         print(f"gyred: {warning}", file=sys.stderr)
     try:

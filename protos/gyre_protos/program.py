@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +73,8 @@ def internal_error(error: BaseException) -> str:
     """A defect in one sentence; with GYRE_TRACEBACK=1, the frames after it."""
     text = printable(f"{type(error).__name__}: {error}"[:_MAX_CHARS].removesuffix(": "))
     if os.environ.get(_TRACEBACK_VARIABLE) not in (None, "", "0"):
+        import traceback  # noqa: PLC0415 - it takes 7 ms
+
         lines = "".join(traceback.format_exception(error)).splitlines()
         return "\n".join([f"internal error: {text}; report it", *map(printable, lines)])
     return f"internal error: {text}; set {_TRACEBACK_VARIABLE}=1 to see where, and report it"

@@ -6,8 +6,8 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.ownership import make_folder, open_ours
@@ -18,8 +18,7 @@ _FORMS = "unix:PATH, tcp:HOST:PORT and tls:HOST:PORT"
 _MAX_SOCKET_PATH_BYTES = 102  # the kernel's 107, less the suffix of the side channel beside it
 
 
-@dataclass(frozen=True, slots=True)
-class UnixAddress:
+class UnixAddress(NamedTuple):
     """A Unix socket, by its path."""
 
     path: Path
@@ -30,8 +29,7 @@ class UnixAddress:
         return f"unix:{self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class TcpAddress:
+class TcpAddress(NamedTuple):
     """A port at an IP address; port 0 stands for any free one."""
 
     host: str
