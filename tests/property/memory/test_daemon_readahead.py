@@ -124,6 +124,7 @@ def test_file_systems_without_nonblocking_reads(
     def unsupported(*_: object) -> int:
         raise OSError(95, "Operation not supported")
 
+    shard.is_own = False
     monkeypatch.setattr(os, "preadv", unsupported)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) == 0
     evict(shard)
@@ -134,6 +135,7 @@ def test_a_fast_disk_is_not_taken_for_memory(
     shard: OpenShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A nonblocking read starts readahead, and may find the page that it has just requested."""
+    shard.is_own = False
     monkeypatch.setattr(os, "preadv", lambda *_: 1)
     evict(shard)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
@@ -147,6 +149,7 @@ def test_a_file_whose_residency_the_kernel_hides(
     def would_wait(*_: object) -> int:
         raise BlockingIOError
 
+    shard.is_own = False
     monkeypatch.setattr(readahead, "is_mapped_in_memory", lambda _: True)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) == 0
     monkeypatch.setattr(os, "preadv", would_wait)

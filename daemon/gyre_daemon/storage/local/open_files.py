@@ -51,6 +51,7 @@ class OpenShard:
             compared first.
         mount: of the file, which it closes.
         copy_workers: told when the file is closed.
+        is_own: its user is the daemon's, so the kernel says which of its pages are in memory.
         is_sound: no read of it has failed yet.
     """
 
@@ -63,6 +64,7 @@ class OpenShard:
     trusted: Stamp | None
     mount: Mount
     copy_workers: CopyWorkers
+    is_own: bool
     is_sound: bool = True
 
     def __del__(self) -> None:
@@ -244,6 +246,7 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bo
     try:
         stamp = Stamp.of(descriptor)
         _check(listed, stamp)
+        is_own = os.fstat(descriptor).st_uid == os.geteuid()
         if maps:
             mapping = _mapped(descriptor, mount.latency)
             # Otherwise a missing page may bring MiB around it: `readahead` names the wanted ones.
@@ -259,7 +262,7 @@ def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers, *, maps: bo
         raise
     trusted = stamp if stamp.version == listed.version else None
     return OpenShard(
-        new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers
+        new_key(), listed, file, descriptor, mapping, address, trusted, mount, copy_workers, is_own
     )
 
 
