@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT32, shown, whole
-from gyre_client.targets.private_folder import temporary_folder
-from gyre_client.targets.run import agreed, launched_as, launched_here, machine, ordinal, this_run
+from gyre_client.targets.run import launched, launched_as, launched_here, ordinal, this_run
 
 _log = logging.getLogger("gyre_client")
 # Parts of the names of dims along which batches usually differ. Experts are inside them.
@@ -128,7 +127,7 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if launched_as()[1] > 1:
             raise InvalidRequest(
                 "this process was launched as one of several ranks, but torch.distributed is not "
                 "initialised. Call init_process_group before making a Loader, or pass rank and "
@@ -235,16 +234,16 @@ def _tell(
 
 def _num_local(world_size: int) -> int:
     """How many of the data ranks are on this node, if each node has as many as the others."""
-    _, num_launched = launched_as()
+    (_, num_launched), (_, num_here) = launched_as(), launched_here()
     if num_launched == 1:
         return 1
-    return max(1, min(world_size, -(-world_size * launched_here() // num_launched)))
+    return max(1, min(world_size, -(-world_size * num_here // num_launched)))
 
 
 def _num_local_of_mesh(mesh: DeviceMesh, data_dims: Sequence[str]) -> int:
     """How many data ranks of a mesh are on this node, whose ranks follow each other."""
-    num_here, own = launched_here(), mesh.get_rank()
-    first = own // num_here * num_here
+    rank_here, num_here = launched_here()
+    first = mesh.get_rank() - rank_here
     places = ((mesh.mesh >= first) & (mesh.mesh < first + num_here)).nonzero()
     dims = (data_dims,) if isinstance(data_dims, str) else data_dims
     columns = [index for index, name in enumerate(mesh.mesh_dim_names or ()) if name in dims]
@@ -257,12 +256,10 @@ def _default_peer(world_size: int) -> int | None:
     It is its rank among all launched processes, which stays the same after a restart; without a
     launcher, the number of the process. None where each process has a separate rank.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        num_launched, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    elif (rank := os.environ.get("RANK", "")).isdecimal():
-        num_launched, number = int(os.environ.get("WORLD_SIZE", "1")), int(rank)
-    else:
+    place = launched()
+    if place is None:
         return os.getpid()
+    number, num_launched = place
     return number if num_launched > world_size else None
 
 

@@ -69,6 +69,11 @@ def this_run() -> Run:
 
 def launched_as() -> tuple[int, int]:
     """Returns rank and world size, of torch.distributed or as the launcher says; or 0 and 1."""
+    return launched() or (0, 1)
+
+
+def launched() -> tuple[int, int] | None:
+    """Returns the same; None without a process group and a launcher."""
     distributed = _distributed()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
@@ -76,16 +81,19 @@ def launched_as() -> tuple[int, int]:
     for rank, world_size in names:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[rank]), int(os.environ[world_size])
-    return 0, 1
+    return None
 
 
-def launched_here() -> int:
-    """Returns how many of the ranks are on this node, as the launcher says; or 1."""
+def launched_here() -> tuple[int, int]:
+    """Returns rank and number of ranks on this node, as the launcher says; or 0 and 1."""
     with contextlib.suppress(KeyError, ValueError):
-        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
-    # such as `4(x2),3`: four on the first two nodes, three on the third
-    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return int(tasks[0]) if tasks else 1
+        return int(os.environ["LOCAL_RANK"]), max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    with contextlib.suppress(KeyError, ValueError, IndexError):
+        # such as `4(x2),3`: four on the first two nodes, three on the third
+        tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        by_node = [int(num) for num, times in tasks for _ in range(int(times or 1))]
+        return int(os.environ["SLURM_LOCALID"]), by_node[int(os.environ["SLURM_NODEID"])]
+    return 0, 1
 
 
 def agreed(key: str, mine: str) -> str:

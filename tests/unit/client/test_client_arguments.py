@@ -128,10 +128,14 @@ def test_a_loader_refuses_a_rank_that_does_not_exist(
         Loader("d", batch_size=8, rank=rank, world_size=world_size, address="unix:/nowhere.sock")
 
 
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+)
 def test_one_of_several_ranks_without_a_process_group_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: str, world_size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(rank, "1")
+    monkeypatch.setenv(world_size, "2")
     with pytest.raises(InvalidRequest, match="init_process_group"):
         Loader("d", batch_size=8, address="unix:/nowhere.sock")
 

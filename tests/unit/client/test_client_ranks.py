@@ -8,7 +8,7 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import InvalidRequest
-from gyre_client.loader.ranks import Ranks, ranks_at, ranks_of
+from gyre_client.loader.ranks import Ranks, ranks_at, ranks_of, ranks_of_loader
 
 NOWHERE = "unix:/nowhere.sock"
 
@@ -66,6 +66,23 @@ def test_given_ranks_tell_peers_apart_by_the_launcher(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert ranks_of(1, 2) == Ranks(1, 2, 5)
     assert ranks_of(5, 8) == Ranks(5, 8)
+
+
+@pytest.mark.parametrize(("node", "rank_here", "num_here"), [(0, 3, 4), (1, 0, 4), (2, 1, 2)])
+def test_tasks_of_slurm_are_counted_on_their_node(
+    node: int, rank_here: int, num_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun; 10 tasks on three nodes."""
+    rank = 4 * node + rank_here
+    facts = {"PROCID": rank, "STEP_NUM_TASKS": 10, "NODEID": node, "LOCALID": rank_here}
+    for name, value in {**facts, "STEP_TASKS_PER_NODE": "4(x2),2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    given = (rank, 10, None, None, None)
+    assert ranks_of_loader(None, None, None, given) == Ranks(rank, 10, num_local=num_here)
+    torchrun = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 8, "RANK": 8, "WORLD_SIZE": 16}  # in a task
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, str(value))
+    assert ranks_of_loader(None, None, None, (8, 16, *given[2:])) == Ranks(8, 16, num_local=8)
 
 
 @pytest.mark.parametrize(
