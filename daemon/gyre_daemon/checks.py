@@ -39,6 +39,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 
 async def check_folders(config: DaemonConfig) -> None:
@@ -171,12 +172,14 @@ async def open_datasets(
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         reports = CorruptReports(Path(config.report_dir or beside / "reports"))
+        compute_server = ComputeServer()
         catalog = Catalog(
             config.datasets,
             opener,
             sidecars,
             cache,
             allow_ad_hoc=False,
+            compute_server=compute_server,
             unpacked=UnpackedShards(
                 Path(config.unpack_dir or beside / "unpacked"), config.unpack_disk
             ),
@@ -184,7 +187,9 @@ async def open_datasets(
         )
         num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
         transforms = Transforms(
-            TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
+            TransformWorkers(
+                compute_server, num_workers, config.transform_deadline_s, metrics.transforms
+            ),
             config.installed_transforms,
             partial(keep_records, cache, workers) if cache else None,
             allow_modules=False,
@@ -203,6 +208,7 @@ async def open_datasets(
             catalog.close()
             measurer.close()
             transforms.close()
+            compute_server.close()
             opener.close()
             if cache:
                 await cache.close()

@@ -33,7 +33,6 @@ from gyre_daemon.config import (
     rendered,
 )
 from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
-from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError, GyreError
 from gyre_daemon.runtime.events import log_event, start_log
@@ -50,6 +49,7 @@ from gyre_daemon.runtime.listen import (
 )
 from gyre_daemon.server import PrivateFolder, serve
 from gyre_daemon.storage.location import ARCHIVES, parse_location, redact
+from gyre_daemon.workers.copy_workers import CopyWorkers
 
 # New objects before a pass of the garbage collector, then passes before one of an older
 # generation. With Python's default of 700, passes over the objects of thousands of requests in

@@ -24,7 +24,6 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import check_folders
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.machine_memory import memory_limit_bytes
-from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
@@ -49,7 +48,6 @@ from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_http_address
 from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
-from gyre_daemon.runtime.spawning import start_spawner
 from gyre_daemon.runtime.threads import DaemonThreads
 from gyre_daemon.service import (
     SERVER_OPTIONS,
@@ -72,6 +70,9 @@ from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.workers.compute_workers import ComputeServer
+from gyre_daemon.workers.copy_workers import CopyWorkers
+from gyre_daemon.workers.supervisor import start_spawner
 
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.
@@ -218,18 +219,22 @@ class _Daemon:
         self._cache = _make_cache(config, workers, disk, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         reports = CorruptReports(Path(config.report_dir or own_folder / "reports"))
+        self._compute_server = ComputeServer()
         self._catalog = Catalog(
             config.datasets,
             StorageOpener(workers, terms, metrics, copy_workers),
             sidecars,
             self._cache,
             allow_ad_hoc=bool(private),
+            compute_server=self._compute_server,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
             reports=reports,
         )
         num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
         self._transforms = Transforms(
-            TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
+            TransformWorkers(
+                self._compute_server, num_workers, config.transform_deadline_s, metrics.transforms
+            ),
             config.installed_transforms,
             partial(keep_records, self._cache, workers) if self._cache else None,
             allow_modules=bool(private),
@@ -328,6 +333,7 @@ class _Daemon:
         self._catalog.close()
         self._measurer.close()
         self._transforms.close()
+        self._compute_server.close()
         self._registry.files.close()
         if self._cache:
             await self._cache.close()

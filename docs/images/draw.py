@@ -134,7 +134,7 @@ def one_batch() -> Drawing:
         ("1 plan", "step → sample ids", "order"),
         ("2 lay out", "ids → byte ranges, offsets", "datasets, fetching"),
         ("3 take a slot", "offsets → addresses", "memory"),
-        ("4 read", "bytes to their addresses", "storage, copy_workers"),
+        ("4 read", "bytes to their addresses", "storage, workers"),
     )
     lower = (
         ("7 send", "slot → message", "service"),

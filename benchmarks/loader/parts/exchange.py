@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
-from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.transforms.chain import Chain
 from gyre_daemon.transforms.transform import Field, Transform
+from gyre_daemon.workers.exchange import Exchange
 from gyre_media.images.colors import Normalize, ToChw
 from gyre_media.images.decode_image import DecodeImage
 from gyre_media.images.flips import HorizontalFlip

@@ -40,6 +40,7 @@ from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.gather import Addresses, Sizes, gather
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.data import FULL, Workload, workloads
 from benchmarks.loader.markdown import table
@@ -140,7 +141,14 @@ async def _open(
     metrics = Metrics()
     opener = StorageOpener(workers, EndpointOptions(64, 60.0), metrics)
     sidecars = SidecarStore(str(folder / "index"), folder / "index")
-    catalog = Catalog({workload.name: config}, opener, sidecars, None, allow_ad_hoc=False)
+    catalog = Catalog(
+        {workload.name: config},
+        opener,
+        sidecars,
+        None,
+        allow_ad_hoc=False,
+        compute_server=ComputeServer(),
+    )
     budget = Budget(MEMORY_BYTES)
     resources = DaemonResources(
         budget,

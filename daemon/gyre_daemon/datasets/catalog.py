@@ -33,6 +33,7 @@ from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.sources.script_driver import CLASS, allow_scheme
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 _MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
 
@@ -65,6 +66,7 @@ class Catalog:
         cache: NodeCache | None,
         *,
         allow_ad_hoc: bool,
+        compute_server: ComputeServer,
         unpacked: UnpackedShards | None = None,
         reports: CorruptReports | None = None,
     ) -> None:
@@ -76,13 +78,14 @@ class Catalog:
             sidecars: for their indexes.
             cache: of remote data; None for none.
             allow_ad_hoc: whether clients may define datasets.
+            compute_server: forks the processes that scan and decode; closed by its owner.
             unpacked: where compressed shards go; None to refuse datasets that have any.
             reports: of samples that others replace; None to refuse datasets that replace any.
         """
         self.datasets = datasets
         self.has_cache = cache is not None
         self._opener = opener
-        self._indexer = Indexer(opener, sidecars, unpacked, cache, reports)
+        self._indexer = Indexer(opener, sidecars, unpacked, cache, reports, compute_server)
         self._records = sidecars.sibling(RECORD_SUFFIX)
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}

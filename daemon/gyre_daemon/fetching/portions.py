@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.chunks.exchange import Exchange, pages
 from gyre_daemon.datasets.formats import Extents, stored_fields
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.batch_group import Ahead, Fetch
@@ -30,6 +29,7 @@ from gyre_daemon.transforms.dtypes import name_of
 from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import SampleFailed
+from gyre_daemon.workers.exchange import Exchange, pages
 
 # Samples that one process is given at once, and the bytes of their stored and made fields together.
 # With more, a batch is spread over fewer processes; with less, each sample costs more beside its

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gyre_daemon.copy_workers import new_key
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.memory.memfile import MemoryFile
 from gyre_daemon.memory.pages import whole_pages
 from gyre_daemon.storage.base import ArenaClosed
+from gyre_daemon.workers.copy_workers import new_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import in_thread
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # Closed arenas keep their memory until their leases are returned and copy workers have unmapped
 # them, for some 10 ms. A new arena waits for that room, but is made after this time all the same: a

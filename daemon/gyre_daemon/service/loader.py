@@ -14,7 +14,6 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
@@ -40,6 +39,7 @@ from gyre_daemon.storage.location import parse_location, shown_uri
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.media import check_media
+from gyre_daemon.workers.copy_workers import CopyWorkers
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # With its frame, a chunk is a message of at most 1 MiB, as the protocol says.

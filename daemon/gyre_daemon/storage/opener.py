@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 from fsspec.asyn import AsyncFileSystem
 
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import (
     GyreError,
     InvalidRequest,
@@ -70,6 +69,7 @@ from gyre_daemon.storage.sources.hub import cached_digest
 from gyre_daemon.storage.sources.hub_budget import HubUnreachable
 from gyre_daemon.storage.sources.web_files import WebFileSystem
 from gyre_daemon.storage.validators import Validators
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4

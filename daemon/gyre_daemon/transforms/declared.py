@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gyre_daemon.datasets.chunks.exchange import ExchangeRoom
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.names import is_servable
@@ -33,6 +32,7 @@ from gyre_daemon.transforms.messages import (
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost
 from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.workers.exchange import ExchangeRoom
 
 # Memory of samples being read and transformed, of all jobs; it is not part of any budget.
 # Less would leave processes idle while a slow storage is read.

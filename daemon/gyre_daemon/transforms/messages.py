@@ -1,9 +1,9 @@
-"""Messages between the daemon and its worker processes.
+"""Requests to compute workers that transform samples, and their replies.
 
-A request is one packet: the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
+The body of a request is the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
 of an exchange with a `Portion`, too. So do `MEASURE`, which makes nothing and tells how
 long the samples would be, and `VERIFY`, which tells whether an engine makes the same. Each is
-answered by one packet, a `Described` or a `Done`. Answers may come from a process that hostile
+answered by a `Described` or a `Done`. Answers may come from a process that hostile
 bytes have taken over.
 """
 
@@ -18,7 +18,7 @@ from gyre_daemon.transforms.transform import Cost
 
 # Kind; where the portion begins and ends in the exchange. Then the numbers of the samples, int32.
 HEAD = struct.Struct("<3q")
-MAX_PACKET_BYTES = 128 << 10  # the kernel lets a socket queue more
+MAX_PACKET_BYTES = 128 << 10  # of a request or a reply
 _MAX_DIMS, _MAX_LENGTH = 8, 1 << 32
 _Length = Annotated[int, Meta(ge=1, le=_MAX_LENGTH)]
 

@@ -1,21 +1,16 @@
-"""`python -m gyre_daemon.transforms.worker FD` forks processes that transform samples.
+"""Transforms samples in a compute worker.
 
-Only a daemon starts it: see `workers`. A process answers the requests of `messages`, one after the
-other. It reads bytes that anybody may have written, with large libraries and the code of others. So
-it has no credentials, no way to the memory of clients, and little memory, and it may be
-killed at any time.
+A process answers the requests of `messages`, one after the other. It reads bytes that anybody may
+have written, with large libraries and the code of others.
 """
 
 import contextlib
 import importlib
 import mmap
 import os
-import socket
-import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,13 +18,11 @@ import numpy as np
 
 from gyre_daemon.config.tables import parse_options
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.forked import serve
 from gyre_daemon.transforms.chain import Chain, TransformFailed
 from gyre_daemon.transforms.dtypes import dtype_of, name_of
 from gyre_daemon.transforms.messages import (
     ENCODER,
     HEAD,
-    MAX_PACKET_BYTES,
     PORTION_DECODER,
     RECIPE_DECODER,
     Described,
@@ -47,9 +40,6 @@ from gyre_daemon.transforms.names import own_target
 from gyre_daemon.transforms.seeding import SampleGenerators
 from gyre_daemon.transforms.transform import Field, Sample, Transform
 
-# The most a process may allocate: some decoded images of 100 megapixels. More would let one take
-# the memory of the machine.
-_MAX_DATA_BYTES = 2 << 30
 # Exchanges that stay mapped: to map one again faults in its pages once more. Files that the daemon
 # gave up stay in memory as long as they are mapped here.
 _MAX_MAPPED = 8
@@ -68,34 +58,31 @@ _PRELOADED = ("decode_image", "random_resized_crop", "horizontal_flip", "to_chw"
 _Value = TypeVar("_Value")
 
 
-def answer(connection: socket.socket) -> None:
-    """Answer requests until the daemon hangs up."""
-    with contextlib.suppress(OSError):  # the kernel ends this process before the daemon
-        Path("/proc/self/oom_score_adj").write_text("500")
-    worker = _Worker()
-    while True:
-        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
-        if not packet:
-            return
-        kind, start, stop = HEAD.unpack_from(packet)
-        if kind == Kind.DESCRIBE:
-            reply: Described | Done = worker.describe(packet[HEAD.size :])
-        else:
-            where = slice(start, stop)
-            numbers = np.frombuffer(packet, "<i4", offset=HEAD.size).tolist()
-            reply = worker.transform(Kind(kind), descriptors[0], where, numbers)
-        connection.send(ENCODER.encode(reply))
-
-
-class _Worker:
-    """The chains and the memory that one process has at hand."""
+class Transforming:
+    """The chains and the memory that one process has at hand; see `computing.Computation`."""
 
     def __init__(self) -> None:
         self._chains: OrderedDict[bytes, Chain] = OrderedDict()
         self._exchanges: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._generators = SampleGenerators()
 
-    def describe(self, recipe: bytes) -> Described:
+    @classmethod
+    def preload(cls) -> None:
+        """Import the libraries of most jobs with images."""
+        with contextlib.suppress(ImportError):  # an extra
+            for name in _PRELOADED:
+                importlib.import_module(own_target(name).partition(":")[0])
+
+    def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
+        """Answer a request of `messages`."""
+        kind, start, stop = HEAD.unpack_from(body)
+        if kind == Kind.DESCRIBE:
+            return ENCODER.encode(self._describe(bytes(body[HEAD.size :])))
+        numbers = np.frombuffer(body, "<i4", offset=HEAD.size).tolist()
+        done = self._transform(Kind(kind), descriptors[0], slice(start, stop), numbers)
+        return ENCODER.encode(done)
+
+    def _describe(self, recipe: bytes) -> Described:
         """The properties of a chain, or why there can be none."""
         try:
             steps, source = _made(RECIPE_DECODER.decode(recipe))
@@ -127,7 +114,7 @@ class _Worker:
             random=[place for place, (_, transform) in enumerate(steps) if transform.is_random],
         )
 
-    def transform(self, kind: Kind, descriptor: int, where: slice, numbers: list[int]) -> Done:
+    def _transform(self, kind: Kind, descriptor: int, where: slice, numbers: list[int]) -> Done:
         """Transform or measure some samples of the portion in an exchange."""
         began_s = time.process_time()
         memory = self._mapped(descriptor)
@@ -369,10 +356,3 @@ def _kept(
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(ImportError):  # an extra; once for all forked processes
-        for name in _PRELOADED:
-            importlib.import_module(own_target(name).partition(":")[0])
-    serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

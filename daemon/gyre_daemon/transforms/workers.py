@@ -1,23 +1,16 @@
 """Processes that transform samples. One that dies or hangs costs no sample but the one at fault."""
 
-import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from gyre_daemon.datasets.chunks.exchange import Exchange
-from gyre_daemon.errors import Overloaded
 from gyre_daemon.monitoring.metrics import TransformCounts
 from gyre_daemon.runtime.events import log_event
-from gyre_daemon.runtime.fair import Claims, FairQueue, Flow
-from gyre_daemon.runtime.process_server import ProcessServer
+from gyre_daemon.runtime.fair import Claims, Flow
 from gyre_daemon.transforms.messages import (
     DESCRIBED_DECODER,
     DONE_DECODER,
@@ -27,6 +20,8 @@ from gyre_daemon.transforms.messages import (
     Done,
     Kind,
 )
+from gyre_daemon.workers.compute_workers import ComputeServer, ComputeWorkers, Task, WorkerLost
+from gyre_daemon.workers.exchange import Exchange
 
 # To load a chain's classes may take that long: libraries of users import others for seconds.
 _MIN_LOAD_S = 60.0
@@ -34,9 +29,11 @@ _MIN_LOAD_S = 60.0
 # ask for one chain after the other would keep the turns from those who read. One that takes much
 # longer, as libraries are imported, counts as this at most.
 _DESCRIBED_IN_S, _MOST_DESCRIBED_IN_S = 0.01, 1.0
-# Variables that programs need to run; all others, such as credentials, stay in the daemon.
-_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-_PASSED_PREFIXES = ("PYTHON", "VIRTUAL_ENV")
+# The most a process may allocate: some decoded images of 100 megapixels. More would let one take
+# the memory of the machine.
+TRANSFORM = Task(
+    "gyre-transform", "gyre_daemon.transforms.worker:Transforming", 2 << 30, "transform samples"
+)
 
 
 class SampleFailed(Exception):
@@ -58,23 +55,21 @@ class SampleFailed(Exception):
 class TransformWorkers:
     """The worker processes of a daemon, which all jobs share fairly."""
 
-    def __init__(self, num: int, deadline_s: float, counts: TransformCounts) -> None:
+    def __init__(
+        self, server: ComputeServer, num: int, deadline_s: float, counts: TransformCounts
+    ) -> None:
         """Start no process yet.
 
         Args:
+            server: forks the processes.
             num: of processes, at most.
             deadline_s: how long one may take for a portion, or for one sample.
             counts: of their work.
         """
         self._deadline_s = deadline_s
         self._counts = counts
-        self._server = ProcessServer(
-            "gyre_daemon.transforms.worker", _environment(os.environ), socket.SOCK_SEQPACKET
-        )
-        self._line = FairQueue(num)
+        self._workers = ComputeWorkers(server, TRANSFORM, num)
         self._described_in_s = _DESCRIBED_IN_S
-        self._idle: list[_Process] = []
-        self._is_closed = False
 
     async def describe(self, recipe: bytes, flow: Flow) -> Described:
         """The properties of a chain.
@@ -91,7 +86,7 @@ class TransformWorkers:
             return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
         reason = ""
         for _ in range(2):  # a process may have been ended for another reason
-            async with self._line.turn(flow, self._described_in_s):
+            async with self._workers.line.turn(flow, self._described_in_s):
                 began_s = time.monotonic()
                 answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
                 took_s = min(time.monotonic() - began_s, _MOST_DESCRIBED_IN_S)
@@ -132,11 +127,11 @@ class TransformWorkers:
             Overloaded: no process can be started.
         """
         num_asked = len(waiting)
-        async with self._line.turn_of(claims, sample_s * num_asked):
+        async with self._workers.line.turn_of(claims, sample_s * num_asked):
             numbers, num = waiting[:], len(waiting)
             waiting.clear()
             if num > num_asked:
-                self._line.charge(claims.first[0], sample_s * (num - num_asked))
+                self._workers.line.charge(claims.first[0], sample_s * (num - num_asked))
             done, _ = await self._transform(kind, exchange, request, numbers)
             if done is not None:
                 return [self._checked(kind, done, num)], num
@@ -144,12 +139,8 @@ class TransformWorkers:
             return each, num
 
     def close(self) -> None:
-        """End all processes; waits until their server has ended."""
-        self._is_closed = True
-        for process in self._idle:
-            process.kill()
-        self._idle.clear()
-        self._server.close()
+        """End the processes that do nothing; the others end with their requests."""
+        self._workers.close()
 
     async def _alone(self, kind: Kind, exchange: Exchange, request: range, number: int) -> Done:
         """Have one sample transformed; one that kills a process is tried once more."""
@@ -185,67 +176,17 @@ class TransformWorkers:
         self, packet: bytes, deadline_s: float, descriptor: int = -1
     ) -> tuple[bytes | None, str]:
         """The answer of an idle process; None and the reason if it died or hung, which ends it."""
-        process = self._idle.pop() if self._idle else await self._start()
-        answer, reason = None, "the process that transformed it died; see the log of the kernel"
         try:
-            async with asyncio.timeout(deadline_s):
-                answer = await process.ask(packet, descriptor)
-        except TimeoutError:
-            reason = f"it took longer than {deadline_s:g} s (transform_deadline_s)"
-        except ConnectionError:
-            pass
-        finally:
-            if answer and not self._is_closed:
-                self._idle.append(process)
-            else:
-                process.kill()
-        if answer is None and not self._is_closed:
-            self._counts.num_replaced += 1
-            log_event("transform worker replaced", {"reason": reason}, logging.WARNING)
-        return answer, reason
-
-    async def _start(self) -> "_Process":
-        try:
-            return _Process(*await self._server.start())
-        except (OSError, TimeoutError) as error:
-            raise Overloaded(
-                f"no process could be started to transform samples: {error}; raise the limit of "
-                "processes, or end some"
-            ) from error
-
-
-class _Process:
-    """One worker process, used by one task at a time."""
-
-    def __init__(self, connection: socket.socket, process: int) -> None:
-        """Take over a connection, which does not block, and a process descriptor."""
-        self._connection, self._process = connection, process
-
-    async def ask(self, packet: bytes, descriptor: int) -> bytes:
-        """The answer to a request.
-
-        Raises:
-            ConnectionError: the process ended.
-        """
-        # nothing else is queued, so this does not block
-        socket.send_fds(self._connection, [packet], [descriptor] if descriptor >= 0 else [])
-        loop = asyncio.get_running_loop()
-        answer = await loop.sock_recv(self._connection, MAX_PACKET_BYTES)
-        if not answer:
-            raise ConnectionResetError
-        return answer
-
-    def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        self._connection.close()
-        os.close(self._process)
-
-
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _PASSED or name.startswith(_PASSED_PREFIXES)
-    }
+            descriptors = [descriptor] if descriptor >= 0 else []
+            answer = await self._workers.ask(
+                packet, descriptors, max_bytes=MAX_PACKET_BYTES, deadline_s=deadline_s
+            )
+        except WorkerLost as lost:
+            reason = "the process that transformed it died; see the log of the kernel"
+            if lost.is_hung:
+                reason = f"it took longer than {deadline_s:g} s (transform_deadline_s)"
+            if not self._workers.is_closed:
+                self._counts.num_replaced += 1
+                log_event("transform worker replaced", {"reason": reason}, logging.WARNING)
+            return None, reason
+        return answer, ""

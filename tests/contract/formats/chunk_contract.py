@@ -15,7 +15,6 @@ from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
 from gyre_daemon.datasets.formats.chunks import Expected, StoredChunk
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -23,6 +22,7 @@ from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.formats.format_contract import FormatContract, inspect, listed
 
@@ -139,14 +139,14 @@ class ChunkContract(FormatContract):
                         assert "of shard 000" in str(error)
 
         with ThreadPoolExecutor(2) as executor:
-            workers, processes = FairExecutor(executor, 2), ScanProcesses()
+            workers, server = FairExecutor(executor, 2), ComputeServer()
             opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-            room = DecodingRoom(Decoders(processes), workers)
+            room = DecodingRoom(Decoders(server), workers)
             try:
                 asyncio.run(damage())
             finally:
                 room.close()
-                processes.close()
+                server.close()
 
     def test_damage_stays_within_the_shard(self) -> None:
         """What reads the shards may end its process; see the test before."""

@@ -20,6 +20,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.mosaic import streaming
 from tests.conftest import S3Server
@@ -43,7 +44,9 @@ def opened(uri: str, settings: Mapping[str, Any], name: str, options: Any) -> Op
         with ThreadPoolExecutor(2) as threads:
             opener = StorageOpener(FairExecutor(threads, 2), EndpointOptions(16, 10.0), Metrics())
             openers.append(opener)
-            indexer = Indexer(opener, SidecarStore("", Path("/")), None, None, None)
+            indexer = Indexer(
+                opener, SidecarStore("", Path("/")), None, None, None, ComputeServer()
+            )
             try:
                 return await indexer.begin(None, config)
             finally:

@@ -19,6 +19,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_media.coco import CocoFormat, CocoOptions
 
 COCO = CocoFormat(CocoOptions("a.json"))
@@ -29,9 +30,9 @@ def read(path: Path) -> Manifest:
 
     async def once() -> Manifest:
         storage = await opener.open(parse_location(str(path)), {}, "*")
-        return await ManifestReader(processes, opener.options).read(COCO, storage, {})
+        return await ManifestReader(ScanProcesses(server), opener.options).read(COCO, storage, {})
 
-    with ThreadPoolExecutor(3) as threads, closing(ScanProcesses()) as processes:
+    with ThreadPoolExecutor(3) as threads, closing(ComputeServer()) as server:
         opener = StorageOpener(FairExecutor(threads, 3), EndpointOptions(16, 10.0), Metrics())
         with closing(opener):
             return asyncio.run(once())

@@ -7,6 +7,7 @@ import tarfile
 import numpy as np
 from gyre_daemon.datasets.formats.webdataset.scan import scan_tar
 from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 # Bytes of the members of a shard, and the share of it that is read at most.
 SHARDS = [
@@ -31,7 +32,7 @@ def tar(sizes: list[int]) -> bytes:
 
 def test_a_shard_scanned_in_windows_has_the_index_of_the_whole_shard() -> None:
     async def run() -> None:
-        process = await processes.start()
+        process = await ScanProcesses(server).start()
         for sizes, share in SHARDS:
             data, asked = tar(sizes), list[tuple[int, int]]()
 
@@ -49,8 +50,8 @@ def test_a_shard_scanned_in_windows_has_the_index_of_the_whole_shard() -> None:
             assert sum(stop - start for start, stop in asked) <= share * len(data)
         process.kill()
 
-    processes = ScanProcesses()
+    server = ComputeServer()
     try:
         asyncio.run(run())
     finally:
-        processes.close()
+        server.close()

@@ -30,6 +30,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import S3Server
 from tests.contract.formats.format_contract import IndexContract, Sample
@@ -73,7 +74,7 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            read = ManifestReader(ScanProcesses(), opener.options)
+            read = ManifestReader(ScanProcesses(ComputeServer()), opener.options)
             return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place

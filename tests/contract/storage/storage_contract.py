@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -18,6 +17,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local import local
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
 
 from tests.contract.places import GUARD, Place, Targets, first_of, noise, openers, run
 

@@ -10,7 +10,6 @@ import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.lines import frames
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -20,6 +19,7 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.formats import test_chunked_formats
 from tests.contract.formats.chunk_contract import chunks_in, decode_all
@@ -107,11 +107,11 @@ def test_a_chunk_is_decoded_at_the_first_turn_of_those_that_wait(
         found = await asyncio.gather(*reading)
         assert found == [whole[begin : begin + 16] for begin in [*begins, begins[-1]]]
 
-    processes = ScanProcesses()
+    server = ComputeServer()
     with ThreadPoolExecutor(1) as executor:
-        room = DecodingRoom(Decoders(processes), FairExecutor(executor, 1))
+        room = DecodingRoom(Decoders(server), FairExecutor(executor, 1))
         try:
             play(lambda: scene(room))
         finally:
             room.close()
-            processes.close()
+            server.close()

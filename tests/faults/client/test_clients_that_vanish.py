@@ -36,7 +36,7 @@ COUNTED = """
 import asyncio, gc, signal, sys
 from pathlib import Path
 from gyre_daemon.config import load
-from gyre_daemon.copy_workers import CopyWorkers
+from gyre_daemon.workers.copy_workers import CopyWorkers
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.server import serve
 

@@ -17,7 +17,6 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -25,6 +24,7 @@ from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 ROWS = 10
 FIELD = FieldSpec("number", np.dtype(np.uint8), (), ragged=False, codec="bytes")
@@ -79,14 +79,14 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
         return found
 
     with ThreadPoolExecutor(2) as executor:
-        workers, processes = FairExecutor(executor, 2), ScanProcesses()
+        workers, server = FairExecutor(executor, 2), ComputeServer()
         opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-        room = DecodingRoom(Decoders(processes, max_decode_s), workers)
+        room = DecodingRoom(Decoders(server, max_decode_s), workers)
         try:
             return asyncio.run(run(opener, room))
         finally:
             room.close()
-            processes.close()
+            server.close()
 
 
 @pytest.mark.parametrize(

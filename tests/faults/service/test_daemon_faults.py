@@ -242,7 +242,7 @@ def test_long_errors_and_invalid_options_reach_the_client(
 
 SIGNALLED = """
 import os, signal, socket, time
-from gyre_daemon.runtime.spawning import spawn_python, start_spawner
+from gyre_daemon.workers.supervisor import spawn_python, start_spawner
 
 start_spawner()
 ours, theirs = socket.socketpair()

@@ -70,12 +70,8 @@ def stub(daemon: Daemon) -> Iterator[pb_grpc.LoaderStub]:
 def scanning(daemon: Daemon) -> list[psutil.Process]:
     """The processes that scan for a daemon, without the server that forks them."""
     assert daemon.process
-    servers = [
-        child
-        for child in psutil.Process(daemon.process.pid).children()
-        if any("scans.server" in word for word in child.cmdline())
-    ]
-    return [child for server in servers for child in server.children()]
+    children = psutil.Process(daemon.process.pid).children(recursive=True)
+    return [child for child in children if child.name() == "gyre-scan"]
 
 
 def reading(daemon: Daemon) -> list[psutil.Process]:
@@ -267,6 +263,7 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     from gyre_daemon.datasets.formats.webdataset.scan import scan_tar
     from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
+    from gyre_daemon.workers.compute_workers import ComputeServer
 
     async def broken() -> AsyncIterator[bytes]:
         yield b"x" * 100_000
@@ -277,15 +274,15 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
             yield b"x" * 100_000
 
     async def scan() -> None:
-        processes = ScanProcesses()
+        server = ComputeServer()
         try:
-            process = await processes.start()
+            process = await ScanProcesses(server).start()
             with pytest.raises(CorruptSample, match="shard a at byte"):
                 await process.scan_stream(scan_tar, "a", garbage())
             with pytest.raises(StorageUnavailable):
                 await process.scan_stream(scan_tar, "a", broken())
             process.kill()
         finally:
-            processes.close()
+            server.close()
 
     asyncio.run(scan())

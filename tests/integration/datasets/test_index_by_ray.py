@@ -33,6 +33,7 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import object_server
@@ -205,7 +206,8 @@ def test_its_own_ray_finds_what_the_daemons_processes_find(
     def ray(scans: RayScans) -> Scanner:
         return Scanner(processes, scans, OPTIONS)
 
-    processes = ScanProcesses()
+    compute_server = ComputeServer()
+    processes = ScanProcesses(compute_server)
     with ThreadPoolExecutor(2) as threads, object_server() as server:
         for path in folder.iterdir():
             server.put(f"/tars/{path.name}", path.read_bytes())
@@ -215,7 +217,7 @@ def test_its_own_ray_finds_what_the_daemons_processes_find(
             asyncio.run(run())
         finally:
             ours.kill()
-            processes.close()
+            compute_server.close()
     until(lambda: not processes_of(short_folder))
     assert not any(Path(short_folder).iterdir())
 

@@ -20,6 +20,7 @@ from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.workers.compute_workers import ComputeServer
 from webdataset import TarWriter
 
 NUM_SAMPLES = 1500
@@ -75,7 +76,12 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
         workers = FairExecutor(threads, 2)
         opener = StorageOpener(workers, EndpointOptions(16, 10.0, False), Metrics())
         catalog = Catalog(
-            {name: config}, opener, SidecarStore(str(folder), folder), None, allow_ad_hoc=False
+            {name: config},
+            opener,
+            SidecarStore(str(folder), folder),
+            None,
+            allow_ad_hoc=False,
+            compute_server=ComputeServer(),
         )
         dataset = await catalog.open(name, config)
         for size in (64, 1024):

@@ -1,6 +1,7 @@
 """A chain is described although a process has ended, and takes only a fair part of the turns."""
 
 import asyncio
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.messages import ENCODER, Recipe
 from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 CHAINS = [{"name": "cast", "field": "tokens", "dtype": dtype} for dtype in ("float32", "float16")]
 
@@ -30,23 +32,30 @@ async def described(folder: Path, threads: FairExecutor) -> tuple[list[str], int
     options = {"dtype": "uint16", "sequence_length": 4}
     config = DatasetConfig(str(folder / "a.bin"), "tokens", options)
     opener = StorageOpener(threads, EndpointOptions(16, 10.0, False), Metrics())
+    server = ComputeServer()
     catalog = Catalog(
-        {"set": config}, opener, SidecarStore(str(folder), folder), None, allow_ad_hoc=False
+        {"set": config},
+        opener,
+        SidecarStore(str(folder), folder),
+        None,
+        allow_ad_hoc=False,
+        compute_server=server,
     )
     counts = TransformCounts()
-    workers = TransformWorkers(1, 300.0, counts)
+    workers = TransformWorkers(server, 1, 300.0, counts)
     transforms = Transforms(workers, (), None, allow_modules=False)
     made = []
     try:
         dataset = await catalog.open("set", config)
         for chain in CHAINS:
-            for process in workers._idle:
-                signal.pidfd_send_signal(process._process, signal.SIGKILL)
+            for worker in workers._workers.idle:
+                os.kill(worker.process.pid, signal.SIGKILL)
             found = await transforms.apply(dataset, [chain], unchanged, by_client=True, height=0)
             made += [str(each.dtype) for each in found.fields if each.name == "tokens"]
     finally:
         transforms.close()
         catalog.close()
+        server.close()
     return made, counts.num_replaced
 
 
@@ -58,7 +67,8 @@ def test_a_chain_is_described_by_another_process_where_one_has_ended(tmp_path: P
 
 async def turns(num: int) -> list[str]:
     """Whose chains are described, in their order; one job asks behind many that ask before it."""
-    workers = TransformWorkers(1, 300.0, TransformCounts())
+    server = ComputeServer()
+    workers = TransformWorkers(server, 1, 300.0, TransformCounts())
     order: list[str] = []
 
     async def ask(flow: Flow) -> None:
@@ -73,6 +83,7 @@ async def turns(num: int) -> list[str]:
                 await asyncio.sleep(0)
     finally:
         workers.close()
+        server.close()
     return order
 
 

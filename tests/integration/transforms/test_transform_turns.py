@@ -22,6 +22,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.workers import TransformWorkers
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.storage.engine import until
 from tests.probe_transforms import install
@@ -57,9 +58,12 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
     config = DatasetConfig(str(folder / "a.bin"), "tokens", options)
     opener = StorageOpener(threads, EndpointOptions(16, 10.0, False), metrics)
     sidecars = SidecarStore(str(folder), folder)
-    catalog = Catalog({"set": config}, opener, sidecars, None, allow_ad_hoc=False)
+    server = ComputeServer()
+    catalog = Catalog(
+        {"set": config}, opener, sidecars, None, allow_ad_hoc=False, compute_server=server
+    )
     cache = NodeCache(1 << 20, None, threads, CacheCounts())
-    workers = TransformWorkers(1, 300.0, TransformCounts())
+    workers = TransformWorkers(server, 1, 300.0, TransformCounts())
     keep = partial(keep_records, cache, threads)
     transforms = Transforms(workers, (), keep, allow_modules=True)
     told = {"name": "probe_transforms:Told", "file": str(made), "awaited": str(awaited)}
@@ -69,17 +73,18 @@ async def scene(folder: Path, threads: FairExecutor) -> list[int]:
         kept = await transforms.apply(dataset, chain, of_one_shape, by_client=True, height=0)
         assert isinstance(kept, KeptDataset)
         light = asyncio.create_task(read(kept.storage, range(NUM_SAMPLES), LIGHT))
-        await until(lambda: workers._line.num_waiting == NUM_SAMPLES - 1)
+        await until(lambda: workers._workers.line.num_waiting == NUM_SAMPLES - 1)
         heavy = asyncio.create_task(read(kept.storage, WANTED, HEAVY))
         await until(lambda: cache._counts.num_joined == len(WANTED))
         awaited.touch()
         assert await heavy == list(WANTED)
         assert await light == list(range(NUM_SAMPLES))
-        await until(lambda: not workers._line.num_taken and threads.is_idle)
+        await until(lambda: not workers._workers.line.num_taken and threads.is_idle)
     finally:
         await cache.close()
         transforms.close()
         catalog.close()
+        server.close()
     return [int(line) for line in made.read_text().split()]
 
 

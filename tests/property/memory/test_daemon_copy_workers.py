@@ -12,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges, new_key, pool, worker
 from gyre_daemon.memory.arena import Arena
+from gyre_daemon.workers import copy_workers as pool
+from gyre_daemon.workers import supervisor
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
+from gyre_daemon.workers.copying import Ranges
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,7 +244,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(
     file: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its copy is not done, and it never writes to the arena again."""
-    monkeypatch.setattr(worker, "_DEADLINE_S", 1)
+    monkeypatch.setattr(supervisor, "_MAX_REPLY_S", 1)
     with CopyWorkers(1) as copy_workers:
         arena = shared_arena(copy_workers)
         (hung,) = copy_workers.pids

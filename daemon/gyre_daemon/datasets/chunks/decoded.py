@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.chunks.exchange import Exchange, ExchangeRoom, pages
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
 from gyre_daemon.runtime.fair import Claims, FairExecutor
@@ -24,6 +23,7 @@ from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.exchange import Exchange, ExchangeRoom, pages
 
 # Memory of chunks that are being fetched and decoded, of all datasets; one larger chunk has its
 # turn alone. It is not part of any budget. Less would leave a slow storage idle.

@@ -86,6 +86,7 @@ from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
+from gyre_daemon.workers.compute_workers import ComputeServer
 
 
 class Indexer:
@@ -98,6 +99,7 @@ class Indexer:
         unpacked: UnpackedShards | None,
         cache: NodeCache | None,
         reports: CorruptReports | None,
+        compute_server: ComputeServer,
     ) -> None:
         self._opener = opener
         self._sidecars = sidecars
@@ -105,17 +107,16 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumStore(sidecars)
         self.probes = ProbeRunner(opener, sidecars)
-        self._processes = ScanProcesses()
+        self._processes = ScanProcesses(compute_server)
         self._shards = ShardIndexer(sidecars, self._checksums, self._processes, opener.options)
         self._manifests = ManifestReader(self._processes, opener.options)
         self.checker = SampleChecker(sidecars, self._processes)
-        self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
+        self.decoding = DecodingRoom(Decoders(compute_server), opener.workers)
         self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self.decoding.close()
-        self._processes.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
         """List the shards of a dataset; without a name, its location is its name.

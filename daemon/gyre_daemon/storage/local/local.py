@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -29,6 +28,8 @@ from gyre_daemon.storage.local.slow_reads import TRANSIENT, SlowReads
 from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.shard import Shard, changed
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers
+from gyre_daemon.workers.copying import Ranges
 
 _STREAM_CHUNK_BYTES = 8 << 20
 # When copy workers copy instead of the kernel. They pay for each call and the kernel for each page.

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.limits import descriptor_shares
@@ -27,6 +26,7 @@ from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.mounts import MOUNTS, Mount
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.stamps import Stamp
+from gyre_daemon.workers.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 
 # Every dataset may have this many shards open, even if there are too many datasets for the
 # descriptors: with one, a read of two shards would open and close files all the time.

@@ -2,16 +2,14 @@
 
 import asyncio
 import contextlib
-import os
 import pickle
-import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
-from gyre_daemon.datasets.indexing.scans.server import LENGTH, RANGE, Kind, Run
+from gyre_daemon.datasets.indexing.scans.server import MAX_DATA_BYTES, RANGE, Kind, Run
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
@@ -19,17 +17,28 @@ from gyre_daemon.errors import (
     GyreError,
     InvalidRequest,
     NotAllowed,
-    Overloaded,
     ShardMissing,
     StorageUnavailable,
 )
-from gyre_daemon.runtime.process_server import ProcessServer
 from gyre_daemon.runtime.threads import compute
+from gyre_daemon.workers.compute_workers import (
+    ComputeServer,
+    ComputeWorker,
+    ComputeWorkers,
+    Task,
+    WorkerLost,
+)
 
 ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to the end
 
+SCAN = Task(
+    "gyre-scan",
+    "gyre_daemon.datasets.indexing.scans.server:ShardScan",
+    MAX_DATA_BYTES,
+    "index shards",
+)
 # The most that a reply may have: the index of some hundred million members.
-_MAX_REPLY_BYTES = 8 << 30
+MAX_REPLY_BYTES = 8 << 30
 _PIECE_BYTES = 1 << 20
 # The most that is read at once for a scan. Several scans run beside each other.
 _MAX_RANGE_BYTES = 8 << 20
@@ -49,8 +58,13 @@ _ERRORS: Mapping[str, type[GyreError]] = {
 class ScanProcesses:
     """Starts processes that scan, for all datasets of a daemon. Nothing runs before the first."""
 
-    def __init__(self) -> None:
-        self._server = ProcessServer("gyre_daemon.datasets.indexing.scans.server")
+    def __init__(self, server: ComputeServer) -> None:
+        """Start nothing yet.
+
+        Args:
+            server: of the daemon; it ends all processes when it is closed.
+        """
+        self._workers = ComputeWorkers(server, SCAN, 1)
 
     async def start(self) -> "ScanProcess":
         """A process that scans one shard at a time; the caller ends it.
@@ -58,38 +72,23 @@ class ScanProcesses:
         Raises:
             Overloaded: no process can be started.
         """
-        try:
-            return ScanProcess(*await self._server.start())
-        except (OSError, TimeoutError) as error:
-            raise Overloaded(
-                f"no process could be started to index shards: {error}; raise the limit of "
-                "processes, or end some"
-            ) from error
-
-    def close(self) -> None:
-        """End all processes; waits until the server has ended."""
-        self._server.close()
+        return ScanProcess(await self._workers.start())
 
 
 class ScanProcess:
-    """One process, used by one task at a time.
+    """One process, used by one task at a time."""
 
-    Attributes:
-        has_died: whether it ended while it worked for a request.
-    """
+    def __init__(self, worker: ComputeWorker) -> None:
+        self._worker = worker
 
-    def __init__(self, connection: socket.socket, process: int) -> None:
-        """Take over a connection, which does not block, and a process descriptor."""
-        self.has_died = False
-        self._connection = connection
-        self._process = process
+    @property
+    def has_died(self) -> bool:
+        """Whether it ended while it worked for a request."""
+        return self._worker.has_died
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        self._connection.close()
-        os.close(self._process)
+        self._worker.kill()
 
     async def scan_file(self, run: Run, name: str, file: int) -> Arrays:
         """Scan an open file from its beginning.
@@ -103,8 +102,7 @@ class ScanProcess:
             CorruptSample: as `run`, or the scan needs too much memory.
             GyreError: the file cannot be read.
         """
-        self._ask(run, name, file, "file")
-        return await self._reply(name)
+        return await self._scan(run, name, file, "file")
 
     async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
         """Scan a stream, which is closed at the end.
@@ -144,50 +142,49 @@ class ScanProcess:
         """Scan what is sent through a socket."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with ours:
-            with theirs:
-                self._ask(run, name, theirs.fileno(), kind)
+        with ours, theirs:
             sending = asyncio.create_task(send(ours))
-            replying = asyncio.create_task(self._reply(name))
+            scanning = asyncio.create_task(self._scan(run, name, theirs.fileno(), kind))
             try:
-                await asyncio.wait({sending, replying}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({sending, scanning}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
                     sending.result()  # the storage's own error, before one of a stream cut off
-                return await replying
+                return await scanning
             finally:
                 sending.cancel()
-                replying.cancel()
-                await asyncio.gather(sending, replying, return_exceptions=True)
+                scanning.cancel()
+                await asyncio.gather(sending, scanning, return_exceptions=True)
 
-    def _ask(self, run: Run, name: str, descriptor: int, kind: Kind) -> None:
-        with os.fdopen(os.memfd_create("gyre-scan-request"), "wb") as body:
-            pickle.dump((run, name, kind), body)
-            body.flush()
-            try:
-                socket.send_fds(self._connection, [b"\0"], [descriptor, body.fileno()])
-            except ConnectionError as error:
-                raise self._died(name) from error
-
-    def _died(self, name: str) -> CorruptSample:
-        self.has_died = True
-        reason = "the process that indexed it died; see the log of the kernel"
-        return CorruptSample(
-            f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
-        )
-
-    async def _reply(self, name: str) -> Arrays:
-        loop = asyncio.get_running_loop()
+    async def _scan(self, run: Run, name: str, descriptor: int, kind: Kind) -> Arrays:
+        request = scan_request(run, name, kind)
         try:
-            (num_bytes,) = LENGTH.unpack(await _receive(loop, self._connection, LENGTH.size))
-            if num_bytes > _MAX_REPLY_BYTES:
-                raise ConnectionResetError
-            data = await _receive(loop, self._connection, num_bytes)
-            failure, arrays = await compute(decode, bytes(data))
-        except (ConnectionError, ValueError) as error:
-            raise self._died(name) from error
-        if failure:
-            raise to_error(failure)
-        return arrays
+            return await scanned(await self._worker.ask(request, [descriptor], MAX_REPLY_BYTES))
+        except WorkerLost as error:
+            reason = "the process that indexed it died; see the log of the kernel"
+            raise CorruptSample(
+                f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
+            ) from error
+
+
+def scan_request(run: Run, name: str, kind: Kind) -> bytes:
+    """The body of a request; see `server`."""
+    return pickle.dumps((run, name, kind))
+
+
+async def scanned(reply: bytes) -> Arrays:
+    """The arrays in a reply.
+
+    Raises:
+        GyreError: as the reply tells.
+        WorkerLost: it is none.
+    """
+    try:
+        failure, arrays = await compute(decode, reply)
+    except ValueError as error:
+        raise WorkerLost(is_hung=False) from error
+    if failure:
+        raise to_error(failure)
+    return arrays
 
 
 def to_error(text: str) -> GyreError:

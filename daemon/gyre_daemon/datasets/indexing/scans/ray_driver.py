@@ -5,9 +5,9 @@ workers return; here none of that is in the daemon. The address is that of a clu
 Ray of this machine's own, which ends with the driver. Its files lie in a folder that is removed.
 
 Over its connection the driver sends one message when Ray is there. Then it answers each message,
-in any order. A message is LENGTH of the rest | NUMBER | payload. The payload of a question is a
-pickled `ShardTask`; that of an answer is a reply of `server`, with an error or arrays. The
-first message has the number 0. The driver ends when the daemon closes the connection.
+in any order. The messages are those of `workers.protocol`. The body of a question is a pickled
+`ShardTask`; that of an answer is a reply of `server`, with an error or arrays. The first message
+has the number 0. The driver ends when the daemon closes the connection.
 """
 
 import asyncio
@@ -17,18 +17,17 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from gyre_daemon.datasets.indexing.scans.server import LENGTH, failure_reply
+from gyre_daemon.datasets.indexing.scans.server import failure_reply
 from gyre_daemon.datasets.indexing.scans.tasks import scan_shard
 from gyre_daemon.datasets.sidecars.file import encode
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest
+from gyre_daemon.workers.protocol import HEADER, Kind, read
 
-NUMBER = struct.Struct("<Q")
 LOCAL = "local"
 # How often Ray repeats a task whose worker died. A shard that kills its workers has killed four
 # then, as it would with any number.
@@ -87,7 +86,7 @@ async def _serve(ray: Any, connection: socket.socket, first: bytes, address: str
     scan = ray.remote(max_retries=_MAX_RETRIES)(scan_shard)
 
     def send(number: int, reply: bytes) -> None:
-        writer.writelines([LENGTH.pack(NUMBER.size + len(reply)), NUMBER.pack(number), reply])
+        writer.writelines([HEADER.pack(Kind.DONE, number, len(reply)), reply])
 
     async def answer(number: int, task: bytes) -> None:
         try:
@@ -102,10 +101,8 @@ async def _serve(ray: Any, connection: socket.socket, first: bytes, address: str
         answering = set[asyncio.Task[None]]()
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                message = await reader.readexactly(length)
-                (number,) = NUMBER.unpack_from(message)
-                task = group.create_task(answer(number, message[NUMBER.size :]))
+                question = await read(reader)
+                task = group.create_task(answer(question.number, bytes(question.body)))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
         for task in answering:

@@ -10,13 +10,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from gyre_daemon.datasets.indexing.scans.processes import to_error
-from gyre_daemon.datasets.indexing.scans.ray_driver import LOCAL, NUMBER
-from gyre_daemon.datasets.indexing.scans.server import LENGTH
+from gyre_daemon.datasets.indexing.scans.processes import scanned
+from gyre_daemon.datasets.indexing.scans.ray_driver import LOCAL
 from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
-from gyre_daemon.datasets.sidecars.file import Arrays, decode
+from gyre_daemon.datasets.sidecars.file import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, StorageUnavailable
-from gyre_daemon.runtime.threads import compute
+from gyre_daemon.workers.protocol import HEADER, Kind, read
 
 # Shards that Ray has at once. It queues those for which it has no worker, and a cluster that grows
 # with its queue sees it. Ten times as many would keep ten times as many sidecars open.
@@ -91,9 +90,8 @@ class RayScans:
         reply = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         try:
-            length = LENGTH.pack(NUMBER.size + len(payload))
-            writer.writelines([length, NUMBER.pack(number), payload])
-            arrays = await self._reply(reply)
+            writer.writelines([HEADER.pack(Kind.COMPUTE, number, len(payload)), payload])
+            arrays = await scanned(await reply)
         except CorruptSample as error:
             name, reason = task.shard.name, error.facts["reason"]
             if "shard" in error.facts:
@@ -130,7 +128,7 @@ class RayScans:
         first = self._waiting[0] = asyncio.get_running_loop().create_future()
         receiving = asyncio.create_task(self._receive(reader))
         try:
-            await self._reply(first)
+            await scanned(await first)
             yield writer
         finally:
             receiving.cancel()
@@ -147,12 +145,10 @@ class RayScans:
         """Hand out replies until the driver ends; then fail those that wait."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                (number,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
-                reply = await reader.readexactly(length - NUMBER.size)
-                waiting = self._waiting.get(number)
+                reply = await read(reader)
+                waiting = self._waiting.get(reply.number)
                 if waiting and not waiting.done():
-                    waiting.set_result(reply)
+                    waiting.set_result(bytes(reply.body))
         self._has_ended = True
         for waiting in self._waiting.values():
             if not waiting.done():
@@ -162,9 +158,3 @@ class RayScans:
         return StorageUnavailable(
             f"the driver of Ray at {self._address} ended; see what it wrote to the daemon's log"
         )
-
-    async def _reply(self, reply: "asyncio.Future[bytes]") -> Arrays:
-        failure, arrays = await compute(decode, await reply)
-        if failure:
-            raise to_error(failure)
-        return arrays

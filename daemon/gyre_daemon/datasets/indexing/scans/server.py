@@ -1,15 +1,11 @@
-"""`python -m gyre_daemon.datasets.indexing.scans.server FD` forks processes that scan shards.
+"""A scan of a shard as a compute worker does it.
 
-Only a daemon starts it: see `processes`. A scan reads files that anybody may have written, in
-pure Python, for seconds or minutes. In a process of its own it takes no turn of the daemon's
-interpreter, all its memory is given back at its end, and it can be killed at any time.
+A scan reads files that anybody may have written, in pure Python, for seconds or minutes. In another
+process it takes no turn of the daemon's interpreter, all its memory is given back at its end, and
+it can be killed at any time.
 
-The server imports what a scan needs once (see `runtime.forked`). A process answers requests, one
-after the other:
-
-    request  one byte, with two descriptors: the file's, and a memory file that holds a pickle of
-             (function, name of the shard, kind)
-    reply    length | an encoded file of `sidecars.file`: the key is "", or JSON of an error
+    request  a pickle of (function, name of the shard, kind), with the file's descriptor
+    reply    an encoded file of `sidecars.file`: the key is "", or JSON of an error
 
 The file is one that is open, or a socket: of a stream, or of a shard that is read by ranges.
 Through the latter the process sends `RANGE`, first byte and length, and gets that many bytes.
@@ -20,48 +16,44 @@ hostile bytes, so they are not.
 
 import io
 import json
-import os
 import pickle
 import socket
 import struct
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import BinaryIO, Literal, cast
 
 from gyre_daemon.datasets import formats
 from gyre_daemon.datasets.sidecars.file import Arrays, encode
 from gyre_daemon.errors import CorruptSample, GyreError
-from gyre_daemon.runtime.forked import serve
 from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.local.listing import file_error
 
-LENGTH = struct.Struct("<Q")
 RANGE = struct.Struct("<QQ")
 Run = Callable[[str, BinaryIO], Arrays]
 # A number is the size of a shard that is read by ranges, and so is the text of one, in windows.
 Kind = Literal["file", "stream"] | int | str
 # What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
 # made. More would let one file take the memory of the machine.
-_MAX_DATA_BYTES = 4 << 30
+MAX_DATA_BYTES = 4 << 30
 # The windows in which a shard is read that is scanned forward. What lies between two headers is
 # read and dropped up to a size that arrives in the time of one more request; twice as much would
 # read most of a shard of images in vain, half as much ask for each of them.
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES, _MAX_PASSED_BYTES = 64 << 10, 4 << 20, 1 << 20
 
 
-def _answer(connection: socket.socket) -> None:
-    """Answer requests for scans until the daemon hangs up."""
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
-        if len(descriptors) < 2:
-            return
-        with os.fdopen(descriptors[1], "rb") as body:
-            body.seek(0)
-            run, name, kind = pickle.load(body)
-        reply = reply_of(name, partial(_scan, run, name, descriptors[0], kind))
-        connection.sendall(LENGTH.pack(len(reply)))
-        connection.sendall(reply)
+class ShardScan:
+    """See `workers.computing.Computation`."""
+
+    @classmethod
+    def preload(cls) -> None:
+        """Have the formats imported."""
+        assert formats.FORMATS
+
+    def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
+        """Scan one shard."""
+        run, name, kind = pickle.loads(body)
+        return reply_of(name, partial(_scan, run, name, descriptors[0], kind))
 
 
 def reply_of(name: str, scan: Callable[[], Arrays]) -> bytes:
@@ -73,7 +65,7 @@ def reply_of(name: str, scan: Callable[[], Arrays]) -> bytes:
     except OSError as error:
         failure = file_error(name, error)
     except MemoryError:
-        reason = f"its index needs more than {_MAX_DATA_BYTES >> 30} GiB"
+        reason = f"its index needs more than {MAX_DATA_BYTES >> 30} GiB"
         failure = CorruptSample(f"shard {name}: {reason}", {"shard": name, "reason": reason})
     return failure_reply(failure)
 
@@ -194,8 +186,3 @@ class _Windows(_Ranges):
         window = start, min(count, self._num_bytes - start)
         self._ask(*window)
         return window
-
-
-if __name__ == "__main__":
-    assert formats.FORMATS  # imported before the first fork
-    serve(socket.socket(fileno=int(sys.argv[1])), "gyre-scan", _MAX_DATA_BYTES, _answer)

@@ -1,23 +1,27 @@
-"""All copy workers of a daemon: threads borrow them, and those that die are replaced."""
+"""All copy workers of a daemon: threads borrow them, and those that die are replaced.
 
+In: ranges of files, and their places in one arena. Out: whether the ranges were copied. If they
+were not, the caller has the kernel copy them.
+"""
+
+import errno
 import itertools
 import logging
 import math
 import operator
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import Protocol
 
-from gyre_daemon.copy_workers.ranges import Ranges
-from gyre_daemon.copy_workers.worker import (
-    CopyWorker,
-    File,
-    ForkServer,
-    spawn_fork_server,
-    start_fork_server,
-)
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.workers.copying import CopyWork, Ranges
+from gyre_daemon.workers.protocol import Kind, Message, send
+from gyre_daemon.workers.supervisor import ForkServer, Process
 
 # Dead workers are replaced at most once in this time. A process forks in some 5 ms; files that kill
 # every worker that reads them must not keep a core busy with that.
@@ -36,6 +40,98 @@ def new_key() -> int:
     return next(_keys)
 
 
+class File(Protocol):
+    """An open file."""
+
+    @property
+    def key(self) -> int:
+        """The file's name in requests."""
+
+    @property
+    def descriptor(self) -> int:
+        """Stays open while a copy from the file is under way."""
+
+
+class _Mapper:
+    """A process that maps arenas: a copy worker, or their fork server.
+
+    Every request raises OSError where the process is gone or hangs.
+
+    Attributes:
+        arenas: keys of the arenas that it has mapped.
+    """
+
+    def __init__(self, process: Process, arenas: Collection[int]) -> None:
+        self.process, self.arenas = process, set(arenas)
+
+    def map(self, arena: int, descriptor: int) -> None:
+        """Map one more arena; where that fails, `arenas` does not have it."""
+        request = Message(Kind.MAP, arena, descriptors=[descriptor])
+        if self.process.ask(request).kind == Kind.DONE:
+            self.arenas.add(arena)
+
+    def unmap(self, arena: int) -> None:
+        """Unmap an arena, if it is mapped."""
+        if arena in self.arenas:
+            self.arenas.remove(arena)
+            self.process.ask(Message(Kind.UNMAP, arena))
+
+
+class _CopyWorker(_Mapper):
+    """A process that copies, used by one thread at a time.
+
+    Attributes:
+        unneeded: keys of files that nobody reads any more; any thread may append to it.
+        unneeded_arenas: keys of arenas that were closed while it was busy; the same.
+    """
+
+    def __init__(self, process: Process, arenas: Collection[int]) -> None:
+        super().__init__(process, arenas)
+        self.unneeded: deque[int] = deque()
+        self.unneeded_arenas: deque[int] = deque()
+        self._files: set[int] = set()
+
+    def unmap_unneeded(self) -> None:
+        """Unmap the arenas that were closed while it was busy."""
+        while self.unneeded_arenas:
+            self.unmap(self.unneeded_arenas.popleft())
+
+    def copy(self, arena: int, files: Iterable[File], ranges: Ranges) -> Message:
+        """Copy ranges of these files into an arena."""
+        connection = self.process.connection
+        while self.unneeded:
+            key = self.unneeded.popleft()
+            if key in self._files:
+                self._files.remove(key)
+                send(connection, Message(Kind.CLOSE, key))
+        for file in files:
+            if file.key not in self._files:
+                self._files.add(file.key)
+                send(connection, Message(Kind.OPEN, file.key, descriptors=[file.descriptor]))
+        return self.process.ask(Message(Kind.COPY, arena, ranges.to_bytes()))
+
+
+class _CopyServer(_Mapper):
+    """The process that copy workers are forked from."""
+
+    def __init__(self, server: ForkServer) -> None:
+        super().__init__(server, ())
+        self.server = server
+
+    def fork(self) -> _CopyWorker | None:
+        """A copy worker that has all arenas; None where no further process can be forked."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.server.fork(theirs)
+            return _CopyWorker(Process.met(ours), self.arenas)
+        except OSError as error:
+            ours.close()
+            if error.errno in (errno.EAGAIN, errno.ENOMEM):
+                return None
+            raise
+
+
 class CopyWorkers:
     """A pool of copy workers, for all threads of a daemon.
 
@@ -50,17 +146,17 @@ class CopyWorkers:
             num: of workers; 0 for none.
         """
         self._num = num
-        self._all: list[CopyWorker] = []
-        self._idle: list[CopyWorker] = []
+        self._all: list[_CopyWorker] = []
+        self._idle: list[_CopyWorker] = []
         self._changed = threading.Condition()  # guards the two lists
         # guards the fork server; may be held while `_changed` is taken, never the other way round
         self._keeping = threading.Lock()
-        self._fork_server: ForkServer | None = None
+        self._fork_server: _CopyServer | None = None
         self._refilled_s = -math.inf
         self._replacing: threading.Thread | None = None
         if num:
             try:
-                self._fork_server = start_fork_server()
+                self._fork_server = _CopyServer(ForkServer.forked(CopyWork()))
             except OSError as error:
                 log_event("no copy workers", {"reason": str(error)}, logging.WARNING)
         self._refill()
@@ -74,7 +170,7 @@ class CopyWorkers:
     @property
     def pids(self) -> list[int]:
         """The workers that are not known to have died."""
-        return [worker.pid for worker in tuple(self._all)]
+        return [worker.process.pid for worker in tuple(self._all)]
 
     def map(self, arena: int, descriptor: int) -> None:
         """Have all workers map an arena that is not sealed yet.
@@ -126,7 +222,7 @@ class CopyWorkers:
             self._discard(worker, error)
             return None
         self._release(worker)
-        return reply.value if reply.is_done else None
+        return reply.number if reply.kind == Kind.DONE else None
 
     def close(self) -> None:
         """End all workers; copies under way are not done."""
@@ -135,13 +231,13 @@ class CopyWorkers:
             replacing = self._replacing
             with self._changed:
                 for worker in self._all:
-                    worker.hang_up()
-                for worker in self._idle:
-                    worker.close()
-                self._all, self._idle = [], []
+                    worker.process.hang_up()
+                idle, self._all, self._idle = self._idle, [], []
                 self._changed.notify_all()
         if fork_server:
-            fork_server.close()
+            fork_server.server.close()
+        for worker in idle:
+            worker.process.kill(waits=True)
         if replacing:
             replacing.join(_MAX_JOIN_S)
 
@@ -170,9 +266,9 @@ class CopyWorkers:
         in an older arena and no worker is left that has it, the kernel copies.
         """
         if self._fork_server:
-            facts = {"pid": self._fork_server.pid, "reason": str(error)}
+            facts = {"pid": self._fork_server.server.pid, "reason": str(error)}
             log_event("fork server of copy workers died", facts, logging.WARNING)
-            self._fork_server.kill()
+            self._fork_server.server.kill(waits=True)
             self._fork_server = None
             self._replacing = threading.Thread(
                 target=self._replace_fork_server, name="gyre-fork-server", daemon=True
@@ -182,7 +278,7 @@ class CopyWorkers:
     def _replace_fork_server(self) -> None:
         """Start a fork server; one that does not start is not tried again."""
         try:
-            fork_server = spawn_fork_server()
+            fork_server = _CopyServer(ForkServer.spawned("copy", os.environ))
         except OSError as error:
             facts = {
                 "reason": str(error),
@@ -193,12 +289,12 @@ class CopyWorkers:
         with self._keeping:
             if self._num:
                 self._fork_server, self._refilled_s = fork_server, -math.inf
-                log_event("fork server of copy workers replaced", {"pid": fork_server.pid})
+                log_event("fork server of copy workers replaced", {"pid": fork_server.server.pid})
                 self._refill()
                 return
-        fork_server.close()  # the pool was closed meanwhile
+        fork_server.server.close()  # the pool was closed meanwhile
 
-    def _tell_all(self, tell: Callable[[CopyWorker], None]) -> None:
+    def _tell_all(self, tell: Callable[[_Mapper], None]) -> None:
         try:
             if self._fork_server:
                 tell(self._fork_server)
@@ -213,7 +309,7 @@ class CopyWorkers:
                 else:
                     self._release(worker)
 
-    def _acquire(self, suits: Callable[[CopyWorker], bool]) -> CopyWorker | None:
+    def _acquire(self, suits: Callable[[_CopyWorker], bool]) -> _CopyWorker | None:
         """Wait for a worker that suits; of several, take the one that was used last.
 
         Returns:
@@ -228,21 +324,21 @@ class CopyWorkers:
                     return None
         return None
 
-    def _release(self, worker: CopyWorker) -> None:
+    def _release(self, worker: _CopyWorker) -> None:
         with self._changed:
             if worker in self._all:
                 self._idle.append(worker)
             else:
-                worker.close()  # the pool was closed meanwhile
+                worker.process.close()  # the pool was closed meanwhile
             self._changed.notify_all()
 
-    def _discard(self, worker: CopyWorker, error: OSError) -> None:
+    def _discard(self, worker: _CopyWorker, error: OSError) -> None:
         """Kill a worker that died or hangs, so that it never writes to an arena again."""
-        worker.kill()
+        worker.process.kill(waits=True)
         with self._changed:
             if worker in self._all:
                 self._all.remove(worker)
-                facts = {"pid": worker.pid, "reason": error.strerror or str(error)}
+                facts = {"pid": worker.process.pid, "reason": error.strerror or str(error)}
                 log_event("copy worker died", facts, logging.WARNING)
             self._changed.notify_all()
 
