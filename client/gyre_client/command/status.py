@@ -141,6 +141,10 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         parts.append(
             stacked(mount_header, [_mount_row(each) for each in status.mounts], 1, num_columns)
         )
+    counted_now = [each for each in status.metrics if each.value]
+    if counted_now:
+        series = [(f"{each.value:,.15g}", each.name) for each in counted_now]
+        parts.append(stacked(("VALUE", "METRIC"), series, 1, num_columns))
     return "\n\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, field
 from operator import add
 from typing import NamedTuple
 
+from gyre_daemon.monitoring.declared import counter, gauge
 from gyre_daemon.monitoring.occupancy import WindowTimes
 
 MAX_JOBS = 64  # each has some 15 time series in Prometheus
@@ -44,11 +45,19 @@ class SessionTotals:
         num_substitutes: samples that were sent in place of corrupt ones.
     """
 
-    num_batches: int = 0
-    num_bytes: int = 0
+    num_batches: int = counter("gyre_job_batches_sent", "Batches sent to the trainers of a job.")
+    num_bytes: int = counter(
+        "gyre_job_sent_bytes", "Payload of the batches sent to the trainers of a job."
+    )
     times: WindowTimes = field(default_factory=WindowTimes)
-    trainer_waited_s: float = 0.0
-    num_substitutes: int = 0
+    trainer_waited_s: float = counter(
+        "gyre_job_trainer_starved_seconds",
+        "Time in which a trainer stood still for want of a batch.",
+    )
+    num_substitutes: int = counter(
+        "gyre_job_substitutes_sent",
+        "Samples sent to the trainers of a job in place of corrupt ones.",
+    )
 
     def __add__(self, other: "SessionTotals") -> "SessionTotals":
         return SessionTotals(
@@ -73,12 +82,20 @@ class SessionGauges:
         memory_limit_bytes: reserved for batches.
     """
 
-    num_sessions: int = 0
-    num_ready: int = 0
-    num_held: int = 0
-    window_batches: int = 0
-    memory_bytes: int = 0
-    memory_limit_bytes: int = 0
+    num_sessions: int = gauge("gyre_job_sessions", "Sessions of a job: its ranks on this node.")
+    num_ready: int = gauge(
+        "gyre_job_window_ready_batches", "Batches that are ready and were not sent."
+    )
+    num_held: int = gauge(
+        "gyre_job_held_batches", "Batches that trainers have and did not release."
+    )
+    window_batches: int = gauge(
+        "gyre_job_window_size_batches", "Batches that may be in flight or ready."
+    )
+    memory_bytes: int = gauge("gyre_job_memory_bytes", "Memory held by a job's batches.")
+    memory_limit_bytes: int = gauge(
+        "gyre_job_memory_reserved_bytes", "Memory reserved for its batches."
+    )
 
     def __add__(self, other: "SessionGauges") -> "SessionGauges":
         return SessionGauges(*map(add, astuple(self), astuple(other)))

@@ -1,8 +1,14 @@
-"""The daemon's counters: plain numbers that its status and its metrics are rendered from."""
+"""The counters of a daemon, each declared with its name and its meaning where it is a field.
+
+A metric is two lines: a field here, or in `jobs` if it counts by job, and the line that counts.
+Prometheus and `gyre status` get all of them from the fields. A field that is a dataclass brings its
+own metrics; one that is a mapping has a series for each key.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gyre_daemon.monitoring.declared import counter, gauge, labelled
 from gyre_daemon.monitoring.jobs import Jobs
 
 RequestKind = Literal["read", "list", "stream"]
@@ -31,10 +37,16 @@ class RequestCount:
         body_s: sum of the times from the first byte to the last, where they were measured.
     """
 
-    num_requests: int = 0
-    num_bytes: int = 0
+    num_requests: int = counter(
+        "gyre_storage_requests", "Requests to storage that were answered or failed."
+    )
+    num_bytes: int = counter("gyre_storage_read_bytes", "Bytes that requests to storage brought.")
     first_byte_s: float = 0.0
     body_s: float = 0.0
+
+
+_CACHE_READS = "Reads from object storage, by the part that the node cache had."
+_CACHE_HELD = "Bytes of the blocks that the cache holds."
 
 
 @dataclass(slots=True)
@@ -54,16 +66,16 @@ class CacheCounts:
         disk_bytes: size of the blocks on disk now.
     """
 
-    num_hits: int = 0
-    num_misses: int = 0
-    num_joined: int = 0
-    num_past: int = 0
-    num_blocks_fetched: int = 0
-    num_bytes_fetched: int = 0
-    num_evicted: int = 0
-    num_corrupt: int = 0
-    memory_bytes: int = 0
-    disk_bytes: int = 0
+    num_hits: int = counter("gyre_cache_reads", _CACHE_READS, found="there")
+    num_misses: int = counter("gyre_cache_reads", _CACHE_READS, found="nothing")
+    num_joined: int = counter("gyre_cache_reads", _CACHE_READS, found="on its way")
+    num_past: int = counter("gyre_cache_reads_past", "Reads that bypassed the node cache.")
+    num_blocks_fetched: int = counter("gyre_cache_blocks_fetched", "Blocks taken into the cache.")
+    num_bytes_fetched: int = counter("gyre_cache_fetched_bytes", "Bytes of the blocks taken.")
+    num_evicted: int = counter("gyre_cache_blocks_evicted", "Blocks dropped to make room.")
+    num_corrupt: int = counter("gyre_cache_blocks_corrupt", "Damaged blocks found on disk.")
+    memory_bytes: int = gauge("gyre_cache_held_bytes", _CACHE_HELD, where="memory")
+    disk_bytes: int = gauge("gyre_cache_held_bytes", _CACHE_HELD, where="disk")
 
 
 @dataclass(slots=True)
@@ -76,19 +88,24 @@ class TransformCounts:
         num_replaced: processes that died or hung, and were replaced.
     """
 
-    num_samples: int = 0
-    cpu_s: float = 0.0
-    num_replaced: int = 0
+    num_samples: int = counter("gyre_samples_transformed", "Samples that were transformed.")
+    cpu_s: float = counter("gyre_transform_cpu_seconds", "Processor time of transforms.")
+    num_replaced: int = counter(
+        "gyre_transform_workers_replaced",
+        "Processes that died or hung while they transformed samples.",
+    )
 
 
 @dataclass(slots=True)
 class Metrics:
     """The counters of one daemon since its start; they belong to the event loop."""
 
-    storage: dict[RequestLabels, RequestCount] = field(default_factory=dict)
-    num_batches_sent: int = 0
-    num_bytes_sent: int = 0
-    num_substitutes_sent: int = 0
+    storage: dict[RequestLabels, RequestCount] = labelled("scheme", "kind", "outcome")
+    num_batches_sent: int = counter("gyre_batches_sent", "Batches sent to all trainers.")
+    num_bytes_sent: int = counter("gyre_sent_bytes", "Payload of the batches sent to all trainers.")
+    num_substitutes_sent: int = counter(
+        "gyre_substitutes_sent", "Samples sent in place of corrupt ones (on_corrupt)."
+    )
     jobs: Jobs = field(default_factory=Jobs)
     cache: CacheCounts = field(default_factory=CacheCounts)
     transforms: TransformCounts = field(default_factory=TransformCounts)

@@ -9,6 +9,8 @@ brings the clock.
 from dataclasses import astuple, dataclass
 from operator import add, sub
 
+from gyre_daemon.monitoring.declared import counter
+
 # Weight of the past when a batch group is added, so that about ten groups count. With many more, it
 # would show late that a cache has become warm; with fewer, single slow reads would show.
 _KEPT = 0.9
@@ -28,11 +30,26 @@ class WindowTimes:
             decoded it.
     """
 
-    ready_batch_s: float = 0.0
-    size_batch_s: float = 0.0
-    wait_storage_s: float = 0.0
-    wait_trainer_s: float = 0.0
-    wait_processor_s: float = 0.0
+    ready_batch_s: float = counter(
+        "gyre_job_window_ready_batch_seconds",
+        "Ready batches in a job's prefetch windows, integrated over time.",
+    )
+    size_batch_s: float = counter(
+        "gyre_job_window_size_batch_seconds",
+        "Sizes of a job's prefetch windows, integrated over time.",
+    )
+    wait_storage_s: float = counter(
+        "gyre_job_wait_for_storage_seconds",
+        "Time in which a trainer would have taken a batch, and storage had not answered.",
+    )
+    wait_trainer_s: float = counter(
+        "gyre_job_wait_for_trainer_seconds",
+        "Time in which a batch was ready, and no trainer took it.",
+    )
+    wait_processor_s: float = counter(
+        "gyre_job_wait_for_processor_seconds",
+        "Time in which a trainer would have taken a batch that waited for a processor.",
+    )
 
     def __add__(self, other: "WindowTimes") -> "WindowTimes":
         return WindowTimes(*map(add, astuple(self), astuple(other)))

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
+from prometheus_client.samples import Sample
 
 from gyre_daemon.datasets.checks.linting import FindingKind, LintProgress
 from gyre_daemon.datasets.cost import CostQuery, CostReport
@@ -18,7 +19,7 @@ from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
-from gyre_daemon.monitoring.exposition import Census
+from gyre_daemon.monitoring.exposition import Census, families
 from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
@@ -306,6 +307,7 @@ def _times(times: WindowTimes) -> dict[str, float]:
 
 def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
     """The state of a daemon, without its process, its sessions and its endpoints."""
+    counts = census.counts
     return pb.DaemonStatus(
         version=census.version,
         draining=census.is_draining,
@@ -314,16 +316,27 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         memory_abandoned_bytes=census.memory_abandoned_bytes,
         storage=[
             pb.StorageCount(**labels._asdict(), **asdict(count))
-            for labels, count in sorted(census.storage.items())
+            for labels, count in sorted(counts.storage.items())
         ],
-        num_batches_sent=census.num_batches_sent,
-        num_bytes_sent=census.num_bytes_sent,
-        num_substitutes_sent=census.num_substitutes_sent,
-        num_samples_transformed=census.transforms.num_samples,
-        transform_cpu_s=census.transforms.cpu_s,
-        num_transform_workers_replaced=census.transforms.num_replaced,
-        cache=pb.CacheCount(**asdict(census.cache)) if has_cache else None,
+        num_batches_sent=counts.num_batches_sent,
+        num_bytes_sent=counts.num_bytes_sent,
+        num_substitutes_sent=counts.num_substitutes_sent,
+        num_samples_transformed=counts.transforms.num_samples,
+        transform_cpu_s=counts.transforms.cpu_s,
+        num_transform_workers_replaced=counts.transforms.num_replaced,
+        cache=pb.CacheCount(**asdict(counts.cache)) if has_cache else None,
+        metrics=[
+            pb.Metric(name=_series(sample), value=sample.value, meaning=family.documentation)
+            for family in families(census)
+            for sample in family.samples
+            if family.type in ("counter", "gauge") and "job_name" not in sample.labels
+        ],
     )
+
+
+def _series(sample: Sample) -> str:
+    labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+    return f"{sample.name}{{{labels}}}" if labels else sample.name
 
 
 def from_measuring(measuring: Measuring) -> pb.MeasuringState:
@@ -347,6 +360,7 @@ def hide_others(status: pb.DaemonStatus) -> None:
         "num_samples_transformed",
         "transform_cpu_s",
         "num_transform_workers_replaced",
+        "metrics",
     ):
         status.ClearField(field)
     status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)

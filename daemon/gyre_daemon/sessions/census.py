@@ -26,29 +26,30 @@ def take_census(
         loop_lag: of the event loop.
         with_names: whether jobs are told apart; otherwise all count as `OTHERS`.
     """
-    budget, metrics = sessions.resources.budget, sessions.resources.metrics
+    budget = sessions.resources.budget
     by_job = [(job if with_names else OTHERS, session) for job, session in sessions.by_job()]
-    jobs: dict[JobKey, SessionGauges] = {}
+    totals = _totals(sessions, with_names=with_names)
+    jobs = dict.fromkeys(totals, SessionGauges())  # without a session, zeros
     qualities: dict[JobKey, list[ShuffleQuality]] = {}
     for job, session in by_job:
-        jobs[job] = jobs.get(job, SessionGauges()) + session.gauges
+        jobs[job] += session.gauges
         if quality := session.shuffle.quality:
             qualities.setdefault(job, []).append(quality)
     return Census(
         version=__version__,
+        counts=sessions.resources.metrics,
         is_draining=sessions.draining,
         memory_budget_bytes=budget.limit_bytes,
         memory_reserved_bytes=budget.reserved_bytes,
         memory_abandoned_bytes=budget.abandoned_bytes,
-        num_batches_sent=metrics.num_batches_sent,
-        num_bytes_sent=metrics.num_bytes_sent,
-        num_substitutes_sent=metrics.num_substitutes_sent,
-        storage=metrics.storage,
-        cache=metrics.cache,
-        transforms=metrics.transforms,
-        totals=_totals(sessions, with_names=with_names),
+        num_sessions=len(by_job),
+        totals=totals,
         jobs=jobs,
-        qualities={job: asdict(average(each)) for job, each in qualities.items()},
+        qualities={
+            (*job, of): value
+            for job, each in qualities.items()
+            for of, value in asdict(average(each)).items()
+        },
         loop_lag=loop_lag or LoopLag(),
     )
 

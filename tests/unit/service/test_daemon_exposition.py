@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
-from gyre_daemon.monitoring.metrics import RequestCount, RequestLabels
+from gyre_daemon.monitoring.metrics import Metrics, RequestCount, RequestLabels
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 from prometheus_client import generate_latest
@@ -25,21 +25,27 @@ def late(*delays_s: float) -> LoopLag:
 
 CENSUS = Census(
     version="1.2.3",
+    counts=Metrics(
+        num_batches_sent=12,
+        num_bytes_sent=3400,
+        num_substitutes_sent=5,
+        storage={
+            RequestLabels("s3", "read", "error"): RequestCount(2, 0),
+            RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
+        },
+    ),
     is_draining=False,
     memory_budget_bytes=1000,
     memory_reserved_bytes=600,
-    num_batches_sent=12,
-    num_bytes_sent=3400,
-    storage={
-        RequestLabels("s3", "read", "error"): RequestCount(2, 0),
-        RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
-    },
+    num_sessions=2,
     totals={
         TRAIN: SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25, 4),
         JobKey("uid:9", HOSTILE): SessionTotals(2, 400),
     },
-    jobs={TRAIN: SessionGauges(2, 3, 1, 8, 300, 600)},
-    num_substitutes_sent=5,
+    jobs={
+        TRAIN: SessionGauges(2, 3, 1, 8, 300, 600),
+        JobKey("uid:9", HOSTILE): SessionGauges(),
+    },
     loop_lag=late(-0.1, 0.0, 0.003, 0.0025, 100.0),
 )
 
@@ -115,13 +121,13 @@ def test_storage_requests_are_told_apart_by_kind_and_outcome() -> None:
     assert [
         ([sample.labels[name] for name in RequestLabels._fields], sample.value)
         for sample in family.samples
-    ] == [(["file", "read", "ok"], 7.0), (["s3", "read", "error"], 2.0)]
+    ] == [(["s3", "read", "error"], 2.0), (["file", "read", "ok"], 7.0)]
 
 
 def test_shuffle_quality_is_told_by_what_is_measured() -> None:
-    qualities = {TRAIN: {"displacement": 0.9, "spread": 0.5, "mixing": 1.0}}
+    qualities = {(*TRAIN, of): value for of, value in (("displacement", 0.9), ("mixing", 1.0))}
     text = rendered(replace(CENSUS, qualities=qualities))
-    for of, value in qualities[TRAIN].items():
+    for (_, _, of), value in qualities.items():
         labels = f'job_name="train",of="{of}",user="uid:1004"'
         assert f"gyre_job_shuffle_quality{{{labels}}} {value}\n" in text
 
