@@ -46,7 +46,6 @@ from gyre_trainer.layers.known_blocks import (
     suggested_rule,
 )
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.mlp import use_equal_masks
 from gyre_trainer.layers.quantized import quantize_linear
 from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_norms
 from gyre_trainer.optimizers.adafactor import Adafactor
@@ -211,7 +210,7 @@ def rotate(
         module: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
         mesh: as `make_mesh` gives it: one axis, the ring; or two, replicas and the ring.
-        policy: the dtypes of travelling slices, recomputation and dropout.
+        policy: the dtypes of travelling slices, and recomputation.
         rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
             at the first call in training and in evaluation.
         sync_from: the rank of the mesh whose values all ranks take; None where all have the same,
@@ -275,7 +274,7 @@ def rotate_all(
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
         mesh: as `make_mesh` gives it: one axis, the ring; or two, replicas and the ring.
-        policy: the dtypes of travelling slices, recomputation and dropout. A library's
+        policy: the dtypes of travelling slices, and recomputation. A library's
             `gradient_checkpointing_enable()` before this call implies `recompute="layer"`.
         rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp",
             in which * stands for any text, dots included. A path is preferred to a class, and an
@@ -329,7 +328,6 @@ def rotate_all(
         model,
         target.num_slices,
         regrouped=policy.recomputes,
-        drops_out=policy.dropout != "equal",
         experts_alone=not find_blocks,
     )
     walk = _Walk(
@@ -553,5 +551,3 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
         recompute_norms(module)
     if target.policy.recompute == "layer":
         recompute_layers(module)
-    if target.policy.dropout == "equal":
-        use_equal_masks(module, target.mesh)

@@ -1,7 +1,6 @@
-"""Which rules are found for blocks that drop out, and which are refused."""
+"""Rules for blocks that drop out where no slice could have the right mask: refused."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotate import rotate
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-
-KEPT = RotationPolicy()
 
 
 class Odd(nn.Module):
@@ -60,13 +57,8 @@ def refused() -> list[str]:
     """What is said of rules by hand at the first call."""
     rule, mesh = MLPRule(("up",), "down", drops_out=True), make_mesh("cpu")
     told = []
-    for compute, policy in (
-        (between, KEPT),
-        (late, KEPT),
-        (shifted, KEPT),
-        (behind, RotationPolicy(dropout="equal")),
-    ):
-        module = rotate(Odd(compute), mesh=mesh, policy=policy, rule=rule, verify=False)
+    for compute in (between, late, shifted):
+        module = rotate(Odd(compute), mesh=mesh, rule=rule, verify=False)
         with pytest.raises(RotationError) as error:
             module(torch.ones(2, 4))
         told.append(str(error.value))
@@ -76,19 +68,7 @@ def refused() -> list[str]:
 
 
 def test_rules_by_hand_are_refused_where_they_would_draw_wrong_masks(ranks: StartRanks) -> None:
-    for whole_between, cut_after, other, equal in ranks(2).run(refused):
+    for whole_between, cut_after, other in ranks(2).run(refused):
         assert "(2, 4) that every slice has whole, between its layers" in whole_between
         assert "(2, 3) that is cut, after its layers" in cut_after
         assert "Odd drops out after its last layer, with alpha_dropout" in other
-        assert 'RotationPolicy(dropout="equal") has no masks' in equal
-
-
-def rules_with_masks(dropout: Any) -> set[str | None]:
-    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 4))
-    plan = rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout=dropout))
-    return {each.rule for each in plan.entries}
-
-
-def test_equal_masks_leave_blocks_that_drop_out_to_their_layers(ranks: StartRanks) -> None:
-    assert ranks(2).run(rules_with_masks, "independent") == [{"MLPRule"}] * 2
-    assert ranks(2).run(rules_with_masks, "equal") == [{"LinearRule"}] * 2

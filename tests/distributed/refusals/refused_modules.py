@@ -13,7 +13,7 @@ from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
 from gyre_trainer.layers.experts import Experts, ExpertsRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotate import rotate, rotate_all
 from torch import Tensor, nn
 
 from tests.distributed.training import EVEN, Variant, build, rotated_gpt
@@ -140,20 +140,6 @@ def rule_for_no_class() -> None:
     rotate_all(nn.Sequential(MLP(4, 8)), mesh=make_mesh("cpu"), rules={nn.Conv2d: None})
 
 
-def masks_of_their_own() -> None:
-    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4, num_layers=2, dropout=0.1)})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
-
-
-def masks_of_channels() -> None:
-    model = nn.ModuleDict({"drop": nn.Dropout2d(0.1)})
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
-
-
-def no_such_dropout() -> None:
-    rotate(Residual(nn.Identity()), mesh=make_mesh("cpu"), rule=MLPRule(dropouts=("ends_in",)))
-
-
 def integers_that_rotate() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int64), requires_grad=False)
@@ -224,9 +210,6 @@ REFUSED_MODULES: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (one_parameter_in_two_places, RotationError, ["MLP", "up.weight, down.weight"]),
     (rule_for_nothing, RotationError, ["'1'", "no module"]),
     (rule_for_no_class, RotationError, ["Conv2d", "no module"]),
-    (masks_of_their_own, RotationError, ["rnn", "LSTM", "independent"]),
-    (masks_of_channels, RotationError, ["drop", "Dropout2d", "independent"]),
-    (no_such_dropout, RotationError, ["Residual.ends_in", "Identity", "Dropout"]),
     (integers_that_rotate, RotationError, ["Linear.weight", "int64"]),
     (token_outside_of_the_vocabulary, IndexError, ["token 8 is not in the embedding", "8 rows"]),
     (output_of_another_width, RotationError, ["(2, 4)", "weight"]),

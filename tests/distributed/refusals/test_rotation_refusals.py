@@ -130,12 +130,8 @@ def integers_that_travel() -> None:
 
 
 def removed_arguments() -> None:
-    old: dict[str, Any] = {"recompute": True, "bundle_numel": 0}
+    old: dict[str, Any] = {"recompute": True, "bundle_numel": 0, "dropout": "equal"}
     RotationPolicy(**old)
-
-
-def unknown_dropout() -> None:
-    RotationPolicy(dropout="none")  # type: ignore[arg-type]
 
 
 def buffer_on_meta() -> None:
@@ -191,7 +187,6 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
         ["0 rotates with", "compute_dtype=None", "on rank 1", "torch.bfloat16"],
     ),
     (integers_that_travel, RotationError, ["grad_dtype=torch.int8", "floating-point"]),
-    (unknown_dropout, RotationError, ["'none'", "independent, equal"]),
     (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
     (backward_twice, RotationError, ["MLP", "ran before"]),
     (step_before_backward, RotationError, ["MLP", "changed between forward and backward"]),

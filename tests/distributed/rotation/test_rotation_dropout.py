@@ -1,4 +1,4 @@
-"""Dropout masks are equal at every number of ranks, or independent and repeated in backward."""
+"""Dropout masks differ among ranks and slices, and repeat in backward."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import RotationPolicy, Rules, rotate_all
@@ -17,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.comparing import BATCH, Case, apart, mine, outcome
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import default_dtype
-
-EQUAL = RotationPolicy(dropout="equal")
 
 
 class FeedForward(nn.Module):
@@ -36,12 +33,12 @@ class FeedForward(nn.Module):
 class Dropping(nn.Module):
     """Dropout in attention, in hidden layers and on the residual stream."""
 
-    def __init__(self, *, batch_first: bool, checkpointed: bool) -> None:
+    def __init__(self, *, checkpointed: bool) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.3, batch_first=batch_first)
+        self.layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.3, batch_first=True)
         self.feed_forward = FeedForward()
-        self.drop = nn.Dropout(0.2) if batch_first else nn.Identity()
+        self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)
@@ -54,65 +51,17 @@ class Way:
     """How a model with dropout is built and run."""
 
     policy: RotationPolicy
-    batch_first: bool = True
     checkpointed: bool = False
-
-
-def case(way: Way) -> Case:
-    x = torch.randn(BATCH, 5, 12)
-    module = Dropping(batch_first=way.batch_first, checkpointed=way.checkpointed)
-    return (
-        Case(module, (x,)) if way.batch_first else Case(module, (x.transpose(0, 1),), batch_dim=1)
-    )
 
 
 def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
     torch.manual_seed(3)
     with default_dtype(torch.float64):
-        one = case(way)
-    rules: Rules = {FeedForward: MLPRule(dropouts=("drop",), batch_dim=one.batch_dim)}
+        one = Case(Dropping(checkpointed=way.checkpointed), (torch.randn(BATCH, 5, 12),))
+    rules: Rules = {FeedForward: MLPRule(drops_out=True)}
     rotate_all(one.module, mesh=mesh, policy=way.policy, rules=rules)
     torch.manual_seed(seed)
-    return outcome(
-        one.module, one, partial(mine, batch_dim=one.batch_dim) if mesh.size() > 1 else lambda x: x
-    )
-
-
-def on_one_rank() -> DeviceMesh:
-    """A mesh of this rank alone."""
-    group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
-
-
-def distances_from_one_rank(ways: list[Way]) -> list[float]:
-    """The distance of each way's outputs and gradients from one rank's with the global batch."""
-    mesh, alone = make_mesh("cpu"), on_one_rank()
-    found = []
-    for way in ways:
-        here, expected = run(way, mesh), run(way, alone)
-        batch_dim = 0 if way.batch_first else 1
-        for name in expected:
-            if name.startswith(("output", "input", "evaluated")):
-                expected[name] = mine(expected[name], batch_dim)
-            if name.startswith("input"):
-                here[name] = here[name] / mesh.size()
-        assert here.keys() == expected.keys()
-        found.append(max(apart(here[name], expected[name]) for name in expected))
-    return found
-
-
-WAYS = [
-    Way(EQUAL),
-    Way(EQUAL, batch_first=False),
-    Way(replace(EQUAL, recompute="block")),
-    Way(EQUAL, checkpointed=True),
-]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_masks_are_equal_at_every_number_of_ranks(ranks: StartRanks, num_ranks: int) -> None:
-    for found in ranks(num_ranks).run(distances_from_one_rank, WAYS):
-        assert max(found) <= 1e-12
+    return outcome(one.module, one, partial(mine, batch_dim=0))
 
 
 def independent() -> dict[str, dict[str, Tensor]]:
@@ -148,7 +97,7 @@ def hidden_zeros() -> Tensor:
         module.up.bias.fill_(1.0)
         module.down.weight.copy_(torch.eye(26)[:12])
         module.down.bias.zero_()
-    rotate_all(module, mesh=make_mesh("cpu"), rules={FeedForward: MLPRule(dropouts=("drop",))})
+    rotate_all(module, mesh=make_mesh("cpu"), rules={FeedForward: MLPRule(drops_out=True)})
     torch.manual_seed(0)
     hidden: Tensor = module(torch.zeros(200, 12, dtype=torch.float64))
     return hidden.detach().eq(0)

@@ -23,19 +23,16 @@ def kept(
     p: float,
     *,
     key: int = 5,
-    equal: bool = True,
     ring: FakeRing | None = None,
-    batch_dim: int = 0,
     first: int = 0,
 ) -> Tensor:
-    draw = DropoutMasks(key, cast("Ring", ring or FakeRing()), equal, batch_dim, first)
+    draw = DropoutMasks(key, cast("Ring", ring or FakeRing()), first)
     return draw.apply(torch.ones(shape, dtype=torch.float64), p)
 
 
-@pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_entries_are_dropped_at_the_given_rate_and_the_mean_stays(equal: bool, p: float) -> None:
-    values = kept((40, 50, 60), p, equal=equal)
+def test_entries_are_dropped_at_the_given_rate_and_the_mean_stays(p: float) -> None:
+    values = kept((40, 50, 60), p)
     assert set(values.flatten().tolist()) == {0.0, 1 / (1 - p)}
     assert values.mean().item() == pytest.approx(1, abs=5 * (p / (1 - p) / values.numel()) ** 0.5)
 
@@ -48,31 +45,18 @@ def test_entries_are_independent_along_every_dim() -> None:
             assert abs(correlation) < 5 / signs.numel() ** 0.5
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_keys_and_masks_of_one_call_differ_and_the_same_key_repeats(equal: bool) -> None:
-    assert torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, equal=equal))
-    assert not torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, key=6, equal=equal))
-    draw = DropoutMasks(5, cast("Ring", FakeRing()), equal=equal)
+def test_keys_and_masks_of_one_call_differ_and_the_same_key_repeats() -> None:
+    assert torch.equal(kept((8, 64), 0.5), kept((8, 64), 0.5))
+    assert not torch.equal(kept((8, 64), 0.5), kept((8, 64), 0.5, key=6))
+    draw = DropoutMasks(5, cast("Ring", FakeRing()))
     x = torch.ones(8, 64)
     assert not torch.equal(draw.apply(x, 0.5), draw.apply(x, 0.5))
 
 
-@pytest.mark.parametrize("batch_dim", [0, 1])
-def test_parts_of_a_batch_and_slices_have_their_part_of_the_equal_mask(batch_dim: int) -> None:
-    whole = kept((6, 6, 10), 0.5, batch_dim=batch_dim)
-    for rank in range(3):
-        for first in (0, 4):
-            part = whole.narrow(batch_dim, 2 * rank, 2)[..., first : first + 4]
-            found = kept(
-                tuple(part.shape), 0.5, ring=FakeRing(rank, 3), batch_dim=batch_dim, first=first
-            )
-            assert torch.equal(found, part)
-
-
 def test_independent_masks_differ_among_ranks_and_slices() -> None:
-    one = kept((8, 64), 0.5, equal=False)
-    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, ring=FakeRing(1, 2)))
-    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, first=64))
+    one = kept((8, 64), 0.5)
+    assert not torch.equal(one, kept((8, 64), 0.5, ring=FakeRing(1, 2)))
+    assert not torch.equal(one, kept((8, 64), 0.5, first=64))
 
 
 def test_everything_may_be_dropped() -> None:

@@ -470,7 +470,7 @@ class AttentionRule(Rule):
         first, _ = current.bounds[f"{self.output}.weight"]
         with (
             changed_counts(current.module, self._counts_of_slice(current)),
-            self.dropping(current, masks and masks.for_slice(first, 0), (args, kwargs)),
+            self.dropping(current, masks and masks.for_slice(first), (args, kwargs)),
         ):
             return current.forward(*args, **kwargs)
 

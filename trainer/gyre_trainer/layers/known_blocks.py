@@ -496,7 +496,6 @@ class KnownBlocks:
         regrouped: whether rules count where rows travel once more before each pass: those with
             packed parameters, and those where slices share key/value heads. Where nothing is
             recomputed they cost more than they spare.
-        drops_out: whether modules that drop out count.
         experts_alone: whether stacked experts alone rotate as one, and no module with layers.
         reasons: why a module that has the layers of a row rotates layer by layer.
     """
@@ -504,7 +503,6 @@ class KnownBlocks:
     model: nn.Module
     num_slices: int
     regrouped: bool = False
-    drops_out: bool = True
     experts_alone: bool = False
     reasons: dict[nn.Module, str] = field(default_factory=dict)
 
@@ -539,8 +537,6 @@ class KnownBlocks:
             raise UnknownCode("its code is not among those that Gyre has trained")
         self._require_free(row, module)
         rule = _of_module(row, module)
-        if rule.drops_out and not self.drops_out:
-            raise RotationError("it drops out, and masks are to be equal at every number of ranks")
         if rule.caches_heads and not self._shares_caches:
             raise RotationError("its model has a cache that slices cannot share")
         if not self.regrouped and _is_regrouped(rule, self.num_slices):

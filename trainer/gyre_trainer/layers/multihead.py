@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule, projections
-from gyre_trainer.layers.mlp import MLPRule, use_equal_mask, use_slice_mask
-from gyre_trainer.rotation.dropout import DropoutMasks, new_key
+from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import (
@@ -191,20 +190,14 @@ def _attended(
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The heads' outputs, and the attention weights if they are needed."""
-    assert isinstance(module, RotatedModule)
     p = module.dropout if module.training else 0.0
-    equal = module.rotation.policy.dropout == "equal"
-    if not need_weights and not (p and equal):
+    if not need_weights:
         return F.scaled_dot_product_attention(
             q_BHTC, k_BHSC, v_BHSC, attn_mask=mask, dropout_p=p
         ), None
     scores = q_BHTC @ k_BHSC.transpose(-2, -1) * q_BHTC.shape[-1] ** -0.5
     weights = (scores if mask is None else scores + mask).softmax(-1)
-    if p and equal:
-        weights = DropoutMasks(new_key(), module.rotation.sharded.ring, equal=True).apply(
-            weights, p
-        )
-    elif p:
+    if p:
         weights = F.dropout(weights, p)
     return weights @ v_BHSC, weights if need_weights else None
 
@@ -236,15 +229,14 @@ class FeedForwardRule(MLPRule):
 
     ups: tuple[str, ...] = ("linear1",)
     down: str = "linear2"
-    dropouts: tuple[str, ...] = ("dropout",)
+    drops_out: bool = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """As `MLPRule`; the layer's other dropouts are outside of the feed-forward."""
-        use_slice_mask(module, "dropout")
         return projections(module, self.ups, self.down)
 
     def require_known_dropout(self, module: nn.Module) -> None:
-        """Any: that of the layer is outside of the feed-forward, but for the one that is named."""
+        """Any: that of the layer is outside of the feed-forward, but for the one of its width."""
 
 
 class RotatedFeedForward(RotatedModule):
@@ -267,7 +259,6 @@ def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
     Raises:
         RotationError: it has an option that is not supported.
     """
-    batch_dim = 0 if layer.self_attn.batch_first else 1
     rotate_multihead(layer.self_attn, target)
     if isinstance(layer, nn.TransformerDecoderLayer):
         rotate_multihead(layer.multihead_attn, target)
@@ -277,14 +268,10 @@ def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
     reads = ("linear1", "linear2", "dropout", "activation")
     wrap(
         layer,
-        FeedForwardRule(batch_dim=batch_dim),
+        FeedForwardRule(),
         target,
         PartialRotation(partial(_feed_forward, layer), reads, RotatedFeedForward),
     )
-    if target.policy.dropout == "equal":
-        for name in ("dropout1", "dropout2", "dropout3"):
-            if hasattr(layer, name):
-                use_equal_mask(getattr(layer, name), target.mesh, batch_dim)
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:

@@ -1,17 +1,10 @@
 """Random numbers that a slice drew in forward, drawn again when backward computes it again.
 
-Dropout masks that backward finds again, and masks that are equal at every number of ranks.
+Dropout masks that backward finds again: each rank draws its own, for each slice from a generator
+that is seeded for this slice of this call.
 
-`RotationPolicy.dropout` chooses between two kinds. "independent": each rank draws its own masks,
-for each slice from a generator that is seeded for this slice of this call. "equal": a counter-based
-hash of the call's key, the sample's index in the global batch and the entry's index in the sample
-says whether an entry is kept, so the mask depends neither on the rank that has the sample nor on
-the slice that has the entry.
-
-A call's key is drawn from torch's CPU generator. So each call has another key,
-`torch.utils.checkpoint` draws the same one again, and runs with one seed have the same keys. For
-"equal" masks every rank must have the same seed, and the ranks' parts of a batch must be equally
-large and lie in the order of the ranks.
+A call's key is drawn from torch's CPU generator. So each call has another key, and
+`torch.utils.checkpoint` draws the same one again.
 
 Dropout inside of a module that rotates as a whole: which masks its slices draw.
 
@@ -43,7 +36,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from hashlib import blake2b
 from itertools import count
-from math import prod
 from typing import Any
 
 import torch
@@ -53,7 +45,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.errors import RotationError
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -117,8 +108,6 @@ class DropoutMasks:
     Attributes:
         key: the call's key.
         ring: the ring that the batch is spread over.
-        equal: whether the masks are equal at every number of ranks.
-        batch_dim: the dim of the batch in the tensors that are dropped out.
         first: the index of the first entry along the last dim. It differs between slices of a
             sliced dim.
         positions: numbers the masks of one call.
@@ -126,52 +115,24 @@ class DropoutMasks:
 
     key: int
     ring: Ring
-    equal: bool
-    batch_dim: int = 0
     first: int = 0
     positions: Iterator[int] = field(default_factory=count)
 
-    def for_slice(self, first: int, batch_dim: int) -> "DropoutMasks":
+    def for_slice(self, first: int) -> "DropoutMasks":
         """The masks of one slice, which begins at ``first`` along the last dim."""
-        return replace(self, first=first, batch_dim=batch_dim, positions=count())
+        return replace(self, first=first, positions=count())
 
     def apply(self, x: Tensor, p: float) -> Tensor:
         """``x`` with each entry set to 0 with probability ``p``, else divided by 1 - p."""
-        seed = self.next_seed()
-        if self.equal:
-            kept = self._kept(x, p, seed)
-        else:
-            generator = torch.Generator(x.device).manual_seed(seed)
-            kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
-                1 - p, generator=generator
-            )
+        generator = torch.Generator(x.device).manual_seed(self.next_seed())
+        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
+            1 - p, generator=generator
+        )
         return torch.where(kept, x, 0).mul_(1 / (1 - p) if p < 1 else 0.0)
 
     def next_seed(self) -> int:
         """The seed of the next mask."""
-        return _seed(
-            self.key, next(self.positions), *(() if self.equal else (self.ring.part, self.first))
-        )
-
-    def _kept(self, x: Tensor, p: float, seed: int) -> Tensor:
-        """Which entries stay: bool, shaped as ``x``.
-
-        The hash is of the row in the global batch, in the upper half of the bits, and the index in
-        the row.
-        """
-        *leading, width = x.shape
-        sizes = [
-            size * (self.ring.num_parts if dim == self.batch_dim else 1)
-            for dim, size in enumerate(leading)
-        ]
-        counters = torch.arange(self.first, self.first + width, device=x.device)
-        for dim, size in enumerate(leading):
-            offset = self.ring.part * size if dim == self.batch_dim else 0
-            positions = torch.arange(offset, offset + size, device=x.device) * (
-                prod(sizes[dim + 1 :]) << 32
-            )
-            counters = counters + positions.view(-1, *[1] * (len(leading) - dim))
-        return _hashed(counters, seed) >= int(p * 2**53)
+        return _seed(self.key, next(self.positions), self.ring.part, self.first)
 
 
 def _seed(*numbers: int) -> int:
@@ -179,15 +140,6 @@ def _seed(*numbers: int) -> int:
         b"".join(number.to_bytes(8, "little") for number in numbers), digest_size=8
     ).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _hashed(counters: Tensor, seed: int) -> Tensor:
-    """53 random bits for each int64 counter: SplitMix64's finalizer (OOPSLA 2014)."""
-    bits = (counters * -0x61C8864680B583EB).add_(seed)
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-    bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << 33) - 1))
-    return (bits >> 11).bitwise_and_((1 << 53) - 1)
 
 
 _ATTENTION = F.scaled_dot_product_attention
@@ -224,7 +176,7 @@ class Undropped:
 
     seen: list[Dropout] = field(default_factory=list)
 
-    def for_slice(self, _first: int, _batch_dim: int) -> "Undropped":
+    def for_slice(self, _first: int) -> "Undropped":
         """The same for a slice."""
         return self
 
@@ -251,15 +203,7 @@ def dropout_inside(
         last: names of those of the last layer.
         masks: of the slice.
         arguments: of the call, in any form: what of them is dropped out is whole in every slice.
-
-    Raises:
-        RotationError: the masks are to be equal at every number of ranks.
     """
-    if isinstance(masks, DropoutMasks) and masks.equal:
-        raise RotationError(
-            'RotationPolicy(dropout="equal") has no masks for dropout inside of a module that '
-            "rotates as a whole. Name dropout of an MLP's hidden width, MLPRule(dropouts=...)."
-        )
     closing = {id(tensor) for name, tensor in weights.items() if name in last}
     opening = {id(tensor) for tensor in weights.values()} - closing
     given = {id(each) for each in tree_leaves(arguments) if isinstance(each, Tensor)}

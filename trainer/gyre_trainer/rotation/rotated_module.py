@@ -374,11 +374,8 @@ class RotatedModule(ShardedModule):
         if not may_drop_out(self.rotation.module):
             return
         self.rotation.rule.require_known_dropout(self.rotation.module)
-        if self.rotation.rule.uses_dropout:
-            equal = self.rotation.policy.dropout == "equal"
-            kwargs[MASKS_ARGUMENT] = DropoutMasks(
-                new_key(), self.rotation.sharded.ring, equal=equal
-            )
+        if self.rotation.rule.drops_out:
+            kwargs[MASKS_ARGUMENT] = DropoutMasks(new_key(), self.rotation.sharded.ring)
 
     def _require_no_more_hooks(self) -> None:
         """Refuse hooks inside that the rule was not checked with.

@@ -108,7 +108,8 @@ class Rule(ABC):
             heads, so that slices can share a cache.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
-        drops_out: whether the forward may drop out. See [Note: Dropout in slices] in
+        drops_out: whether the forward may drop out; then the argument `MASKS_ARGUMENT` has the
+            masks of a call in training. See [Note: Dropout in slices] in
             `gyre_trainer.rotation.dropout`.
     """
 
@@ -117,11 +118,6 @@ class Rule(ABC):
     recompute_pays: ClassVar[bool] = True
     caches_heads: ClassVar[bool] = False
     drops_out: bool = False
-
-    @property
-    def uses_dropout(self) -> bool:
-        """Whether slices drop out in training; the argument `MASKS_ARGUMENT` has the masks."""
-        return self.drops_out
 
     def dropping(
         self, current: ModuleSlice, masks: Masks | None, arguments: Any
@@ -280,13 +276,13 @@ class swapped:  # noqa: N801  # a context, used as a function is
             parameters[last] = parameter
 
 
-_Dropout = Literal["independent", "equal"]
 Recompute = Literal["none", "block", "layer"]
 # Arguments of earlier versions, and those of now.
 _REMOVED = {
     "bundle_numel": "rotate_all(min_numel=...) to replicate small modules",
     "recompute_parts": 'recompute="layer"',
     "recompute_layers": 'recompute="layer"',
+    "dropout": "no dropout=, because each rank draws its own masks",
 }
 
 
@@ -303,9 +299,6 @@ class RotationPolicy:
             in a layer, the items of the model's outermost lists, of which only the inputs are
             kept. Then slices of what comes before a layer's last module travel once more, and all
             of a layer with listed experts.
-        dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
-            number of ranks, if all ranks have one seed (`torch.manual_seed`). See
-            `gyre_trainer.rotation.dropout`.
         residual_dtype: the dtype of activations between rotated modules: of what these return, and
             of replicated parameters in use (norms) and the arguments of their modules. None for
             `compute_dtype`; without either, a module returns the dtype that it is called with.
@@ -319,7 +312,6 @@ class RotationPolicy:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: Recompute = "none"
-    dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
     compiler: str | None = None
 
@@ -344,12 +336,11 @@ class RotationPolicy:
                 raise RotationError(
                     f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
                 )
-        for name, choices in (("recompute", Recompute), ("dropout", _Dropout)):
-            if getattr(self, name) not in get_args(choices):
-                raise RotationError(
-                    f"RotationPolicy({name}={getattr(self, name)!r}): "
-                    f"it must be one of {', '.join(get_args(choices))}"
-                )
+        if self.recompute not in get_args(Recompute):
+            raise RotationError(
+                f"RotationPolicy(recompute={self.recompute!r}): "
+                f"it must be one of {', '.join(get_args(Recompute))}"
+            )
 
     @property
     def recomputes(self) -> bool:
