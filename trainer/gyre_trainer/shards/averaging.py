@@ -104,8 +104,8 @@ def note_replaced(parameter: nn.Parameter, name: str) -> None:
     _REPLACED.note(parameter, name)
 
 
-def refuse_hooks(parameter: Tensor, own: Callable[..., None]) -> None:
-    """Refuse hooks on the accumulated gradient but those that are a `partial` of ``own``.
+def refuse_hooks(parameter: Tensor) -> None:
+    """Refuse hooks of other code on the accumulated gradient; those of this package are partials.
 
     Torch calls them with the gradient of this rank, before the mean is there.
 
@@ -113,12 +113,16 @@ def refuse_hooks(parameter: Tensor, own: Callable[..., None]) -> None:
         RotationError: there is such a hook.
     """
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    if any(not isinstance(each, partial) or each.func is not own for each in hooks.values()):
+    if not all(isinstance(each, partial) and _is_own(each.func) for each in hooks.values()):
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} has a hook on its accumulated gradient "
             "(register_post_accumulate_grad_hook), which torch calls before that is averaged. Take "
             "the optimizer's step after backward"
         )
+
+
+def _is_own(function: Callable[..., Any]) -> bool:
+    return function.__module__.startswith("gyre_trainer.")
 
 
 class OutsideWrites:
@@ -273,7 +277,7 @@ class ReplicaGradients:
                 self._watched[parameter] = True
                 # a hook with a strong reference would keep both alive
                 parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
-            refuse_hooks(parameter, _touch)
+            refuse_hooks(parameter)
         if not self._is_compared and not isinstance(self._flat, FakeTensor):
             self._is_compared = True
             self.name = name

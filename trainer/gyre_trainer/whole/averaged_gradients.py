@@ -126,7 +126,7 @@ class ReplicatedGradients:
         self._writes.track(self._parameters)
         if self.ring.num_parts > 1:
             for parameter in own:
-                refuse_hooks(parameter, _touched)
+                refuse_hooks(parameter)
 
     def reached(self, output: Tensor) -> Tensor:
         """An output of the model: a backward that reaches it averages the gradients.
