@@ -6,13 +6,11 @@ was averaged last may be alive for some milliseconds after backward, with no ref
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 from weakref import ref
 
 import torch
+from gyre_trainer.accounting.counters import Ran
 from gyre_trainer.accounting.live_bytes import LiveBytes
-from torch import Tensor
 
 _TIMEOUT_S = 10.0  # for what is never released, so that it is counted
 
@@ -24,17 +22,10 @@ class SettledBytes(LiveBytes):  # type: ignore[no-untyped-call]
         super().__init__()
         self._reduced: list[ref[torch.UntypedStorage]] = []
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
-        super().saw(func, args, kwargs, given, result)
-        if func is torch.ops.c10d.allreduce_.default:
-            self._reduced += [ref(tensor.untyped_storage()) for tensor in given]
+    def saw(self, ran: Ran) -> None:
+        super().saw(ran)
+        if ran.func is torch.ops.c10d.allreduce_.default:
+            self._reduced += [ref(tensor.untyped_storage()) for tensor in ran.given]
 
     def settled(self) -> int:
         """Bytes alive once all that was all-reduced is released, or after 10 s."""

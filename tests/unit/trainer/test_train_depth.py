@@ -113,7 +113,7 @@ def test_a_model_whose_shapes_depend_on_unknown_values_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1}
-    monkeypatch.setattr("gyre_trainer.accounting.known_values._MAX_BYTES", 0)  # nothing is known
+    monkeypatch.setattr("gyre_trainer.accounting.dry_run._MAX_BYTES", 0)  # nothing is known
     with pytest.raises(ConfigError, match="which experts they choose, so it cannot be planned"):
         dry_run(config({"config": experts}), Strategy.GYRE, 2)
 

@@ -7,12 +7,12 @@ from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.depth import StepFigures
 from gyre_trainer.accounting.estimate import (
     Rates,
+    figures_of_rings,
     recommendation,
     ring_seconds,
     step_seconds,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
-from gyre_trainer.accounting.rings import figures_of_rings
 from gyre_trainer.training.models.library import num_positions
 
 MIB = 2**20

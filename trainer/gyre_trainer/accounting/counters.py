@@ -4,7 +4,7 @@ Each context costs Python for every operator, so all counts of one step share on
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.flop_counter import flop_registry
 
 from gyre_trainer.layers.head import multiplicity
+
+
+class Ran(NamedTuple):
+    """An operator that has run.
+
+    Attributes:
+        func: the operator.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        given: the tensors among both.
+        result: what it returned.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    given: Sequence[Tensor]
+    result: Any
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,18 +53,11 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented
         result = func(*args, **kwargs or {})
-        self.saw(func, args, kwargs or {}, given, result)
+        self.saw(Ran(func, args, kwargs or {}, given, result))
         return result
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
-        """Take note of an operator that has run; ``given`` are the tensors among its arguments."""
+    def saw(self, ran: Ran) -> None:
+        """Take note of an operator that has run."""
         raise NotImplementedError
 
 
@@ -62,17 +73,10 @@ class Together(Dispatched):  # type: ignore[no-untyped-call]
         """No: to keep the compiler out takes as long as some operators, and nothing is compiled."""
         return False
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
+    def saw(self, ran: Ran) -> None:
         """Let each of them see it."""
         for each in self._others:
-            each.saw(func, args, kwargs, given, result)
+            each.saw(ran)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -105,20 +109,14 @@ class Operations(Dispatched):  # type: ignore[no-untyped-call]
         self.total = 0
         self.num_operators = 0
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
+    def saw(self, ran: Ran) -> None:
         """Count what the operator computed, and all that it stands for."""
         self.num_operators += multiplicity()
-        self.total += multiplicity() * _operations(func._overloadpacket, args, kwargs, result)
+        self.total += multiplicity() * _operations(ran)
 
 
-def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def _operations(ran: Ran) -> int:
+    packet, args = ran.func._overloadpacket, ran.args
     if packet is _ATTENTION:
         return 2 * _product(*args[:2])
     if packet is _ATTENTION_BACKWARD:  # computes the scores again
@@ -126,7 +124,7 @@ def _operations(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if packet in _ADDS_PRODUCT:
         return int(2 * args[1].numel() * args[2].shape[-1])
     if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+        return int(flop_registry[packet](*args, **ran.kwargs, out_val=ran.result))
     return 0
 
 
@@ -177,22 +175,15 @@ class SentBytes(Dispatched):  # type: ignore[no-untyped-call]
         self.total = 0
         self._num_ranks = num_ranks
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
+    def saw(self, ran: Ran) -> None:
         """Count what the operator sent.
 
         Raises:
             NotImplementedError: it communicates in an unknown way. No figure is better than a wrong
                 one.
         """
-        if func.namespace in COMMUNICATION_NAMESPACES and func.namespace != "fsdp":
-            self.total += self._bytes(func.name().partition(".")[0], args)
+        if ran.func.namespace in COMMUNICATION_NAMESPACES and ran.func.namespace != "fsdp":
+            self.total += self._bytes(ran.func.name().partition(".")[0], ran.args)
 
     def _bytes(self, name: str, args: Sequence[Any]) -> int:
         if name in _SILENT:

@@ -14,7 +14,7 @@ have no such copy, so it is not counted: it made FSDP2's peaks up to a tenth too
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gyre_trainer.accounting.counters import (
     COMMUNICATION_NAMESPACES,
     Dispatched,
+    Ran,
     tensors_in,
 )
 
@@ -165,21 +166,15 @@ class LiveBytes(Dispatched):  # type: ignore[no-untyped-call]
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def saw(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
-    ) -> None:
+    def saw(self, ran: Ran) -> None:
         """Count what the operator allocated, or resized."""
+        func, args = ran.func, ran.args
         travels = func.namespace in COMMUNICATION_NAMESPACES
         if func is torch.ops.c10d._reduce_scatter_base_.default:
             self._scattered[args[1].nbytes] += 1
         elif func is torch.ops.aten.split.Tensor:
             self._leave_out_copy(args[0])
-        for tensor in filter(_has_memory, chain(given, tensors_in(result))):
+        for tensor in filter(_has_memory, chain(ran.given, tensors_in(ran.result))):
             storage = self._observe(func, tensor.untyped_storage())
             if travels and not storage.labelled:
                 storage.category = Category.COMMUNICATION

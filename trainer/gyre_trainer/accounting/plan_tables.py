@@ -16,23 +16,21 @@ from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters
 from gyre_trainer.accounting.depth import FigureJobs, Job, StepFigures, side_by_side
 from gyre_trainer.accounting.dry_run import on_fake_ranks
 from gyre_trainer.accounting.estimate import (
+    THIN_ROWS,
     Rates,
+    RingFigures,
+    figures_of_rings,
     host_seconds,
     measured_bytes_per_s,
     measured_operations_per_s,
     measured_operator_s,
+    on_rings_of,
     recommendation,
     ring_seconds,
+    ring_sizes,
     step_seconds,
 )
 from gyre_trainer.accounting.live_bytes import CATEGORIES
-from gyre_trainer.accounting.rings import (
-    THIN_ROWS,
-    RingFigures,
-    figures_of_rings,
-    on_rings_of,
-    ring_sizes,
-)
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.inspection.rotation_plan import table
 from gyre_trainer.rotate import plan_of
