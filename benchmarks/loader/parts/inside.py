@@ -112,7 +112,7 @@ async def measure(workload: Workload, folder: Path) -> Cost:
         table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
         session.attach()
         assert session.share_arenas(client, on_gone=lambda: None)
-        session.add_credit(session.num_queued)
+        session.add_credit(session.max_queued)
         await _read(session, WARMUP_S)
         began, process, loop = time.perf_counter(), time.process_time(), time.thread_time()
         copies.thread_s = 0.0

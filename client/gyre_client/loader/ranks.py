@@ -24,7 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_client.errors import CursorRejected, InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT32, shown, whole
-from gyre_client.targets.run import launched, launched_as, launched_here, ordinal, this_run
+from gyre_client.targets.private_folder import temporary_folder
+from gyre_client.targets.run import (
+    agreed,
+    launched,
+    launched_as,
+    launched_here,
+    machine,
+    ordinal,
+    this_run,
+)
 
 _log = logging.getLogger("gyre_client")
 # Parts of the names of dims along which batches usually differ. Experts are inside them.

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -76,7 +77,7 @@ def reaches_an_arena(process: psutil.Process) -> bool:
 
 def test_only_copy_workers_reach_arenas(daemon: Daemon) -> None:
     """And no compute worker has the daemon's environment or memory without a bound."""
-    arguments = {"address": daemon.address, "batch_size": 16}
+    arguments: dict[str, Any] = {"address": daemon.address, "batch_size": 16}
     with (
         Loader("tokens", token_dtype="stored", **arguments) as plain,
         Loader("tokens", token_dtype="stored", transform=CHAIN, **arguments) as drawn,
@@ -97,7 +98,11 @@ def test_only_copy_workers_reach_arenas(daemon: Daemon) -> None:
 
 
 def test_a_fork_server_that_is_killed_with_its_workers_is_replaced(daemon: Daemon) -> None:
-    arguments = {"address": daemon.address, "batch_size": 16, "token_dtype": "stored"}
+    arguments: dict[str, Any] = {
+        "address": daemon.address,
+        "batch_size": 16,
+        "token_dtype": "stored",
+    }
     with Loader("tokens", transform=CHAIN, epochs=None, **arguments) as loader:
         first = next(loader)["drawn"].clone()
         (server,) = family(daemon)["gyre-compute"]
@@ -114,7 +119,11 @@ def test_a_fork_server_that_is_killed_with_its_workers_is_replaced(daemon: Daemo
 def test_compute_workers_end_with_their_daemon(daemon: Daemon, how: str) -> None:
     """Also one in which a user's function hangs."""
     hangs = {"name": "trouble", "hangs": [LENGTH * number for number in range(NUM_SAMPLES)]}
-    arguments = {"address": daemon.address, "batch_size": 16, "token_dtype": "stored"}
+    arguments: dict[str, Any] = {
+        "address": daemon.address,
+        "batch_size": 16,
+        "token_dtype": "stored",
+    }
     with Loader("tokens", transform=CHAIN, **arguments) as loader:
         next(loader)
         with Loader("tokens", transform=[hangs], **arguments):
