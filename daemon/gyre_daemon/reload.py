@@ -115,11 +115,16 @@ class Reloader:
         """Read the file and apply it; log the result and tell the service manager."""
         reopen_audit_file()
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        metrics = self._sessions.resources.metrics
         try:
             await self._apply(await self._confirmed())
         except InvalidInput as error:
+            metrics.is_reload_good = False
             facts = {"reason": error, "kept": sorted(self._running.datasets)}
             log_event("reload refused", facts, logging.WARNING)
+        else:
+            metrics.is_reload_good = True
+        metrics.reloaded_at = time.time()
         notify("READY=1")
 
     async def _confirmed(self) -> _Reading:

@@ -37,7 +37,7 @@ from gyre_daemon.memory.budget import Budget
 from gyre_daemon.monitoring.exposition import Census, new_registry
 from gyre_daemon.monitoring.http_ports import HttpPort, Probes, metrics_application
 from gyre_daemon.monitoring.jobs import OTHERS
-from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.monitoring.metrics import Metrics, MountGauges
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.audit import AuditFile
 from gyre_daemon.runtime.connections import Connections, own_bytes, own_limit_bytes
@@ -258,7 +258,7 @@ class _Daemon:
         self._credentials = Credentials.of(config)
         authenticator = Authenticator(self._credentials.tokens)
         self._connections = Connections()
-        self._guard = Guard(authenticator, self._connections)
+        self._guard = Guard(authenticator, self._connections, metrics)
         self._service = LoaderService(
             self._catalog,
             self._sessions,
@@ -267,7 +267,7 @@ class _Daemon:
             copy_workers,
             self._transforms,
             self._measurer,
-            config.prefetch_batches,
+            config,
             self._ask_to_stop,
         )
         self._health = HealthServicer()
@@ -308,7 +308,7 @@ class _Daemon:
                     self._sessions.watch_leases(),
                     ping_watchdog(),
                     watch_credentials(self._credentials),
-                    self._watch_descriptors(),
+                    self._watch_resources(),
                 )
             ]
             if reread:
@@ -339,14 +339,25 @@ class _Daemon:
             await self._cache.close()
         log_event("stopped")
 
-    async def _watch_descriptors(self) -> None:
-        """Close files without a reader, and connections that take too much memory, without end."""
+    async def _watch_resources(self) -> None:
+        """Close files without a reader, and connections that take too much memory, without end.
+
+        Mounts and the ends of credentials go into the metrics.
+        """
+        metrics = self._sessions.resources.metrics
         limit_bytes = own_limit_bytes(memory_limit_bytes())
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             MOUNTS.look()
+            metrics.mounts = {
+                (each.path, each.file_system): MountGauges(
+                    each.hangs_since_s or 0.0, each.latency.median_s or 0.0
+                )
+                for each in MOUNTS
+            }
+            metrics.expires = self._credentials.expiries()
             self._catalog.close_idle_files()
-            cached = self._sessions.resources.metrics.cache.memory_bytes
+            cached = metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}
             self._connections.close_strangers()
             self._connections.close_for_memory(own_bytes() - cached, limit_bytes, readers)
@@ -451,6 +462,7 @@ def _make_cache(
 ) -> NodeCache | None:
     if not config.cache_memory:
         return None
+    metrics.cache.is_disk_failing = bool(config.cache_dir and config.cache_disk and not disk)
     disk_workers = workers
     if disk:  # a disk that hangs holds up only its own files
         disk_workers = FairExecutor(MOUNTS.at(disk.folder).readers, config.num_io_threads)

@@ -136,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         add(index, dataset, "build missing parts of a dataset's index, list changes")
     )
     add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
-    add(status, common, "sessions, memory and storage of a daemon")
+    command = add(status, common, "sessions, memory and storage of a daemon")
+    text = "only problems, each with its remedy; exit 1 if there is one"
+    command.add_argument("--check", action="store_true", help=text)
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
     live = add(top, common, "live throughput and bottleneck per session")
     live.add_argument(

@@ -20,6 +20,7 @@ from gyre_client.display.formatting import (
 )
 from gyre_client.display.mounts import mount_line
 from gyre_client.display.rates import SessionRates, session_rates
+from gyre_client.errors import NotAllowed
 from gyre_client.messages.measuring import measuring_line
 from gyre_client.transport.connection import Connection
 
@@ -30,9 +31,28 @@ _NUM_KEYS = 2  # the columns JOB and RANK
 
 
 def status(connection: Connection, args: argparse.Namespace) -> CommandOutput:
-    """Returns the state of the daemon."""
-    found = connection.status()
+    """Returns the state of the daemon, or its problems."""
+    found = connection.status(check=args.check)
+    if args.check:
+        return _checkup(found)
     return CommandOutput(to_plain(found), full_text(found, page_width()))
+
+
+def _checkup(status: pb.DaemonStatus) -> CommandOutput:
+    """Returns the problems; the exit status is 1 if there are some.
+
+    Raises:
+        NotAllowed: the daemon tells them to its operators alone.
+    """
+    if not status.HasField("checkup"):
+        raise NotAllowed(
+            "the daemon shows its problems to operators alone, or is older than this command. "
+            "Ask an operator (`admin`)."
+        )
+    problems = list(status.checkup.problems)
+    return CommandOutput(
+        {"problems": problems}, "\n".join(problems) or "nothing to change", bool(problems)
+    )
 
 
 def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:

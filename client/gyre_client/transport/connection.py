@@ -285,9 +285,9 @@ class Connection:
             self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), CLOSE_TIMEOUT_S
         )
 
-    def status(self, timeout_s: float = CALL_TIMEOUT_S) -> pb.DaemonStatus:
-        """Returns the state of the daemon."""
-        return self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+    def status(self, timeout_s: float = CALL_TIMEOUT_S, *, check: bool = False) -> pb.DaemonStatus:
+        """Returns the state of the daemon; with `check`, also its problems."""
+        return self._call(self._stub.GetStatus, pb.GetStatusRequest(check=check), timeout_s)
 
     def explain(self, request: pb.ExplainStepRequest) -> pb.ExplainStepResponse:
         """Returns why batches of a step took as long as they did."""

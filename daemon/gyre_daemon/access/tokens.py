@@ -103,6 +103,14 @@ class TokenStore:
             raise NotAuthenticated(f"the token {found.name!r} has expired; ask for a new one")
         return found.name
 
+    def expiries(self) -> dict[str, float]:
+        """When the last token of each name expires, in seconds since the epoch, unless never."""
+        last = {
+            name: max((each.expires for each in tokens), default=0.0)
+            for name, tokens in list(self._tokens.items())
+        }
+        return {name: at for name, at in last.items() if at < inf}
+
     def _all(self) -> Iterator[_Token]:
         for tokens in list(self._tokens.values()):
             yield from tokens

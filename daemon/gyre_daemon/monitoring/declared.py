@@ -22,9 +22,9 @@ def counter(name: str, text: str, **labels: str) -> Any:
     return field(default=0, metadata={_METRIC: (CounterMetricFamily, name, text, labels)})
 
 
-def gauge(name: str, text: str, **labels: str) -> Any:
+def gauge(name: str, text: str, default: float = 0, **labels: str) -> Any:
     """A field that is a present value; see `counter`."""
-    return field(default=0, metadata={_METRIC: (GaugeMetricFamily, name, text, labels)})
+    return field(default=default, metadata={_METRIC: (GaugeMetricFamily, name, text, labels)})
 
 
 def labelled(*names: str, of: Any = None) -> Any:

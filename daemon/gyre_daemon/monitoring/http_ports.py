@@ -88,7 +88,7 @@ class HttpPort:
 
 
 class Probes:
-    """What a daemon answers to probes of a cluster's node or a load balancer.
+    """Answers to probes of a cluster's node or a load balancer.
 
     `/-/healthy` fails where the event loop hangs: restart the daemon. `/-/ready` also fails while
     the daemon starts, drains, or has lost a socket: send no job.

@@ -5,9 +5,11 @@ Prometheus and `gyre status` get all of them from the fields. A field that is a 
 own metrics; one that is a mapping has a series for each key.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.declared import counter, gauge, labelled
 from gyre_daemon.monitoring.jobs import Jobs
 
@@ -64,6 +66,8 @@ class CacheCounts:
         num_corrupt: blocks on disk that were damaged, and were fetched again.
         memory_bytes: size of the blocks in memory now, in whole pages.
         disk_bytes: size of the blocks on disk now.
+        num_disk_failures: files of `cache_dir` that could not be written or removed.
+        is_disk_failing: whether nothing is written for that reason, or for want of the folder.
     """
 
     num_hits: int = counter("gyre_cache_reads", _CACHE_READS, found="there")
@@ -76,6 +80,14 @@ class CacheCounts:
     num_corrupt: int = counter("gyre_cache_blocks_corrupt", "Damaged blocks found on disk.")
     memory_bytes: int = gauge("gyre_cache_held_bytes", _CACHE_HELD, where="memory")
     disk_bytes: int = gauge("gyre_cache_held_bytes", _CACHE_HELD, where="disk")
+    num_disk_failures: int = counter(
+        "gyre_cache_disk_failures", "Writes to cache_dir, and removals there, that failed."
+    )
+    is_disk_failing: bool = gauge(
+        "gyre_cache_disk_failing",
+        "1 while no block is written to cache_dir, since it fails or could not be opened.",
+        default=False,
+    )
 
 
 @dataclass(slots=True)
@@ -97,6 +109,21 @@ class TransformCounts:
 
 
 @dataclass(slots=True)
+class MountGauges:
+    """A mount that was used in the last half minute.
+
+    Attributes:
+        hangs_for_s: how long its oldest call has not been answered; 0 if it does not hang.
+        read_s: how long one of the last reads took, in the median; 0 until some are measured.
+    """
+
+    hangs_for_s: float = gauge(
+        "gyre_mount_hangs_seconds", "How long a mount has not answered; 0 if it does."
+    )
+    read_s: float = gauge("gyre_mount_read_seconds", "Median time of a mount's last reads.")
+
+
+@dataclass(slots=True)
 class Metrics:
     """The counters of one daemon since its start; they belong to the event loop."""
 
@@ -109,6 +136,32 @@ class Metrics:
     jobs: Jobs = field(default_factory=Jobs)
     cache: CacheCounts = field(default_factory=CacheCounts)
     transforms: TransformCounts = field(default_factory=TransformCounts)
+    errors: dict[str, int] = labelled(
+        "kind", of=counter("gyre_errors", "Calls and streams that ended with an error, by class.")
+    )
+    is_reload_good: bool = gauge(
+        "gyre_last_reload_successful", "0 if the last reload was refused.", default=True
+    )
+    reloaded_at: float = gauge(
+        "gyre_last_reload_timestamp_seconds", "When the configuration was last read again; or 0."
+    )
+    expires: Mapping[tuple[str, str], float] = labelled(
+        *("kind", "name"),
+        of=gauge(
+            "gyre_expires_timestamp_seconds",
+            "When the daemon's certificate, a root of clients' ones or the last token of a name "
+            "expires.",
+        ),
+    )
+    mounts: Mapping[tuple[str, str], MountGauges] = labelled("mount", "file_system")
+
+    def __post_init__(self) -> None:
+        # Prometheus sees no increase where a series begins with 1
+        self.errors |= {kind.__name__: 0 for kind in _family(GyreError)}
+
+    def count_error(self, error: GyreError) -> None:
+        """Add a call or a stream that ended with this error."""
+        self.errors[type(error).__name__] += 1
 
     def requests(self, labels: RequestLabels) -> RequestCount:
         """The count of one kind and outcome, for the caller to add to."""
@@ -122,3 +175,8 @@ class Metrics:
         count = self.requests(labels)
         count.num_requests += num_requests
         count.num_bytes += num_bytes
+
+
+def _family(kind: type[GyreError]) -> list[type[GyreError]]:
+    """A class of errors and all below it."""
+    return [kind, *(each for below in kind.__subclasses__() for each in _family(below))]

@@ -21,6 +21,7 @@ from gyre_daemon.fetching.measuring.lengths import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census, families
 from gyre_daemon.monitoring.lately import Lately
+from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.order.cursor import NUM_BEFORE
 from gyre_daemon.order.planner import Order
@@ -324,7 +325,7 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         num_samples_transformed=counts.transforms.num_samples,
         transform_cpu_s=counts.transforms.cpu_s,
         num_transform_workers_replaced=counts.transforms.num_replaced,
-        cache=pb.CacheCount(**asdict(counts.cache)) if has_cache else None,
+        cache=_from_cache(counts.cache) if has_cache else None,
         metrics=[
             pb.Metric(name=_series(sample), value=sample.value, meaning=family.documentation)
             for family in families(census)
@@ -332,6 +333,11 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
             if family.type in ("counter", "gauge") and "job_name" not in sample.labels
         ],
     )
+
+
+def _from_cache(counts: CacheCounts) -> pb.CacheCount:
+    names = pb.CacheCount.DESCRIPTOR.fields_by_name
+    return pb.CacheCount(**{name: getattr(counts, name) for name in names})
 
 
 def _series(sample: Sample) -> str:
@@ -361,6 +367,7 @@ def hide_others(status: pb.DaemonStatus) -> None:
         "transform_cpu_s",
         "num_transform_workers_replaced",
         "metrics",
+        "checkup",
     ):
         status.ClearField(field)
     status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)

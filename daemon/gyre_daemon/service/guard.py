@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from gyre_daemon.access.principal import ANONYMOUS
 from gyre_daemon.errors import GyreError, InvalidRequest
+from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.connections import Connections
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.service.authentication import Authenticator, is_local
@@ -41,10 +42,13 @@ class _Undecodable:
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers with a wrong credential, and messages that cannot be decoded."""
 
-    def __init__(self, authenticator: Authenticator, connections: Connections) -> None:
+    def __init__(
+        self, authenticator: Authenticator, connections: Connections, metrics: Metrics
+    ) -> None:
         """Check callers with `authenticator`, and tell `connections` of calls over TCP."""
         self._authenticator = authenticator
         self._connections = connections
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -85,7 +89,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 with self._while_known(context, is_open=is_open), contextlib.ExitStack() as ended:
                     return await method(admit(request, context, ended), context)
             except Exception as error:
-                await abort(context, error)
+                await abort(context, error, self._metrics)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
@@ -98,7 +102,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         async for answer in answers:
                             yield answer
             except Exception as error:
-                await abort(context, error)
+                await abort(context, error, self._metrics)
 
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,

@@ -13,7 +13,8 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
@@ -25,6 +26,7 @@ from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
+from gyre_daemon.service.checkup import Checkup
 from gyre_daemon.service.identity import Callers
 from gyre_daemon.service.indexing import IndexService, LongCalls
 from gyre_daemon.service.locating import StepLocator
@@ -47,7 +49,11 @@ _CHUNK_BYTES = (1 << 20) - 16
 
 
 class LoaderService(pb_grpc.LoaderServicer):
-    """The service that one daemon offers."""
+    """The service that one daemon offers.
+
+    Attributes:
+        metrics: count its errors.
+    """
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         copy_workers: CopyWorkers,
         transforms: Transforms,
         measurer: Measurer,
-        prefetch_batches: int,
+        config: DaemonConfig,
         drain: Callable[[], float],
     ) -> None:
         """Serve the datasets of a catalog.
@@ -71,22 +77,24 @@ class LoaderService(pb_grpc.LoaderServicer):
             copy_workers: counted in the status.
             transforms: makes datasets whose samples are transformed.
             measurer: finds how long these samples are.
-            prefetch_batches: the window of a session that asks for none; 0 for the default.
+            config: of the daemon.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
+        self.metrics = sessions.resources.metrics
         self._catalog = catalog
         self._sessions = sessions
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
         self._opener = SessionOpener(
-            catalog, sessions, policy, transforms, measurer, prefetch_batches
+            catalog, sessions, policy, transforms, measurer, config.prefetch_batches
         )
         self._mixtures = MixtureService(sessions, policy)
         self._long_calls = LongCalls()
         self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
+        self._checkup = Checkup(config, sessions)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -271,7 +279,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Report the state of the daemon, and of the sessions that the caller may see."""
         caller = self._callers.identify(context)
         now = time.monotonic()
-        status = convert.from_census(take_census(self._sessions), has_cache=self._catalog.has_cache)
+        census = take_census(self._sessions)
+        status = convert.from_census(census, has_cache=self._catalog.has_cache)
+        if request.check:
+            status.checkup.CopyFrom(pb.Checkup(problems=self._checkup.problems(census)))
         status.pid = os.getpid()
         status.uptime_s = now - self._started
         status.num_copy_workers = len(self._copy_workers.pids)

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from gyre_daemon import errors
+from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.events import debug_event, log_event
 
 DOMAIN = "gyre"
@@ -45,7 +46,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def answers_errors(method: Method) -> Method:
     """Make a servicer method answer a GyreError with its status.
 
-    Any other exception is logged and answered with INTERNAL.
+    Any other exception is logged and answered with INTERNAL. The servicer has `metrics`.
     """
     if inspect.isasyncgenfunction(method):
 
@@ -55,7 +56,7 @@ def answers_errors(method: Method) -> Method:
                     async for response in responses:
                         yield response
             except Exception as error:
-                await abort(context, error)
+                await abort(context, error, self.metrics)
 
         return stream  # type: ignore[return-value]
 
@@ -63,7 +64,7 @@ def answers_errors(method: Method) -> Method:
         try:
             return await method(self, request, context)
         except Exception as error:
-            await abort(context, error)
+            await abort(context, error, self.metrics)
 
     return unary  # type: ignore[return-value]
 
@@ -92,8 +93,11 @@ def _cut(text: str, max_bytes: int) -> str:
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
-async def abort(context: Context, error: Exception) -> NoReturn:
-    """End a call with the status of an error; others than GyreError are logged, and INTERNAL."""
+async def abort(context: Context, error: Exception, metrics: Metrics) -> NoReturn:
+    """End a call with the status of an error, and count it.
+
+    Others than GyreError are logged, and INTERNAL.
+    """
     if isinstance(error, ExceptionGroup):
         error = errors.first_error(error)
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
@@ -102,6 +106,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         log_event("internal error", {"error": repr(error)}, logging.ERROR)
         logging.getLogger("gyre_daemon").debug("internal error", exc_info=error)
         error = errors.GyreError(f"the daemon failed: {error!r}; see its log")
+    metrics.count_error(error)
     debug_event("call refused", {"error": type(error).__name__, "reason": error})
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)

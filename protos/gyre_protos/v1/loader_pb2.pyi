@@ -2863,12 +2863,17 @@ class GetStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHECK_FIELD_NUMBER: _builtins.int
+    check: _builtins.bool
+    """also say what should be changed"""
     def __init__(
         self,
+        *,
+        check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2904,6 +2909,7 @@ class DaemonStatus(_message.Message):
     MOUNTS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    CHECKUP_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
     uptime_s: _builtins.float
@@ -2948,6 +2954,10 @@ class DaemonStatus(_message.Message):
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]:
         """all that Prometheus scrapes but those of jobs and histograms; for operators"""
 
+    @_builtins.property
+    def checkup(self) -> Global___Checkup:
+        """if it was asked for; for operators"""
+
     def __init__(
         self,
         *,
@@ -2973,14 +2983,39 @@ class DaemonStatus(_message.Message):
         mounts: _abc.Iterable[Global___Mount] | None = ...,
         memory_abandoned_bytes: _builtins.int = ...,
         metrics: _abc.Iterable[Global___Metric] | None = ...,
+        checkup: Global___Checkup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "checkup", b"checkup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "metrics", b"metrics", "mounts", b"mounts", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "checkup", b"checkup", "draining", b"draining", "endpoints", b"endpoints", "measurings", b"measurings", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "metrics", b"metrics", "mounts", b"mounts", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DaemonStatus: _TypeAlias = DaemonStatus  # noqa: Y015
+
+@_typing.final
+class Checkup(_message.Message):
+    """What an operator should change about a daemon and its node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """a sentence each"""
+
+    def __init__(
+        self,
+        *,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problems", b"problems"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkup: _TypeAlias = Checkup  # noqa: Y015
 
 @_typing.final
 class Metric(_message.Message):

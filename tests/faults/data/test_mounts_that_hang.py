@@ -107,6 +107,8 @@ def test_a_dataset_that_cannot_be_opened_holds_up_no_other(
     try:
         with in_background(lambda: read(daemon, f"there {kind}")) as done:
             until(lambda: hanging(daemon) == [str(there.path)])
+            assert main(["status", "--check", "--address", daemon.address]) == 1
+            assert f"the mount {there.path} (fuse.test) has not" in capsys.readouterr().out
             for other in ("tokens", "tars", "files"):
                 assert len(set(read(daemon, f"here {other}"))) == 16
             assert main(["index", "here tars", "--address", daemon.address]) == 0

@@ -16,6 +16,8 @@ from gyre_client import Loader
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import StartDaemon
+from tests.secure_daemons import write_secret
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "docker" / "prometheus" / "rules.yaml"
@@ -41,7 +43,7 @@ def dashboard_expressions() -> list[str]:
 
 
 @pytest.fixture
-def live(gyred: StartDaemon, token_files: Path) -> Mapping[str, set[str]]:
+def live(gyred: StartDaemon, token_files: Path, tmp_path: Path) -> Mapping[str, set[str]]:
     """The labels of each metric of a daemon that a job reads from."""
     dataset = {
         "uri": str(token_files),
@@ -49,20 +51,32 @@ def live(gyred: StartDaemon, token_files: Path) -> Mapping[str, set[str]]:
         "dtype": "uint16",
         "sequence_length": 10,
     }
+    token = write_secret(tmp_path / "token", "x" * 32 + " 2100-01-01T00:00:00Z")
     daemon = gyred(
         {
             "metrics_listen": "tcp:127.0.0.1:0",
             "cache_memory": "1MiB",
+            "tokens": {"ci": str(token)},
             "datasets": {"tokens": dataset},
         }
     )
     ready = next(event for event in daemon.events() if event["event"] == "ready")
+    url = f"http://{ready['metrics'].removeprefix('tcp:')}/metrics"
+
+    def scraped() -> str:
+        with urllib.request.urlopen(url, timeout=120) as response:
+            found: str = response.read().decode()
+            return found
+
     with Loader("tokens", batch_size=20, address=daemon.address) as loader:
         next(loader)
-        with urllib.request.urlopen(
-            f"http://{ready['metrics'].removeprefix('tcp:')}/metrics", timeout=120
-        ) as response:
-            text = response.read().decode()
+        until(
+            lambda: (
+                {"gyre_mount_read_seconds{", "gyre_expires_timestamp_seconds{"}
+                <= set(re.findall(r"^\w+\{", scraped(), re.MULTILINE))
+            )
+        )
+        text = scraped()
     labels = defaultdict[str, set[str]](set)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -159,6 +173,23 @@ def test_promtool_accepts_configuration_and_expressions(tmp_path: Path) -> None:
             check=False,
         )
         assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_alert_has_a_section_that_its_runbook_url_leads_to(
+    rules: list[dict[str, Any]],
+) -> None:
+    prometheus = yaml.safe_load(RULES.with_name("prometheus.yaml").read_text())
+    assert "gyre_docs" in prometheus["global"]["external_labels"]
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    alerts = [rule for rule in rules if "alert" in rule]
+    for rule in alerts:
+        url = rule["annotations"]["runbook_url"]
+        found = re.fullmatch(r"\{\{ \$externalLabels\.gyre_docs \}\}/(\w+)/#(\w+)", url)
+        assert found, url
+        headings = re.findall(r"^## (.*)$", pages[found[1]], re.MULTILINE)
+        assert found[2] in [heading.lower() for heading in headings], url
+        assert found[2] == rule["alert"].lower()
+    assert len({rule["annotations"]["runbook_url"] for rule in alerts}) == len(alerts)
 
 
 @promtool

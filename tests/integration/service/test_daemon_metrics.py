@@ -2,11 +2,14 @@
 
 import shutil
 import subprocess
+import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
 from gyre_client import Loader
+from gyre_client.errors import UnknownDataset
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
@@ -105,6 +108,28 @@ def test_an_idle_daemon_has_its_metrics_and_none_of_a_job(daemon: Daemon) -> Non
         "process_open_fds",
     } <= first
     assert not any("job_name=" in name for name in first)
+
+
+def test_errors_are_counted_by_kind_and_reloads_by_outcome(daemon: Daemon) -> None:
+    def value(series: str) -> float:
+        (line,) = (line for line in scrape(daemon).splitlines() if line.startswith(f"{series} "))
+        return float(line.split()[-1])
+
+    def after_reload(since: float, is_good: float) -> bool:
+        at = value("gyre_last_reload_timestamp_seconds")
+        return at >= since and value("gyre_last_reload_successful") == is_good
+
+    unknown = 'gyre_errors_total{kind="UnknownDataset"}'
+    assert value(unknown) == value("gyre_last_reload_timestamp_seconds") == 0
+    with pytest.raises(UnknownDataset):
+        next(Loader("unknown", batch_size=20, address=daemon.address))
+    assert value(unknown) == 1
+    assert value("gyre_last_reload_successful") == 1
+    text = daemon.config_path.read_text()
+    for config, is_good in (("memory_bugdet = 1", 0.0), (text, 1.0)):
+        before = time.time()
+        daemon.reconfigure(config)  # the log has it a moment before the metrics
+        until(partial(after_reload, before, is_good))
 
 
 @pytest.mark.skipif(

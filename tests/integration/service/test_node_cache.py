@@ -103,6 +103,12 @@ def cache_of(daemon: Daemon) -> pb.CacheCount:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120).cache
 
 
+def metrics_of(daemon: Daemon) -> dict[str, float]:
+    with identified_channel(daemon.address) as channel:
+        status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
+        return {each.name: each.value for each in status.metrics}
+
+
 def bytes_read(daemon: Daemon) -> int:
     with identified_channel(daemon.address) as channel:
         status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
@@ -320,6 +326,7 @@ def test_a_daemon_works_without_a_folder_it_cannot_write(
     daemon = gyred({"cache_dir": str(tmp_path / folder), "datasets": {"set": objects.dataset}})
     read(daemon)
     assert warnings(daemon) == ["no disk cache"]
+    assert metrics_of(daemon)["gyre_cache_disk_failing"] == 1
     assert cache_of(daemon).memory_bytes == NUM_SHARDS * SHARD_BYTES
 
 
@@ -353,6 +360,7 @@ def test_a_full_disk_only_limits_the_cache(
     short: dict[str, Any] = {"prefetch_batches": 2, "order": "block", "io_block_bytes": 256 << 10}
     read(daemon, num_epochs=2, window_blocks=2, **short)
     assert warnings(daemon) == ["cache disk fails"]
+    assert metrics_of(daemon)["gyre_cache_disk_failures_total"] > 0
     cache = cache_of(daemon)
     assert 0 < cache.disk_bytes < 2 << 20
     assert cache.num_hits > 0

@@ -28,6 +28,15 @@ def test_a_token_is_valid_until_it_expires(tmp_path: Path) -> None:
         store.name_of(FIRST)
 
 
+def test_the_last_token_of_a_name_says_when_it_expires(tmp_path: Path) -> None:
+    files = {
+        "ci": f"{FIRST} 2026-01-01T00:00:00Z\n{SECOND} 2026-02-01T00:00:00Z\n",
+        "for-ever": f"{'c' * 32} 2026-01-01T00:00:00Z\n{'d' * 32}\n",
+    }
+    store = TokenStore({name: token_file(tmp_path / name, text) for name, text in files.items()})
+    assert store.expiries() == {"ci": datetime(2026, 2, 1, tzinfo=UTC).timestamp()}
+
+
 @pytest.mark.parametrize("token", ["", FIRST[1:], FIRST + "a", "\udc80", SECOND])
 def test_other_texts_are_no_token(tmp_path: Path, token: str) -> None:
     store = TokenStore({"ci": token_file(tmp_path / "ci", FIRST)})

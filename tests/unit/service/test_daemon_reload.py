@@ -12,6 +12,7 @@ from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.threads import in_thread
 
@@ -29,7 +30,7 @@ class Daemon:
     def __init__(self, running: DaemonConfig, readings: Sequence[Reading]) -> None:
         self.datasets = dict(running.datasets)
         self.pauses_s: list[float] = []
-        self.resources = SimpleNamespace(limits=Limits())
+        self.resources = SimpleNamespace(limits=Limits(), metrics=Metrics())
         self._readings = iter(readings)
         self._running = running
         self.make_reloader()

@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine
 
+from gyre_daemon.monitoring.metrics import CacheCounts
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -24,6 +25,7 @@ class DiskWriter:
         disk: DiskCache,
         placement: Placement,
         workers: FairExecutor,
+        counts: CacheCounts,
         clock: Callable[[], float],
         changed: Callable[[], None],
     ) -> None:
@@ -33,12 +35,14 @@ class DiskWriter:
             disk: the folder; closed with this object.
             placement: decides which blocks are written, and is told which were.
             workers: the threads.
+            counts: of failures.
             clock: in seconds, for pauses after errors.
             changed: called when a block has been written, so that its memory may be freed.
         """
         self._disk = disk
         self._placement = placement
         self._workers = workers
+        self._counts = counts
         self._clock = clock
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,6 +132,8 @@ class DiskWriter:
 
     def _pause(self, error: OSError) -> None:
         """Write nothing for a while; blocks on disk are still read."""
+        self._counts.num_disk_failures += 1
+        self._counts.is_disk_failing = True
         if not self._pauses_until:
             facts = {"reason": error.strerror or repr(error), "again_in_s": _PAUSE_S}
             log_event("cache disk fails", facts, logging.WARNING)
@@ -136,4 +142,5 @@ class DiskWriter:
     def _resume(self) -> None:
         if self._pauses_until and self._clock() >= self._pauses_until:
             self._pauses_until = 0.0
+            self._counts.is_disk_failing = False
             log_event("cache disk works again")

@@ -85,7 +85,7 @@ class NodeCache:
         self._writer: DiskWriter | None = None
         if disk:
             self._writer = DiskWriter(
-                disk, self._placement, self._disk_workers, clock, self._freed.set
+                disk, self._placement, self._disk_workers, counts, clock, self._freed.set
             )
         self._may_gather = is_allowed()
 

@@ -1,0 +1,67 @@
+"""`gyre status --check`: sentences about a real daemon, and its exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+from gyre_client.command.cli import main
+from gyre_daemon.config import DaemonConfig, Size
+from gyre_daemon.monitoring.exposition import Census
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.service import checkup
+
+from tests.conftest import Daemon, StartDaemon, to_toml
+from tests.secure_daemons import write_secret
+from tests.waiting import until
+
+QUIET = {"max_requests": 1, "memory_budget": "64MiB", "cache_memory": "1MiB"}
+
+
+def check(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Exit status and sentences; both forms of the output agree."""
+    capsys.readouterr()
+    status = main(["status", "--check", "--json", "--address", daemon.address])
+    problems: list[str] = json.loads(capsys.readouterr().out)["problems"]
+    assert main(["status", "--check", "--address", daemon.address]) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == (problems or ["nothing to change"])
+    return status, problems
+
+
+def test_a_daemon_without_problems(
+    gyred: StartDaemon, token_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(gyred(QUIET), capsys) == (0, [])
+
+
+def test_each_problem_is_named_with_a_remedy(
+    gyred: StartDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    token = write_secret(tmp_path / "token", "x" * 32 + " 2020-01-01T00:00:00Z")
+    config = {
+        **QUIET,
+        "max_requests": 1_000_000,
+        "cache_dir": str(tmp_path / "file" / "cache"),
+        "tokens": {"ci": str(token)},
+    }
+    daemon = gyred(config)
+    assert daemon.reconfigure("memory_bugdet = 1")["event"] == "reload refused"
+    until(lambda: len(check(daemon, capsys)[1]) == 4)
+    status, problems = check(daemon, capsys)
+    assert status == 1
+    for words in ("cache_dir", "raise LimitNOFILE= to 4000000", "the last reload was refused"):
+        assert [each for each in problems if words in each]
+    assert "the token ci has expired: replace its file." in problems
+    daemon.reconfigure(to_toml({**config, "listen": [daemon.address]}))
+    assert len(check(daemon, capsys)[1]) == 3
+
+
+def test_a_control_group_below_budget_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DaemonConfig(memory_budget=Size(4 << 30), cache_memory=Size(1 << 30), max_requests=1)
+    census = Census("1", Metrics(), memory_budget_bytes=4 << 30, memory_abandoned_bytes=1 << 30)
+    for limit, is_named in ((None, False), (64 << 30, False), (5 << 30, True)):
+        monkeypatch.setattr(checkup, "memory_limit_bytes", lambda limit=limit: limit)
+        problems = checkup.Checkup(config, []).problems(census)  # type: ignore[arg-type]
+        assert is_named == any("its control group allows 5.0 GiB" in each for each in problems)
+        assert any("clients keep 1.0 GiB" in each for each in problems)
