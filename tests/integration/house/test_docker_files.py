@@ -279,6 +279,31 @@ def test_compose_s_prometheus_reaches_the_daemon_s_metrics() -> None:
     assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
 
 
+def test_compose_s_grafana_is_provisioned_with_the_dashboard_and_its_prometheus() -> None:
+    grafana, mounts = COMPOSE["services"]["grafana"], volumes("grafana")
+    assert all((DOCKER / each).exists() for each in mounts.values() if each.startswith("./"))
+    provisioning = DOCKER / mounts["/etc/grafana/provisioning"]
+    (source,) = _provisioned(provisioning / "datasources")["datasources"]
+    assert source["isDefault"]
+    assert source["type"] == "prometheus"
+    assert grafana["network_mode"] == COMPOSE["services"]["prometheus"]["network_mode"]
+    ports = [port.rpartition(":") for port in COMPOSE["services"]["daemon"]["ports"]]
+    assert {inside for _, _, inside in ports} == {"3000", source["url"].rpartition(":")[2]}
+    assert all(outside.startswith("127.0.0.1:") for outside, _, _ in ports)
+    (provider,) = _provisioned(provisioning / "dashboards")["providers"]
+    dashboard = mounts[f"{provider['options']['path']}/gyre.json"]
+    assert json.loads((DOCKER / dashboard).read_text())["uid"] == "gyre"
+    assert mounts["/var/lib/grafana"] in COMPOSE["volumes"]
+    named = COMPOSE["services"]["prometheus"], grafana
+    assert all(re.search(r":v?\d+\.\d+\.\d+$", each["image"]) for each in named)
+
+
+def _provisioned(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.yaml")
+    value: dict[str, Any] = yaml.safe_load(file.read_text())
+    return value
+
+
 def test_compose_s_training_job_fits_its_dataset() -> None:
     command = COMPOSE["services"]["trainer"]["command"]
     config = load_training(DOCKER / Path(command[1]).name)
