@@ -218,6 +218,10 @@ class Connection:
         request = pb.LintDatasetRequest(dataset=dataset)
         return checked_findings(self._messages(self._stub.LintDataset, request))
 
+    def read_samples(self, request: pb.ReadSamplesRequest) -> Iterator[pb.SamplesChunk]:
+        """Yields the dataset's description, then some samples in the order of their ids."""
+        return self._messages(self._stub.ReadSamples, request)
+
     def _messages(
         self, method: Callable[..., Iterable[_Response]], request: Message
     ) -> Iterator[_Response]:

@@ -85,6 +85,19 @@ class DatasetOpener:
         dataset = await self._measured(dataset, config)
         return await self._catalog.packed(dataset, pack) if pack else dataset
 
+    async def unmeasured(
+        self,
+        name: str,
+        config: DatasetConfig,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> Dataset:
+        """See `made`; samples are not measured but to pack them, or to keep them (`cache`)."""
+        if not tables or config.pack:
+            return await self.made(name, config, tables, by_client=by_client)
+        return await self._transformed(name, config, tables, by_client=by_client)
+
     async def _open_source(self, name: str, config: DatasetConfig) -> Dataset:
         """An open source of a mixture, as its own transforms make it.
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, stored_fields
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.fetching.batch_group import Ahead, Fetch
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
@@ -294,6 +294,22 @@ class PortionReader:
         cpu_s = sum(each.cpu_s for each in answers)
         self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)
         return answers
+
+    async def measure(self, portion: ReadPortion, claims: Claims) -> tuple[Int64Array, int]:
+        """The lengths of the made samples of a portion, int64 [n, R]; how many are in its room.
+
+        Raises:
+            CorruptSample: as `work`.
+            Overloaded: as `work`, or a process gave a wrong answer.
+        """
+        answers = await self.work(Kind.MEASURE, portion, claims)
+        shape = len(portion.plan), len(self._dataset.made_ragged)
+        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
+        if len(found) != shape[0] * shape[1] or (found < 0).any():
+            raise Overloaded("a process that measures samples gave a wrong answer; try again")
+        # one by one, they all lie at the same place
+        num_kept = answers[0].num_kept if len(answers) == 1 else 0
+        return found.reshape(shape).astype(np.int64), num_kept
 
     def _made_bytes(self, num: int, lengths: Int64Array | None) -> Iterator[Int64Array]:
         """Of each field that is made, int64 [n], the bytes of each sample."""

@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats import indexed_fields, stored_fields
+from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
 from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import rows_of, write_packed
-from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion
+from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import Claims, FairExecutor, Flow
@@ -63,9 +63,8 @@ class TransformingFetcher:
             documents = self._dataset.index.locate(rows.documents)
             return packed_fetches(packed, plan, num_together, rows, documents)
         ids, size, fetches = plan.sample_ids.reshape(-1), plan.sample_ids.shape[1], []
-        extents, sizes = self._dataset.index.locate(ids), self._sizes(ids)
-        for column, stored in self._passed:
-            sizes[:, column] = extents.tensor_bytes[:, stored]
+        extents = self._dataset.index.locate(ids)
+        sizes = self._sizes(self._lengths(ids), extents)
         for begin in range(0, len(plan), num_together):
             some = plan[begin : begin + num_together]
             which = slice(begin * size, (begin + len(some)) * size)
@@ -73,11 +72,92 @@ class TransformingFetcher:
             fetches.append(Fetch(some, extents.part(which), layout))
         return fetches
 
-    def _sizes(self, ids: Int64Array) -> Int64Array:
-        """Int64 [n, F], the bytes of the ragged fields that are made."""
+    def _lengths(self, ids: Int64Array) -> Int64Array:
+        """Int64 [n, R], the elements of the ragged fields that are made."""
         if self._dataset.measured:
-            return self._dataset.measured.locate(ids).tensor_bytes
-        return np.zeros((len(ids), len(self._dataset.made) + len(self._passed)), np.int64)
+            return self._dataset.measured.lengths[ids].astype(np.int64)
+        return np.empty((len(ids), 0), np.int64)
+
+    def _sizes(self, lengths: Int64Array, extents: Extents) -> Int64Array:
+        """Int64 [n, F], the bytes of the ragged fields, of those that are made and of others."""
+        made = self._dataset.made
+        sizes = np.zeros((len(lengths), len(made) + len(self._passed)), np.int64)
+        ragged = [column for column, spec in enumerate(made) if spec.ragged]
+        if lengths.shape[1]:
+            sizes[:, ragged] = lengths * [made[column].element_bytes for column in ragged]
+        for column, stored in self._passed:
+            sizes[:, column] = extents.tensor_bytes[:, stored]
+        return sizes
+
+    async def read_unmeasured(self, plan: GroupPlan, claims: Claims) -> tuple[Fetch, _Bytes]:
+        """Read and transform a batch of samples whose lengths are not known before.
+
+        A worker makes the samples and says how long each is. Those without room in the exchange
+        are made again, with their lengths known.
+
+        Args:
+            plan: one batch, no larger than a portion.
+            claims: the job that reads.
+
+        Returns:
+            The batch as it is laid out, and its bytes.
+
+        Raises:
+            CorruptSample: as `fill`.
+            Overloaded: as `fill`.
+        """
+        ids = plan.sample_ids.reshape(-1)
+        extents, draws = self._dataset.index.locate(ids), Draws.first(len(ids))
+        whole = PortionPlan(ids, draws, extents, plan.first_step, None, keeps=True)
+        async with self._portions.read(whole, claims, NOTHING_AHEAD, Delays()) as portion:
+            lengths, num_kept = await self._portions.measure(portion, claims)
+            layout = self._layouts.make(plan, self._sizes(lengths, extents))
+            fetch = Fetch(plan, extents, layout)
+            memory = np.empty(layout.num_bytes, np.uint8)
+            copy = partial(self._copy_kept, portion, fetch, memory, lengths, num_kept)
+            num_copied = await self._threads.run_of(claims, portion.request.start, copy)
+        place, rest = Staging.of(memory), slice(num_copied, len(ids))
+        for some in self._portions.cut(extents.part(rest), lengths[rest]):
+            its = slice(num_copied + some.start, num_copied + some.stop)
+            args = ids[its], draws.part(its), extents.part(its), plan.first_step, lengths[its]
+            left, begin = PortionPlan(*args), its.start
+            fill = self._fill_portion
+            await fill(claims, left, fetch, begin, place, NOTHING_AHEAD, Delays())
+        self._write_own(fetch, place)
+        return fetch, memory
+
+    def _copy_kept(
+        self,
+        portion: ReadPortion,
+        fetch: Fetch,
+        into: _Bytes,
+        lengths: Int64Array,
+        num_kept: int,
+    ) -> int:
+        """Copy the first samples of a portion, out of its room; returns how many lie there."""
+        memory, destinations = portion.exchange.memory, fetch.layout.destinations
+        made = self._dataset.made
+        elements = np.ones((len(lengths), len(made)), np.int64)
+        elements[:, [column for column, spec in enumerate(made) if spec.ragged]] = lengths
+        sizes = elements * [spec.element_bytes for spec in made]
+        ends = portion.room.start + np.cumsum(sizes).reshape(sizes.shape)
+        fitting = int(np.searchsorted(ends[:, -1], portion.room.stop, side="right"))
+        num = max(0, min(num_kept, fitting))
+        if not num:
+            return 0
+        if len(made) == 1:
+            first, stop = destinations[0, 0, 0], destinations[num - 1, 0, 1]
+            into[first:stop] = memory[portion.room.start : ends[num - 1, -1]]
+        else:
+            begins = (ends - sizes)[:num].tolist()
+            for row, places in enumerate(destinations[:num, : len(made)].tolist()):
+                for (at, end), begin in zip(places, begins[row], strict=True):
+                    into[at:end] = memory[begin : begin + end - at]
+        stored = portion.staged.destinations
+        for column, source in self._passed:
+            at, end = stored[0, source, 0], stored[num - 1, source, 1]
+            into[destinations[0, column, 0] : destinations[num - 1, column, 1]] = memory[at:end]
+        return num
 
     async def fill(
         self,
@@ -103,9 +183,7 @@ class TransformingFetcher:
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
         draws = fetch.draws or Draws.first(len(ids))
-        lengths = np.empty((len(ids), 0), np.int64)
-        if self._dataset.measured:
-            lengths = self._dataset.measured.lengths[ids].astype(np.int64)
+        lengths = self._lengths(ids)
         async with asyncio.TaskGroup() as tasks:
             for some in self._portions.cut(fetch.extents, lengths):
                 extents = fetch.extents.part(some)

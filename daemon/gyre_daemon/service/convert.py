@@ -197,7 +197,7 @@ def _message(group: BatchGroup, session: Session) -> pb.BatchGroup:
     message = _MESSAGES[group] = pb.BatchGroup(
         first_step=plan.first_step,
         cursors=_from_cursors(session, range(plan.first_step, plan.stop_step)),
-        layouts=[_from_layout(each) for each in layouts],
+        layouts=[from_layout(each) for each in layouts],
         arena=pb.ArenaSlot(offsets_bytes=(layout.offsets + group.slot.offset_bytes).tolist()),
     )
     return message
@@ -211,7 +211,8 @@ def _from_cursors(session: Session, steps: range) -> pb.Cursors:
     return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=own)
 
 
-def _from_layout(layout: BatchLayout) -> pb.Layout:
+def from_layout(layout: BatchLayout) -> pb.Layout:
+    """The tensors of a batch."""
     return pb.Layout(
         tensors=[
             pb.Tensor(

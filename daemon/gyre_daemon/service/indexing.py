@@ -27,15 +27,17 @@ _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
 }
 
 
-# Calls of one user that read all of a dataset at once. They come one after the other, and who opens
-# the dataset for the first time waits for those before.
-_MAX_AT_ONCE = 2
-
-
 class LongCalls:
-    """Calls that index or check whole datasets, by user and dataset."""
+    """Calls that read whole datasets, by user and dataset."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, doing: str) -> None:
+        """Count nothing yet.
+
+        Args:
+            most: the calls that a user may have at once on one dataset.
+            doing: a verb, for messages.
+        """
+        self._most, self._doing = most, doing
         self._num: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
@@ -46,11 +48,11 @@ class LongCalls:
             Overloaded: the caller has as many on this dataset as it may.
         """
         key = caller.name, dataset
-        if self._num[key] >= _MAX_AT_ONCE:
+        if self._num[key] >= self._most:
             raise Overloaded(
-                f"{caller.name} has {_MAX_AT_ONCE} calls that index or check `{dataset:.200}`, and "
+                f"{caller.name} has {self._most} calls that {self._doing} `{dataset:.200}`, and "
                 "may have no more; wait until one is over, or end it",
-                {"who": caller.name, "limit_calls": _MAX_AT_ONCE},
+                {"who": caller.name, "limit_calls": self._most},
             )
         self._num[key] += 1
         try:

@@ -21,6 +21,7 @@ from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.datasets.unheld import unheld
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.fetching.measuring.lengths import Measurer
+from gyre_daemon.fetching.range_reader import RangeReader
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
@@ -46,6 +47,10 @@ from gyre_daemon.workers.copy_workers import CopyWorkers
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # With its frame, a chunk is a message of at most 1 MiB, as the protocol says.
 _CHUNK_BYTES = (1 << 20) - 16
+# Calls of one user on one dataset at once. Those that index or check it come one after the other,
+# and whoever opens it for the first time waits for those before. Each that reads samples has some
+# batches in memory, outside of any budget.
+_MAX_LONG_CALLS, _MAX_RANGE_CALLS = 2, 16
 
 
 class LoaderService(pb_grpc.LoaderServicer):
@@ -90,7 +95,9 @@ class LoaderService(pb_grpc.LoaderServicer):
             catalog, sessions, policy, transforms, measurer, config.prefetch_batches
         )
         self._mixtures = MixtureService(sessions, policy)
-        self._long_calls = LongCalls()
+        self._long_calls = LongCalls(_MAX_LONG_CALLS, "index or check")
+        self._range_calls = LongCalls(_MAX_RANGE_CALLS, "read samples of")
+        self._threads = measurer.threads
         self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
@@ -152,6 +159,30 @@ class LoaderService(pb_grpc.LoaderServicer):
             async with contextlib.aclosing(unheld(checking)) as linting:
                 async for progress in linting:
                     yield convert.from_lint_progress(progress)
+
+    @answers_errors
+    async def ReadSamples(
+        self, request: pb.ReadSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.SamplesChunk]:
+        """Send a range of samples in the order of their ids."""
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
+        declared = requests.declared(request)
+        with self._range_calls.one(caller, name):
+            dataset = await self._opener.open_dataset(
+                name, config, declared, caller, is_measured=False
+            )
+            description = convert.from_dataset(dataset)
+            yield pb.SamplesChunk(description=description, transforms=dataset.transforms)
+            reading = RangeReader(dataset, self._threads).read(request.first, request.stop)
+            async with contextlib.aclosing(reading) as batches:
+                async for layout, memory in batches:
+                    chunk = pb.SamplesChunk(layout=convert.from_layout(layout))
+                    size = _CHUNK_BYTES - chunk.ByteSize()
+                    for begin in range(0, layout.num_bytes, size):
+                        chunk.data = memory[begin : min(begin + size, layout.num_bytes)].tobytes()
+                        yield chunk
+                        chunk = pb.SamplesChunk()
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:

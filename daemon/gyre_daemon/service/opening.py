@@ -107,14 +107,17 @@ class SessionOpener(DatasetOpener):
         config: DatasetConfig,
         declared: pb.TransformList | None,
         caller: Principal,
+        *,
+        is_measured: bool = True,
     ) -> Dataset:
-        """See `made`.
+        """See `made`, or `unmeasured`.
 
         Args:
             name: from `resolve`.
             config: from `resolve`.
             declared: the client's transforms; None for those of the dataset's definition.
             caller: who declares them.
+            is_measured: whether the lengths of samples must be known.
 
         Raises:
             Overloaded: the caller declares too many different ones; or as `made`.
@@ -124,7 +127,8 @@ class SessionOpener(DatasetOpener):
             chain = name.encode() + b"\0" + declared.SerializeToString(deterministic=True)
             self._sessions.resources.limits.count_chain(caller.name, chain)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
-        return await self.made(name, config, tables, by_client=declared is not None)
+        open_ = self.made if is_measured else self.unmeasured
+        return await open_(name, config, tables, by_client=declared is not None)
 
     async def compute(self, caller: Principal, work: Callable[[], Result]) -> Result:
         """See `SessionTable.compute`."""

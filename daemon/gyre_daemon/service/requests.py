@@ -51,7 +51,11 @@ _MAX_GENERATION = 1 << 53
 _MAX_OPTION_KEY_CHARS, _MAX_OPTION_VALUES, _MAX_OPTION_DEPTH = 100, 1000, 4
 
 _Transforming = (
-    pb.DescribeDatasetRequest | pb.PlanStepRequest | pb.LocateStepRequest | pb.OpenSessionRequest
+    pb.DescribeDatasetRequest
+    | pb.PlanStepRequest
+    | pb.LocateStepRequest
+    | pb.OpenSessionRequest
+    | pb.ReadSamplesRequest
 )
 
 

@@ -1081,6 +1081,77 @@ class LintFinding(_message.Message):
 Global___LintFinding: _TypeAlias = LintFinding  # noqa: Y015
 
 @_typing.final
+class ReadSamplesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """The ids [first, stop); those behind the last sample are left out. Corrupt samples that others replace are left out as well."""
+    stop: _builtins.int
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def transforms(self) -> Global___TransformList:
+        """absent: those of the dataset's definition"""
+
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        transforms: Global___TransformList | None = ...,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_transforms", b"_transforms", "dataset", b"dataset", "transforms", b"transforms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transforms", b"_transforms", "dataset", b"dataset", "first", b"first", "stop", b"stop", "transforms", b"transforms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__transforms: _TypeAlias = _typing.Literal["transforms"]  # noqa: Y015
+    _WhichOneofArgType__transforms: _TypeAlias = _typing.Literal["_transforms", b"_transforms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transforms) -> _WhichOneofReturnType__transforms | None: ...
+
+Global___ReadSamplesRequest: _TypeAlias = ReadSamplesRequest  # noqa: Y015
+
+@_typing.final
+class SamplesChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    transforms: _builtins.str
+    """identity of the transforms; in the first message alone"""
+    data: _builtins.bytes
+    """at most 1 MiB"""
+    @_builtins.property
+    def description(self) -> Global___DatasetDescription:
+        """in the first message alone"""
+
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """of the batch whose payload begins here"""
+
+    def __init__(
+        self,
+        *,
+        description: Global___DatasetDescription | None = ...,
+        transforms: _builtins.str = ...,
+        layout: Global___Layout | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "description", b"description", "layout", b"layout", "transforms", b"transforms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplesChunk: _TypeAlias = SamplesChunk  # noqa: Y015
+
+@_typing.final
 class OrderSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

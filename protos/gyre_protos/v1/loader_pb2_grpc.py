@@ -54,6 +54,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LintProgress.FromString,
                 _registered_method=True)
+        self.ReadSamples = channel.unary_stream(
+                '/gyre_protos.v1.Loader/ReadSamples',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.ReadSamplesRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.SamplesChunk.FromString,
+                _registered_method=True)
         self.PlanStep = channel.unary_unary(
                 '/gyre_protos.v1.Loader/PlanStep',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepRequest.SerializeToString,
@@ -137,6 +142,14 @@ class LoaderServicer:
     def LintDataset(self, request, context):
         """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
         each whose samples were checked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSamples(self, request, context):
+        """Samples in the order of their ids, each transformed once and none measured before, for tools that read a dataset once.
+        The first message has the description. Each batch is a layout and its payload in chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +252,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.LintDataset,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.LintProgress.SerializeToString,
+            ),
+            'ReadSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSamples,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ReadSamplesRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.SamplesChunk.SerializeToString,
             ),
             'PlanStep': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanStep,
@@ -404,6 +422,33 @@ class Loader:
             '/gyre_protos.v1.Loader/LintDataset',
             gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.LintProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/ReadSamples',
+            gyre__protos_dot_v1_dot_loader__pb2.ReadSamplesRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.SamplesChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,10 @@ class LoaderStub:
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
     each whose samples were checked.
     """
+    ReadSamples: _grpc.UnaryStreamMultiCallable[_loader_pb2.ReadSamplesRequest, _loader_pb2.SamplesChunk]
+    """Samples in the order of their ids, each transformed once and none measured before, for tools that read a dataset once.
+    The first message has the description. Each batch is a layout and its payload in chunks.
+    """
     PlanStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
@@ -117,6 +121,10 @@ class LoaderAsyncStub(LoaderStub):
     LintDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]  # type: ignore[assignment]
     """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
     each whose samples were checked.
+    """
+    ReadSamples: _aio.UnaryStreamMultiCallable[_loader_pb2.ReadSamplesRequest, _loader_pb2.SamplesChunk]  # type: ignore[assignment]
+    """Samples in the order of their ids, each transformed once and none measured before, for tools that read a dataset once.
+    The first message has the description. Each batch is a layout and its payload in chunks.
     """
     PlanStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]  # type: ignore[assignment]
     """The sample ids of one step. They are computed; no sample is read."""
@@ -173,6 +181,16 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_loader_pb2.LintProgress], _abc.AsyncIterator[_loader_pb2.LintProgress]]:
         """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
         each whose samples were checked.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadSamples(
+        self,
+        request: _loader_pb2.ReadSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_loader_pb2.SamplesChunk], _abc.AsyncIterator[_loader_pb2.SamplesChunk]]:
+        """Samples in the order of their ids, each transformed once and none measured before, for tools that read a dataset once.
+        The first message has the description. Each batch is a layout and its payload in chunks.
         """
 
     @_abc_1.abstractmethod

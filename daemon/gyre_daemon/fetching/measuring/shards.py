@@ -14,7 +14,7 @@ import numpy as np
 from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
-from gyre_daemon.errors import CorruptSample, Overloaded, first_error
+from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD
 from gyre_daemon.fetching.measuring.held import HeldRecords
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader
@@ -25,7 +25,6 @@ from gyre_daemon.storage.base import Draws
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.measured import Lengths
-from gyre_daemon.transforms.messages import Kind
 
 _SUFFIX = ".gyre-lengths"
 # Samples whose places are looked up together.
@@ -148,15 +147,10 @@ class ShardMeasurer:
         reader, claims = part.reader, Claims(self._flow, plan.urgency)
         try:
             async with reader.read(plan, claims, NOTHING_AHEAD, Delays()) as portion:
-                answers = await reader.work(Kind.MEASURE, portion, claims)
-                found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-                if len(found) != into.size or (found < 0).any():
-                    raise Overloaded(
-                        "a process that measures samples gave a wrong answer; try again"
-                    )
-                into[:] = found.reshape(into.shape)
-                if part.held and len(answers) == 1:  # not one by one, each at the same place
-                    part.held.hold(portion, into.astype(np.int64), answers[0].num_kept)
+                lengths, num_kept = await reader.measure(portion, claims)
+                into[:] = lengths
+                if part.held:
+                    part.held.hold(portion, lengths, num_kept)
         except ExceptionGroup as errors:  # of records that are made before they are kept
             raise first_error(errors) from errors
 
