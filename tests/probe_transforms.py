@@ -178,3 +178,25 @@ class Growing(Transform):
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         self.put("grown", np.zeros((int(rng.integers(1, 1000)), 2), np.int32), sample, out)
+
+
+@dataclass(frozen=True)
+class Blown(Transform):
+    """Makes `blown`, a count of the bytes that is `factor` times as long for some, and `size`."""
+
+    field: str
+    factor: int
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        whole = np.dtype(np.int32)
+        return {"blown": Field(whole, (None,)), "size": Field(whole, ())}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        text = sample[self.field].tobytes()
+        times = self.factor if b"number " in text and int(text.split()[4]) % 7 == 3 else 1
+        self.put("blown", np.tile(np.arange(len(text), dtype=np.int32), times), sample, out)
+        self.put("size", np.array(len(text), np.int32), sample, out)

@@ -2,26 +2,46 @@
 
 import argparse
 import importlib
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import shtab
 
-from gyre_client.command.arguments import dataset_of
+from gyre_client.command.arguments import dataset_of, option
+from gyre_client.command.engine import add_engine_argument, daemons_of
+from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
 from gyre_client.display.formatting import CommandOutput, facts, size
 from gyre_client.display.progress import progress_bar
-from gyre_client.errors import NotInstalled
+from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, whole
-from gyre_client.messages.requests import is_location, transform_list
+from gyre_client.messages.requests import transform_list
 from gyre_client.transport.connection import Connection
 
 FORMATS = ("webdataset", "mds", "parquet", "tokens")
+_DTYPES = ("uint16", "uint32", "int32", "int64")
+_INDEX_DIR = "GYRE_INDEX_DIR"
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
     target = parser.add_argument("target", metavar="FOLDER", type=Path, help="to make and to fill")
     target.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    parser.add_argument("--to", required=True, choices=FORMATS, help="the format to write")
+    parser.add_argument(
+        "--to", choices=FORMATS, help="the format to write; the folder's name, if it is one of them"
+    )
+    parser.add_argument(
+        "--transform",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "KEY=VALUE"),
+        help="a transform of each sample, such as `tokenize field=json key=text "
+        "tokenizer=/models/tokenizer.json`; repeatable",
+    )
+    add_transforms_argument(parser)
     parser.add_argument(
         "--column",
         action="append",
@@ -29,13 +49,21 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a field to write; repeatable; all if absent",
     )
+    parser.add_argument("--dtype", default="", choices=_DTYPES, help="of the ids in token files")
     parser.add_argument(
         "--samples-per-shard",
         type=int,
         default=10_000,
         metavar="N",
-        help="samples in a file (10000); MDS shards are bounded by bytes instead",
+        help="samples in a file (10000)",
     )
+    add_engine_argument(parser, _share_index)
+
+
+def _share_index(args: argparse.Namespace) -> None:
+    """Lets the daemons of all nodes, and the one here, share the index of the dataset."""
+    units = importlib.import_module("gyre_client.prepare.conversion")
+    os.environ.setdefault(_INDEX_DIR, str(units.unfinished_folder(args.target) / "index"))
 
 
 def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -43,43 +71,62 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 
     Raises:
         InvalidRequest: The folder exists, or the format cannot hold the fields.
-        NotInstalled: torch, numpy or the format's writer is missing.
+        NotInstalled: numpy or the format's writer is missing.
     """
     try:
-        # numpy and torch take a while to import, and few commands need them
-        conversion = importlib.import_module("gyre_client.convert.conversion")
+        # numpy takes a while to import, and few commands need it
+        conversion = importlib.import_module("gyre_client.prepare.conversion")
     except ModuleNotFoundError as error:
         raise NotInstalled.needs("gyre convert", error.name, "client") from error
-    num_samples = whole("samples-per-shard", args.samples_per_shard, 1, MAX_UINT32)
-    as_stored = transform_list([])
-    description = connection.describe(dataset_of(args), transforms=as_stored)
-    is_path = is_location(args.dataset, args.format)
-    source = {
-        "dataset": args.dataset,
-        "address": connection.address.text,
-        "daemon_user": args.daemon_user,
-        "format": description.format if is_path else None,
-        "options": dict(args.option) or None,
-        "transform": [],
-    }
+    kind = args.to or args.target.name
+    if kind not in FORMATS:
+        raise InvalidRequest(f"--to: no format is given. Write one of {', '.join(FORMATS)}.")
+    if args.transform and args.transforms:
+        raise InvalidRequest("--transform and --transforms: both are given. Leave one out.")
+    transforms = transforms_of(args) or transform_list([*map(_table, args.transform)])
+    wanted = conversion.Conversion(
+        dataset_of(args),
+        transforms,
+        kind,
+        args.column,
+        whole("samples-per-shard", args.samples_per_shard, 1, MAX_UINT32),
+        args.dtype,
+    )
+    is_tokens, began_s = kind == "tokens", time.monotonic()
     with progress_bar("samples") as bar:
-        num_written = conversion.convert_dataset(
-            description, source, args.target, args.to, args.column, num_samples, bar.update
+
+        def show(num_done: int, num_all: int, elements_per_s: float) -> None:
+            bar.update(num_done, num_all, f"{elements_per_s:,.0f} tokens/s" if is_tokens else "")
+
+        found = conversion.convert_dataset(
+            connection, wanted, args.target, args.engine, daemons_of(connection, args), show
         )
-    files = [path for path in args.target.rglob("*") if path.is_file()]
-    num_bytes = sum(path.stat().st_size for path in files)
-    value = {
+    elapsed_s = time.monotonic() - began_s
+    value: dict[str, Any] = {
         "folder": str(args.target),
-        "format": args.to,
-        "num_samples": num_written,
-        "num_files": len(files),
-        "num_bytes": num_bytes,
+        "format": kind,
+        "num_samples": found["samples"],
+        "num_files": found["files"],
+        "num_bytes": found["bytes"],
+        "seconds": elapsed_s,
     }
     pairs = [
         ("folder", args.target),
-        ("format", args.to),
-        ("samples", f"{num_written:,}"),
-        ("files", f"{len(files):,}"),
-        ("size", size(num_bytes)),
+        ("format", kind),
+        ("samples", f"{found['samples']:,}"),
+        ("files", f"{found['files']:,}"),
+        ("size", size(found["bytes"])),
     ]
+    if is_tokens:
+        value["num_tokens"] = found["elements"]
+        pairs.append(("tokens", f"{found['elements']:,} in {elapsed_s:,.1f} s"))
     return CommandOutput(value, facts(pairs))
+
+
+def _table(words: Sequence[str]) -> dict[str, object]:
+    """Returns the transform that `NAME KEY=VALUE...` means."""
+    name, *rest = words
+    try:
+        return {"name": name, **dict(map(option, rest))}
+    except argparse.ArgumentTypeError as error:
+        raise InvalidRequest(f"--transform {name}: {error}") from error

@@ -13,6 +13,11 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
+from gyre_client.prepare.conversion import Part
+from tokenizers import Tokenizer
+
+from tests.probe_transforms import Blown
+from tests.tokenizers import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("private_daemon")
 
@@ -72,8 +77,7 @@ def test_a_converted_dataset_has_the_same_samples(
     assert convert(tars, target, kind, "--samples-per-shard", "20", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["num_samples"] == NUM_SAMPLES
-    if kind != "mds":
-        assert said["num_files"] == 3
+    assert said["num_files"] == (4 if kind == "mds" else 3)
     assert samples(target) == samples(tars)
     assert [path.name for path in target.parent.iterdir()] == [kind], "nothing is left beside it"
     assert convert(tars, target, kind) == 2
@@ -140,6 +144,94 @@ def test_lists_of_ids_become_token_files_row_by_row(
     capsys.readouterr()
 
 
+def corpus(folder: Path, texts: list[str]) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+TEXTS = [f"the cat number {number} sat on {'the ' * (number % 9)}mat" for number in range(70)]
+
+
+def test_raw_text_becomes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The format is the folder's name; compared with what the tokenizer's library says."""
+    path, tokenizer = corpus(tmp_path, TEXTS), make_tokenizer(tmp_path / "tokenizer.json")
+    library = Tokenizer.from_file(str(tokenizer))
+    tokenize = ["--transform", "tokenize", "field=json", "key=text", f"tokenizer={tokenizer}"]
+    options = ["--json", "--samples-per-shard", "16", "--dtype", "uint16"]
+    command = ["convert", str(path), str(tmp_path / "tokens"), *options, *tokenize, "end=1"]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out)
+    wanted = [[*library.encode(text).ids, 1] for text in TEXTS]
+    assert said["num_tokens"] == sum(map(len, wanted))
+    files = sorted((tmp_path / "tokens").iterdir())
+    assert [path.name for path in files] == [f"{number:06}.bin" for number in range(5)]
+    for number, file in enumerate(files):
+        ids = [each for its in wanted[16 * number : 16 * number + 16] for each in its]
+        assert np.fromfile(file, "<u2").tolist() == ids
+    large = ["convert", str(path), str(tmp_path / "new"), "--to", "tokens", "--dtype", "uint16"]
+    assert main([*large, *tokenize, "end=70000"]) == 2
+    assert "--dtype uint16: an id is 70000" in capsys.readouterr().err
+    assert not (tmp_path / ".new.unfinished").exists()
+
+
+def test_samples_longer_than_their_room_and_fields_that_pass_are_whole(tmp_path: Path) -> None:
+    """Several fields, some of which have to be made a second time."""
+    path = corpus(tmp_path, TEXTS)
+    name = f"{Blown.__module__}:{Blown.__name__}"
+    more = ["--to", "parquet", "--transform", name, "field=json", "factor=3000"]
+    assert main(["convert", str(path), str(tmp_path / "rows"), *more]) == 0
+    rows = pq.read_table(tmp_path / "rows").to_pylist()
+    for number, (row, line) in enumerate(zip(rows, path.read_text().splitlines(), strict=True)):
+        assert row["json"] == line
+        assert row["size"] == len(line)
+        assert row["blown"] == [*range(len(line))] * (3000 if number % 7 == 3 else 1)
+
+
+class Interrupted(Exception):
+    """In place of whatever ends a command in the middle."""
+
+
+def test_the_same_command_goes_on_and_another_one_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended after its third part; a corrupt sample ends another one, which goes on, too."""
+    path = corpus(tmp_path, TEXTS)
+    command = ["convert", str(path), str(tmp_path / "new"), "--samples-per-shard", "10"]
+    run, ended = Part.run, list[int]()
+
+    def counted(part: Part, connection: Any, advance: Any) -> dict[str, Any]:
+        if len(ended) == 3:
+            raise Interrupted
+        found = run(part, connection, advance)
+        ended.append(part.number)
+        return found
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Part, "run", counted)
+        main([*command, "--to", "webdataset"])
+    unfinished = tmp_path / ".new.unfinished"
+    kept = {each.name: each.stat().st_mtime_ns for each in (unfinished / "files").iterdir()}
+    assert len(kept) >= 3
+    assert not (tmp_path / "new").exists()
+    capsys.readouterr()
+    assert main([*command, "--to", "parquet"]) == 2
+    error = capsys.readouterr().err
+    assert "differs in: format" in error
+    assert main([*command, "--to", "webdataset"]) == 0
+    assert len(list((tmp_path / "new").iterdir())) == 7
+    for name, written_ns in kept.items():
+        assert (tmp_path / "new" / name).stat().st_mtime_ns == written_ns
+    command[2] = str(tmp_path / "all")
+    assert main([*command, "--to", "webdataset"]) == 0
+    both = [
+        {each.name: each.read_bytes() for each in (tmp_path / name).iterdir()}
+        for name in ("new", "all")
+    ]
+    assert both[0] == both[1]
+    assert not unfinished.exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "sentence"),
     [
@@ -147,6 +239,9 @@ def test_lists_of_ids_become_token_files_row_by_row(
         ("tokens", ("--column", "txt"), "one column of integers"),
         ("parquet", ("--column", "nothing"), "there is no column 'nothing'"),
         ("webdataset", ("--samples-per-shard", "0"), "samples-per-shard"),
+        ("parquet", ("--dtype", "uint16"), "only token files take one"),
+        ("parquet", ("--transform", "cast", "txt"), "'txt' is not KEY=VALUE"),
+        ("parquet", ("--engine", "spark"), "no engine is 'spark'"),
     ],
 )
 def test_what_cannot_be_written_is_refused(

@@ -1,44 +1,68 @@
 """One writer for each format that a dataset can be converted to: the format's own.
 
-A writer is made with an empty folder and the columns, takes one row after the other, and is closed
-at the end. It raises InvalidRequest at the beginning if the format cannot hold the columns.
+A writer is made with an empty folder, the number of its file and the columns, takes batches, and is
+closed at the end. It raises InvalidRequest at the beginning if the format cannot hold the columns,
+and makes nothing before the first batch. `index` joins the values that all writers returned.
 """
 
 import importlib
 import io
+import json
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_client.convert.rows import Column, Row
 from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.messages.layouts import SAMPLE_ID
+from gyre_client.prepare.rows import Arrays, Column, Row, rows_of
 
 # webdataset's own names for classes and numbers, which hold digits.
 _INTEGERS = ("cls", "cls2", "index", "id")
 _ROWS_PER_GROUP = 1000
+_MAX_MDS_BYTES = (1 << 32) - 1  # an MDS file has offsets of 32 bits
+_NO_LIMIT = 1 << 60
 
 
-class Writer(Protocol):
-    """Writes rows in one format."""
+class Writer(ABC):
+    """Writes one file."""
 
-    def write(self, row: Row) -> None:
-        """Writes one sample."""
+    def __init__(self, folder: Path, number: int, columns: Sequence[Column], dtype: str) -> None:
+        """Checks the columns.
 
-    def close(self) -> None:
-        """Finishes the last file."""
+        Raises:
+            InvalidRequest: The format cannot hold them.
+        """
+        self._folder, self._number, self._columns = folder, number, columns
+        if dtype and type(self) is not TokensWriter:
+            raise InvalidRequest("--dtype: only token files take one. Leave it out.")
+
+    @abstractmethod
+    def write(self, arrays: Arrays) -> None:
+        """Writes the samples of one batch."""
+
+    @abstractmethod
+    def close(self) -> Any:
+        """Finishes the file; returns a value for `index`, ready for JSON."""
+
+    @staticmethod
+    def index(about: Sequence[Any]) -> str:
+        """Returns the contents of a file `index.json`; empty where the format has none."""
+        return ""
 
 
-class WebdatasetWriter:
+class WebdatasetWriter(Writer):
     """Tar shards by webdataset's `ShardWriter`: bytes as they are, numbers as npy or as digits."""
 
-    def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
-        webdataset = _needed("webdataset", "records")
+    def __init__(self, folder: Path, number: int, columns: Sequence[Column], dtype: str) -> None:
+        super().__init__(folder, number, columns, dtype)
+        self._webdataset = _needed("webdataset", "records")
         self._members: list[tuple[str, Column]] = []
         for column in columns:
             name = column.name.lower()
@@ -54,63 +78,88 @@ class WebdatasetWriter:
                 f"tar shards cannot have members with the extensions {', '.join(names)}; rename "
                 "the columns"
             )
-        self._number = 0
-        self._writer = webdataset.ShardWriter(
-            f"{str(folder).replace('%', '%%')}/%06d.tar",
-            maxcount=samples_per_shard,
-            encoder=False,
-            verbose=0,
-            mtime=0,
-        )
+        self._writer: Any = None
 
-    def write(self, row: Row) -> None:
+    def write(self, arrays: Arrays) -> None:
         """See `Writer.write`."""
-        sample: dict[str, Any] = {"__key__": f"{self._number:09d}"}
-        for name, column in self._members:
-            value = row[column.name]
-            if value is not None:
-                sample[name] = _member(name, value)
-        self._writer.write(sample)
-        self._number += 1
+        if not self._writer:
+            self._writer = self._webdataset.ShardWriter(
+                f"{str(self._folder).replace('%', '%%')}/%06d.tar",
+                start_shard=self._number,
+                maxcount=_NO_LIMIT,
+                maxsize=_NO_LIMIT,
+                encoder=False,
+                verbose=0,
+                mtime=0,
+            )
+        ids = arrays[SAMPLE_ID].tolist()
+        for number, row in zip(ids, rows_of(arrays, self._columns), strict=True):
+            sample: dict[str, Any] = {"__key__": f"{number:09d}"}
+            for name, column in self._members:
+                value = row[column.name]
+                if value is not None:
+                    sample[name] = _member(name, value)
+            self._writer.write(sample)
 
     def close(self) -> None:
         """See `Writer.close`."""
         self._writer.close()
 
 
-class MdsWriter:
+class MdsWriter(Writer):
     """MDS shards by `MDSWriter` of mosaicml-streaming."""
 
-    def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
-        streaming = _streaming()
-        self._columns = columns
-        encodings = {column.name: _mds_encoding(column) for column in columns}
-        self._writer = streaming.MDSWriter(out=str(folder), columns=encodings)
+    def __init__(self, folder: Path, number: int, columns: Sequence[Column], dtype: str) -> None:
+        super().__init__(folder, number, columns, dtype)
+        self._streaming = _streaming()
+        self._encodings = {column.name: _mds_encoding(column) for column in columns}
+        self._writer: Any = None
+        self._num_bytes = 0
 
-    def write(self, row: Row) -> None:
+    def write(self, arrays: Arrays) -> None:
         """See `Writer.write`."""
-        sample: dict[str, Any] = {}
-        for column in self._columns:
-            value = row[column.name]
-            if isinstance(value, bytes):
-                sample[column.name] = value.decode() if column.is_text else value
-            else:
-                assert value is not None
-                sample[column.name] = value if column.shape else value[()]
-        self._writer.write(sample)
+        if not self._writer:
+            self._writer = self._streaming.MDSWriter(
+                out=str(self._folder), columns=self._encodings, size_limit=None
+            )
+        self._num_bytes += sum(arrays[column.name].nbytes for column in self._columns)
+        if self._num_bytes > _MAX_MDS_BYTES:
+            raise InvalidRequest("an MDS shard has at most 4 GiB; lower --samples-per-shard")
+        for row in rows_of(arrays, self._columns):
+            sample: dict[str, Any] = {}
+            for column in self._columns:
+                value = row[column.name]
+                if isinstance(value, bytes):
+                    sample[column.name] = value.decode() if column.is_text else value
+                else:
+                    assert value is not None
+                    sample[column.name] = value if column.shape else value[()]
+            self._writer.write(sample)
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """See `Writer.close`."""
         self._writer.finish()
+        path = self._folder / "index.json"
+        (shard,) = json.loads(path.read_text())["shards"]
+        path.unlink()
+        name = f"shard.{self._number:05d}.mds"
+        (self._folder / shard["raw_data"]["basename"]).rename(self._folder / name)
+        shard["raw_data"]["basename"] = name
+        return shard
+
+    @staticmethod
+    def index(about: Sequence[Any]) -> str:
+        """See `Writer.index`."""
+        return json.dumps({"shards": about, "version": 2}, sort_keys=True)
 
 
-class ParquetWriter:
+class ParquetWriter(Writer):
     """Parquet files by pyarrow, with checksums of their pages."""
 
-    def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
+    def __init__(self, folder: Path, number: int, columns: Sequence[Column], dtype: str) -> None:
+        super().__init__(folder, number, columns, dtype)
         self._arrow = _needed("pyarrow", "arrow")
         self._parquet = _needed("pyarrow.parquet", "arrow")
-        self._folder, self._columns = folder, columns
         for column in columns:
             if column.has_shapes:
                 raise InvalidRequest(
@@ -118,44 +167,32 @@ class ParquetWriter:
                     "convert to webdataset"
                 )
         self._schema = self._arrow.schema([(column.name, self._type(column)) for column in columns])
-        self._samples_per_shard = samples_per_shard
         self._rows: list[Row] = []
-        self._num_written = 0
         self._file: Any = None
 
-    def write(self, row: Row) -> None:
+    def write(self, arrays: Arrays) -> None:
         """See `Writer.write`."""
-        self._rows.append(row)
-        in_file = self._num_written % self._samples_per_shard + len(self._rows)
-        if len(self._rows) == _ROWS_PER_GROUP or in_file == self._samples_per_shard:
+        self._rows += rows_of(arrays, self._columns)
+        while len(self._rows) >= _ROWS_PER_GROUP:
             self._flush()
 
     def close(self) -> None:
         """See `Writer.close`."""
         if self._rows:
             self._flush()
-        if self._file:
-            self._file.close()
+        self._file.close()
 
     def _flush(self) -> None:
         if self._file is None:
-            number = self._num_written // self._samples_per_shard
-            self._file = self._parquet.ParquetWriter(
-                self._folder / f"part-{number:06d}.parquet",
-                self._schema,
-                write_page_checksum=True,
-            )
+            path = self._folder / f"part-{self._number:06d}.parquet"
+            self._file = self._parquet.ParquetWriter(path, self._schema, write_page_checksum=True)
+        rows, self._rows = self._rows[:_ROWS_PER_GROUP], self._rows[_ROWS_PER_GROUP:]
         arrays = [
-            self._arrow.array([_plain(row[column.name], column) for row in self._rows], kind)
+            self._arrow.array([_plain(row[column.name], column) for row in rows], kind)
             for column, kind in zip(self._columns, self._schema.types, strict=True)
         ]
         table = self._arrow.Table.from_arrays(arrays, schema=self._schema)
         self._file.write_table(table, row_group_size=_ROWS_PER_GROUP)
-        self._num_written += len(self._rows)
-        self._rows = []
-        if self._num_written % self._samples_per_shard == 0:
-            self._file.close()
-            self._file = None
 
     def _type(self, column: Column) -> Any:
         arrow = self._arrow
@@ -167,15 +204,16 @@ class ParquetWriter:
         return arrow.list_(kind) if column.is_ragged else kind
 
 
-class TokensWriter:
+class TokensWriter(Writer):
     """Flat files of the ids of one column, back to back: where samples end is not kept."""
 
-    def __init__(self, folder: Path, columns: Sequence[Column], samples_per_shard: int) -> None:
+    def __init__(self, folder: Path, number: int, columns: Sequence[Column], dtype: str) -> None:
+        super().__init__(folder, number, columns, dtype)
         names = ", ".join(column.name for column in columns)
         if len(columns) != 1 or columns[0].dtype.kind not in "iu" or columns[0].is_bytes:
             raise InvalidRequest(
                 f"token files hold one column of integers, and there are {names}; choose one with "
-                "--column"
+                "--column, or make one with --transform tokenize"
             )
         if columns[0].is_optional:
             raise InvalidRequest(
@@ -183,28 +221,28 @@ class TokensWriter:
                 "webdataset or parquet"
             )
         (self._column,) = columns
-        self._folder, self._samples_per_shard = folder, samples_per_shard
-        self._number = 0
+        self._dtype = np.dtype(dtype or self._column.dtype).newbyteorder("<")
         self._file: Any = None
 
-    def write(self, row: Row) -> None:
+    def write(self, arrays: Arrays) -> None:
         """See `Writer.write`."""
-        shard, place = divmod(self._number, self._samples_per_shard)
-        if not place:
-            self.close()
-            self._file = (self._folder / f"{shard:06d}.bin").open("wb")
-        value = row[self._column.name]
-        assert isinstance(value, np.ndarray)
-        self._file.write(value.astype(self._column.dtype.newbyteorder("<")).tobytes())
-        self._number += 1
+        if not self._file:
+            self._file = (self._folder / f"{self._number:06d}.bin").open("wb")
+        ids = arrays[self._column.name]
+        limits = np.iinfo(self._dtype)
+        if ids.size and not limits.min <= ids.min() <= ids.max() <= limits.max:
+            found = ids.min() if ids.min() < limits.min else ids.max()
+            raise InvalidRequest(
+                f"--dtype {self._dtype.name}: an id is {found}. Take a larger one."
+            )
+        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
 
     def close(self) -> None:
         """See `Writer.close`."""
-        if self._file:
-            self._file.close()
+        self._file.close()
 
 
-WRITERS: Mapping[str, Callable[[Path, Sequence[Column], int], Writer]] = {
+WRITERS: Mapping[str, type[Writer]] = {
     "webdataset": WebdatasetWriter,
     "mds": MdsWriter,
     "parquet": ParquetWriter,

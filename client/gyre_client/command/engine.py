@@ -1,0 +1,48 @@
+"""`--engine`: who does the units of a command, the daemon here or the nodes of a Ray cluster."""
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from gyre_client.messages.requests import is_location
+from gyre_client.transport.connection import Connection
+
+LOCAL = "local"
+# Of a private daemon on a node of the cluster, in bytes: units read once, so that a cache is of no
+# use to them.
+_CACHE_BYTES = str(64 << 20)
+
+
+def add_engine_argument(
+    parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace], None]
+) -> None:
+    """Adds --engine.
+
+    Args:
+        parser: Of the command.
+        prepare: Called before a daemon is started, unless the engine is `local`.
+    """
+    parser.add_argument(
+        "--engine",
+        default=LOCAL,
+        metavar="local|ray|ray://HOST:PORT",
+        help="who does the work: the daemon here, or tasks of Ray, on this machine or a cluster",
+    )
+
+    def check(args: argparse.Namespace) -> None:
+        if args.engine != LOCAL:
+            importlib.import_module("gyre_client.prepare.units").check_engine(args.engine)
+            prepare(args)
+
+    parser.set_defaults(prepare=check)
+
+
+def daemons_of(connection: Connection, args: argparse.Namespace) -> Any:
+    """Returns how nodes of a cluster find the daemon that this command means."""
+    units = importlib.import_module("gyre_client.prepare.units")
+    if args.address or not is_location(args.dataset, args.format):
+        return units.Daemons(connection.address.text, args.daemon_user)
+    ours = {name: os.environ[name] for name in os.environ if name.startswith("GYRE_")}
+    return units.Daemons("", None, {"GYRE_CACHE_MEMORY": _CACHE_BYTES, **ours})

@@ -1,0 +1,397 @@
+"""Runs units of work, by threads of this process or by tasks of Ray, and keeps their results.
+
+A unit is independent of all others and deterministic, and its result is a small JSON object. The
+results are files in a folder. So a rerun does the units that are left, whoever was killed; one that
+was done twice, as Ray may do after it lost a node, has written the same twice.
+
+[Note: Units on Ray] A task talks to a daemon on its node: the one at the given address, or a
+private one, which all tasks of the job on that node share. Units have no data in them, and return
+none. Their output goes to storage that all nodes see, as the folder is. The driver only counts.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from gyre_client import errors
+from gyre_client.errors import (
+    DaemonFault,
+    DaemonUnavailable,
+    GyreError,
+    InvalidRequest,
+    NotInstalled,
+    StorageUnavailable,
+)
+from gyre_client.targets import private_daemon
+from gyre_client.targets.private_daemon import PrivateDaemon
+from gyre_client.targets.private_folder import NUM_LETTERS
+from gyre_client.transport.address import Address, parse_address
+from gyre_client.transport.connection import Connection
+
+LOCAL, RAY = "local", "ray"
+# What a task asks Ray for, so that a node gets no more tasks than its memory holds. A task and its
+# share of the node's daemon took 0.5 GiB at most with a tokenizer of 50,000 ids.
+TASK_MEMORY_BYTES = 1 << 30
+# How often Ray repeats a task whose worker or node died. A unit that kills its workers has killed
+# four then, as it would with any number.
+MAX_RETRIES = 3
+# Tasks that Ray has at once. It queues those for which it has no processor, and a cluster that
+# grows with its queue sees them.
+MAX_IN_RAY = 1000
+# Units at once on one machine: one has its samples made while another one ends.
+_NUM_THREADS = 2
+_NUM_ATTEMPTS = 3  # of a task, with a daemon that ends or storage that stays away
+_JOB, _LOCK, _RESULTS = "job.json", "lock", "results"
+_CLUSTER = re.compile(r"ray://[A-Za-z0-9.\-]+:[0-9]{1,5}|ray://\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
+_MAX_REASON_CHARS = 500
+_PASSING = (DaemonUnavailable, DaemonFault, StorageUnavailable)
+
+Result = Mapping[str, Any]
+
+
+class Unit(Protocol):
+    """One unit; it must be picklable."""
+
+    @property
+    def number(self) -> int:
+        """Its number among those of its job."""
+
+    def run(self, connection: Connection, advance: Callable[[int, int], None]) -> Result:
+        """Does the unit, and returns its result.
+
+        Args:
+            connection: To the daemon of this node.
+            advance: Is told of more samples and elements that are done.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Daemons:
+    """How a process on any node finds its daemon.
+
+    Attributes:
+        address: Where it listens; empty for a private one.
+        user: A user whom it may belong to.
+        environment: For private ones, on top of the node's.
+    """
+
+    address: str
+    user: int | str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class UnitFolder:
+    """The results of a job's units; one process at a time may be its driver.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path, job: Mapping[str, object]) -> None:
+        """Makes the folder, or goes on with one of the same job.
+
+        Args:
+            path: The folder, absolute.
+            job: Tells a job from others; ready for JSON.
+
+        Raises:
+            InvalidRequest: The folder is another job's or in use, or it cannot be made.
+        """
+        self.path = path
+        wanted = json.loads(json.dumps(job))
+        try:
+            (path / _RESULTS).mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidRequest(f"{path} cannot be made: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path / _JOB).exists():
+                write_whole(path / _JOB, json.dumps(wanted))
+            found = json.loads((path / _JOB).read_text())
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InvalidRequest(f"{path} is in use by another command; wait for its end") from None
+        except (OSError, ValueError) as error:
+            os.close(self._lock)
+            raise InvalidRequest(f"{path} cannot be used: {error}. Remove it.") from error
+        if found != wanted:
+            os.close(self._lock)
+            keys = ", ".join(key for key in wanted if found.get(key) != wanted[key]) or "more"
+            raise InvalidRequest(
+                f"{path} has finished parts of a job that differs in: {keys}. Give the same "
+                "arguments to go on with it, or remove it to begin anew"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the results, if there are any."""
+        if not self.num_done:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    @property
+    def num_done(self) -> int:
+        """How many units have a result."""
+        return len(self.results())
+
+    def results(self) -> dict[int, Result]:
+        """Returns the results so far, by the numbers of their units."""
+        found = {}
+        for path in sorted((self.path / _RESULTS).glob("*.json")):
+            with contextlib.suppress(ValueError, OSError):
+                found[int(path.stem)] = json.loads(path.read_text())
+        return found
+
+    def remove(self) -> None:
+        """Removes everything, once the output is where it belongs."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that appears whole, on the disk, or not at all."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def check_engine(engine: str) -> str:
+    """Returns the engine, if there is one of that name.
+
+    Raises:
+        InvalidRequest: There is none.
+        NotInstalled: It needs Ray.
+    """
+    if engine != LOCAL and engine != RAY and not _CLUSTER.fullmatch(engine):
+        raise InvalidRequest(
+            f"no engine is {engine[:200]!r}; write `local`, `ray` for a Ray of this machine or the "
+            "cluster at RAY_ADDRESS, or `ray://HOST:PORT` for the cluster there"
+        )
+    if engine != LOCAL and importlib.util.find_spec("ray") is None:
+        raise NotInstalled.needs("this engine", "ray", "ray")
+    return engine
+
+
+def run_units(
+    units: Sequence[Unit],
+    folder: UnitFolder,
+    engine: str,
+    connection: Connection,
+    daemons: Daemons,
+    advance: Callable[[int, int], None],
+) -> None:
+    """Does all units that have no result yet; see the module.
+
+    Args:
+        units: All of a job.
+        folder: Of the job.
+        engine: From `check_engine`.
+        connection: To the daemon of this process, for `local`.
+        daemons: For tasks of Ray.
+        advance: Is told of more samples and elements that are done.
+
+    Raises:
+        GyreError: A unit failed; results of others are kept.
+    """
+    done = folder.results()
+    left = [unit for unit in units if unit.number not in done]
+    if engine == LOCAL:
+        _run_here(left, folder.path, connection, advance)
+    elif left:
+        _run_by_ray(left, folder.path, engine, daemons, advance)
+
+
+def _run_here(
+    units: Sequence[Unit],
+    path: Path,
+    connection: Connection,
+    advance: Callable[[int, int], None],
+) -> None:
+    stopped, lock = threading.Event(), threading.Lock()
+
+    def told(num_samples: int, num_elements: int) -> None:
+        if stopped.is_set():
+            raise InvalidRequest("another unit failed")
+        with lock:
+            advance(num_samples, num_elements)
+
+    def run(unit: Unit) -> None:
+        if not stopped.is_set():
+            _keep(path, unit.number, unit.run(connection, told))
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        running: set[Future[None]] = set()
+        waiting = iter(units)
+        try:
+            while True:
+                for unit in waiting:
+                    running.add(threads.submit(run, unit))
+                    if len(running) > _NUM_THREADS:
+                        break
+                if not running:
+                    return
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for each in ended:
+                    each.result()
+        finally:
+            stopped.set()
+
+
+def _keep(path: Path, number: int, result: Result) -> None:
+    write_whole(path / _RESULTS / f"{number:09d}.json", json.dumps(result))
+
+
+def _run_by_ray(
+    units: Sequence[Unit],
+    path: Path,
+    engine: str,
+    daemons: Daemons,
+    advance: Callable[[int, int], None],
+) -> None:
+    with contextlib.ExitStack() as cleanup:
+        ray = cleanup.enter_context(_connected(engine))
+        task = ray.remote(num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=MAX_RETRIES)(
+            _run_on_node
+        )
+        waiting, running = iter(units), dict[Any, int]()
+        while True:
+            for unit in waiting:
+                running[task.remote(unit, str(path), daemons)] = unit.number
+                if len(running) >= MAX_IN_RAY:
+                    break
+            if not running:
+                return
+            ended, _ = ray.wait(list(running), num_returns=1)
+            for each in ended:
+                number = running.pop(each)
+                try:
+                    reason, message, result = ray.get(each)
+                except ray.exceptions.RayError as error:
+                    raise _failure(ray, error, engine, number) from error
+                if reason:
+                    raise getattr(errors, reason, GyreError)(message)
+                advance(result.get("samples", 0), result.get("elements", 0))
+
+
+@contextlib.contextmanager
+def _connected(engine: str) -> Iterator[Any]:
+    """Ray, connected to a cluster, or to one of this machine that ends with the context."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    address = os.environ.get("RAY_ADDRESS") if engine == RAY else engine
+    folder = ""
+    if not address:
+        folder = tempfile.mkdtemp(prefix="gyre-ray-")
+        # Whoever reaches its ports must know the token. Ray would write one to the home folder.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    import ray  # noqa: PLC0415  # it reads the environment, and takes a second
+
+    try:
+        if address:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                "local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                object_store_memory=100 << 20,  # results are small
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=folder,
+            )
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise InvalidRequest(
+            f"Ray at {address or engine} cannot be used: {_last_line(error)}"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failure(ray: Any, error: Exception, engine: str, number: int) -> GyreError:
+    """Returns why Ray returned no result of a unit."""
+    died = ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError
+    if isinstance(error, died):
+        return StorageUnavailable(
+            f"the Ray workers that did unit {number} died, {MAX_RETRIES + 1} of them: "
+            f"{_last_line(error)}"
+        )
+    return InvalidRequest(
+        f"Ray at {engine} could not do unit {number}: its nodes need gyre-ml with the extra `ray` "
+        f"and those of the data, in this version: {_last_line(error)}"
+    )
+
+
+def _last_line(error: Exception) -> str:
+    """Returns the last line of an error, which in Ray's has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:_MAX_REASON_CHARS]
+
+
+def _run_on_node(unit: Unit, path: str, daemons: Daemons) -> tuple[str, str, Result]:
+    """Does a unit, in a worker of Ray.
+
+    Returns:
+        The class of the error and its message, both empty if there is none; and the result.
+    """
+    folder, node = Path(path), socket.gethostname()
+    if not (folder / _JOB).exists():
+        text = f"node {node} does not see {folder}; it must be on storage that all nodes share"
+        return "InvalidRequest", text, {}
+    kept = folder / _RESULTS / f"{unit.number:09d}.json"
+    if kept.exists():  # Ray repeats the task, which had come so far
+        return "", "", json.loads(kept.read_text())
+    for attempt in range(_NUM_ATTEMPTS):
+        try:
+            with Connection(_daemon_of_node(daemons)) as connection:
+                result = unit.run(connection, lambda *_: None)
+            _keep(folder, unit.number, result)
+        except GyreError as error:
+            if not isinstance(error, _PASSING) or attempt + 1 == _NUM_ATTEMPTS:
+                return type(error).__name__, f"{error} (on node {node})", {}
+        else:
+            return "", "", result
+    raise AssertionError("the last attempt returns")
+
+
+_daemon: PrivateDaemon | None = None  # of this worker, until it ends
+
+
+def _daemon_of_node(daemons: Daemons) -> Address:
+    """Returns the address of this node's daemon; a private one is started by the first task."""
+    global _daemon  # noqa: PLW0603
+    if daemons.address:
+        return parse_address(daemons.address, daemons.user)
+    if _daemon is None:
+        import ray  # noqa: PLC0415  # this is one of its workers
+
+        os.environ |= daemons.environment
+        context = ray.get_runtime_context()
+        name = f"{context.get_job_id()} {context.get_node_id()}"
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        _daemon = private_daemon.acquire(digest[:NUM_LETTERS])
+    _daemon.ensure()
+    return _daemon.address
