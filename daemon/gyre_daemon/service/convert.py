@@ -246,6 +246,8 @@ def from_session(session: Session) -> pb.SessionState:
         transforms=session.request.dataset.transform_names,
         reader=pb.Reader(**asdict(reader)),
         next_step=session.request.order.step_of(session.next_step),
+        resume_step=session.request.order.step_of(session.resume_step),
+        cursor=session.cursor_at(session.resume_step),
         num_batches_sent=totals.num_batches,
         num_bytes_sent=totals.num_bytes,
         num_ready=gauges.num_ready,
@@ -384,6 +386,8 @@ def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
         num_in_flight=endpoint.queue.num_taken,
         num_waiting=endpoint.queue.num_waiting,
         num_retries_left=endpoint.budget.num_left(now),
+        num_answered=endpoint.num_answered,
+        first_byte_s=endpoint.first_byte_s,
     )
 
 

@@ -92,6 +92,7 @@ class SessionOpener(DatasetOpener):
                 self._policy.is_admin(owner),
                 requests.to_balance(request.order, reader.world_size),
                 request.iteration_epochs,
+                config if declared is None else _declaring(config, declared),
             )
         )
         try:
@@ -191,4 +192,21 @@ class SessionOpener(DatasetOpener):
                 if not self._policy.is_admin(caller):
                     raise NotAllowed("only the owner of a private daemon may define datasets")
                 return name, config
+            case "session":
+                return self._of_session(ref.session, caller)
         raise InvalidRequest("the request names no dataset")
+
+    def _of_session(self, handle: str, caller: Principal) -> tuple[str, DatasetConfig]:
+        """The dataset of an open session that the caller sees in the status."""
+        for session in self._sessions:
+            asked, is_admin = session.request, self._policy.is_admin(caller)
+            if session.handle == handle and (is_admin or asked.owner.name == caller.name):
+                self._policy.check_session(caller, asked.dataset.name, asked.reader.job)
+                assert asked.definition
+                return asked.dataset.name, asked.definition
+        raise UnknownDataset(f"no session is named {handle[:20]!r}; it has ended")
+
+
+def _declaring(config: DatasetConfig, declared: pb.TransformList) -> DatasetConfig:
+    """A definition with the transforms that a client declares."""
+    return replace(config, transforms=tuple(requests.to_transforms(declared)))

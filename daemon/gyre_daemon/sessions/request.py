@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import MAX_PREFETCH_BATCHES
+from gyre_daemon.config import MAX_PREFETCH_BATCHES, DatasetConfig
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
@@ -73,6 +73,7 @@ class SessionRequest:
             the client says so; 0 where the client has no iterations.
         balance: the cost of samples, to share out each global batch by; None for parts in the order
             of positions.
+        definition: of the dataset, with the packing and the transforms that the client declared.
     """
 
     owner: Principal
@@ -86,6 +87,7 @@ class SessionRequest:
     is_operator: bool = False
     balance: CostRule | None = None
     iteration_epochs: int = 0
+    definition: DatasetConfig | None = None
 
     def check(self) -> None:
         """Refuse a request that makes no sense.

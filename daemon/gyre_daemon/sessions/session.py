@@ -93,6 +93,7 @@ class Session:
         self.planner = planner
         self.session_id = secrets.token_hex(16)
         self.handle = secrets.token_hex(4)
+        self._num_taken = 0  # batches, since the session was opened
         self.request = request
         self.shuffle = ShuffleMeter()
         self.attached = False
@@ -240,6 +241,11 @@ class Session:
             return math.inf
         return self._seen + self._resources.lease_s - self._resources.clock()
 
+    @property
+    def resume_step(self) -> int:
+        """The first step that the trainer has not taken, as far as its client says."""
+        return self.first_step + self._num_taken if self._num_taken else self.next_step
+
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that consumed all steps before `step`."""
         position = self.request.order.position_of(step)
@@ -259,6 +265,7 @@ class Session:
     def renew(self, num_taken: int = 0) -> None:
         """Renew the lease, because a message came whose client has taken `num_taken` batches."""
         self._seen = self._resources.clock()
+        self._num_taken = max(self._num_taken, num_taken)
         self._account.heard(self._seen, num_taken)
 
     def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:

@@ -176,8 +176,11 @@ class DatasetRef(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     AD_HOC_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     PACK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    session: _builtins.str
+    """That of an open session which the caller sees in the status, by its handle: as the session reads it, packed and transformed."""
     @_builtins.property
     def ad_hoc(self) -> Global___AdHocDataset: ...
     @_builtins.property
@@ -191,13 +194,14 @@ class DatasetRef(_message.Message):
         *,
         name: _builtins.str = ...,
         ad_hoc: Global___AdHocDataset | None = ...,
+        session: _builtins.str = ...,
         pack: Global___OptionTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["name", "ad_hoc"]  # noqa: Y015
+    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["name", "ad_hoc", "session"]  # noqa: Y015
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_ref) -> _WhichOneofReturnType_ref | None: ...
 
@@ -2737,6 +2741,8 @@ class SessionState(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     FILLED_FIELD_NUMBER: _builtins.int
     SPREAD_FIELD_NUMBER: _builtins.int
+    RESUME_STEP_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """tells sessions apart; the session's id is a secret"""
@@ -2780,6 +2786,9 @@ class SessionState(_message.Message):
     """the fraction of places in its packed sequences that hold a token; absent where none are packed"""
     spread: _builtins.float
     """by how much the most expensive rank of the last step sent exceeds the mean; absent without balance"""
+    resume_step: _builtins.int
+    """The first step that the trainer has not taken, as its client says about once a second: a resume begins there, at this cursor."""
+    cursor: _builtins.bytes
     user: _builtins.str
     """whose it is: "uid:1004", "token:NAME", "certificate:NAME" or "anonymous" """
     @_builtins.property
@@ -2830,11 +2839,13 @@ class SessionState(_message.Message):
         stages: _abc.Iterable[Global___Stage] | None = ...,
         filled: _builtins.float | None = ...,
         spread: _builtins.float | None = ...,
+        resume_step: _builtins.int = ...,
+        cursor: _builtins.bytes = ...,
         user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "filled", b"filled", "lately", b"lately", "quality", b"quality", "reader", b"reader", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "attached", b"attached", "credits", b"credits", "dataset", b"dataset", "filled", b"filled", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "spread", b"spread", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled", b"_filled", "_spread", b"_spread", "attached", b"attached", "credits", b"credits", "cursor", b"cursor", "dataset", b"dataset", "filled", b"filled", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "resume_step", b"resume_step", "spread", b"spread", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filled: _TypeAlias = _typing.Literal["filled"]  # noqa: Y015
     _WhichOneofArgType__filled: _TypeAlias = _typing.Literal["_filled", b"_filled"]  # noqa: Y015
@@ -3263,6 +3274,8 @@ class EndpointState(_message.Message):
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_RETRIES_LEFT_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERED_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     limit: _builtins.int
     """requests that may be in flight; it adapts to the load that the storage handles"""
@@ -3271,6 +3284,10 @@ class EndpointState(_message.Message):
     """requests that wait until they may be sent"""
     num_retries_left: _builtins.int
     """retries that the budget allows now"""
+    num_answered: _builtins.int
+    """requests whose bytes were used, since the daemon's start"""
+    first_byte_s: _builtins.float
+    """the sum of their times until the first byte"""
     def __init__(
         self,
         *,
@@ -3279,10 +3296,12 @@ class EndpointState(_message.Message):
         num_in_flight: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
         num_retries_left: _builtins.int = ...,
+        num_answered: _builtins.int = ...,
+        first_byte_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "name", b"name", "num_in_flight", b"num_in_flight", "num_retries_left", b"num_retries_left", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_byte_s", b"first_byte_s", "limit", b"limit", "name", b"name", "num_answered", b"num_answered", "num_in_flight", b"num_in_flight", "num_retries_left", b"num_retries_left", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

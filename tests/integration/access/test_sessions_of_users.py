@@ -103,6 +103,25 @@ def test_two_users_share_a_stream_and_see_their_own_of_it(
     close(bob, second)
 
 
+def test_a_session_names_its_dataset_to_its_user_alone(node: Node, alice: User, bob: User) -> None:
+    opened = alice.call("OpenSession", open_request("alice", "train"))
+    (state,) = alice.call("GetStatus", pb.GetStatusRequest()).sessions
+    located = pb.LocateStepRequest(dataset=pb.DatasetRef(session=state.handle), cursor=state.cursor)
+    assert len(alice.call("LocateStep", located).rows) == 20
+    answers = []
+    for handle in (state.handle, "0" * 8):
+        located.dataset.session = handle
+        with pytest.raises(Refused) as refused:
+            bob.call("LocateStep", located)
+        answers.append((refused.value.code, refused.value.details.replace(handle, "")))
+    assert len(set(answers)) == 1, "somebody else's session is as good as none"
+    assert answers[0][0] == "NOT_FOUND"
+    close(alice, opened)
+    located.dataset.session = state.handle
+    with pytest.raises(Refused, match="ended"):
+        alice.call("LocateStep", located)
+
+
 def test_metrics_name_no_jobs_where_users_or_datasets_are_apart(node: Node, alice: User) -> None:
     opened = alice.call("OpenSession", open_request(job="confidential"))
     text = node.metrics()

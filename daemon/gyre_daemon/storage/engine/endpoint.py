@@ -84,6 +84,8 @@ class Endpoint:
 
     Attributes:
         admission: admits reads; those that it admits submit their requests.
+        num_answered: requests whose bytes were used.
+        first_byte_s: the sum of their times until the first byte.
     """
 
     def __init__(self, name: str, scheme: str, options: EndpointOptions, metrics: Metrics) -> None:
@@ -106,6 +108,7 @@ class Endpoint:
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._is_down = False
+        self.num_answered, self.first_byte_s = 0, 0.0
         self._succeeded_at = time.monotonic()
         self._last_failure: Response | None = None
         self.queue.resize(self.limit.limit)
@@ -245,6 +248,8 @@ class Endpoint:
         self._end(request, "hedged")
         count = self._count("ok", request, request.num_bytes)
         count.first_byte_s += first_byte_s
+        self.num_answered += 1
+        self.first_byte_s += first_byte_s
         count.body_s += now - first_byte_at
         self._finish(request, response.data, None)
 
