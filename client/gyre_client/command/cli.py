@@ -28,6 +28,7 @@ from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.rewind import add_rewind_arguments, rewind
+from gyre_client.command.serve_page import add_page_arguments, page
 from gyre_client.command.status import status
 from gyre_client.command.top import top
 from gyre_client.command.why import add_why_arguments, why
@@ -43,6 +44,7 @@ from gyre_client.targets.target import (
 from gyre_client.transport.connection import Connection
 
 Command = Callable[[Connection, argparse.Namespace], CommandOutput | None]
+PageCommand = Callable[[argparse.Namespace], None]  # it opens its connections itself
 
 _BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset, NotInstalled)
 
@@ -64,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> CommandOutput | None:
     """Returns None for a command that prints its output itself."""
+    if args.run is page:
+        page(args)
+        return None
     if "prepare" in args:
         args.prepare(args)
     target = _target(args)
@@ -122,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(run: Command, parent: argparse.ArgumentParser, about: str) -> argparse.ArgumentParser:
+    def add(
+        run: Command | PageCommand, parent: argparse.ArgumentParser, about: str
+    ) -> argparse.ArgumentParser:
         summary = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(
             run.__name__, parents=[parent], help=about, description=summary
@@ -149,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between two looks (1)",
     )
     live.add_argument("--once", action="store_true", help="one look, and end")
+    add_page_arguments(
+        add(
+            page,
+            argparse.ArgumentParser(add_help=False),
+            "show daemons, jobs and samples in a browser",
+        )
+    )
     add_plan_arguments(add(plan, shuffle, "samples of a step, or the cost of each order"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     about = "the samples behind steps of a run, for a loss that jumped"

@@ -12,10 +12,10 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import add_definition_arguments, dataset_of, steps
 from gyre_client.command.describe import sample_text
-from gyre_client.command.run_files import RunFiles, read_run
 from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
 from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.display.media import Picture
+from gyre_client.display.run_files import RunFiles, read_run
 from gyre_client.display.samples import Sample, Value, sample_of_step
 from gyre_client.display.values import words_of
 from gyre_client.errors import CursorRejected, InvalidRequest, NotInstalled
@@ -25,9 +25,6 @@ from gyre_client.transport.connection import Connection
 
 _MAX_STEPS = 100  # in a range: each step is a call
 _MAX_ROWS = 8  # of a step, in the text for people
-# Options never taken from a run's files: where credentials of the caller's environment are sent,
-# and whether links may lead out of the data's folder, to files of the caller.
-_OF_THE_CALLER = ("storage", "follow_links")
 _OF_PACKING = frozenset(("position", "cu_seqlens", "document_id"))  # whole numbers, no token ids
 
 
@@ -59,36 +56,11 @@ def _prepare(args: argparse.Namespace) -> None:
         if not args.files.dataset:
             raise InvalidRequest(f"{args.run_path} does not name its dataset: give --dataset")
         args.dataset, args.format = args.files.dataset, args.format or args.files.format or None
-        args.option = [*_options(args), *args.option]
-
-
-def _options(args: argparse.Namespace) -> Iterator[tuple[str, object]]:
-    """Yields the run's own options of its data, which those of the command line replace.
-
-    Raises:
-        InvalidRequest: They name code, or set options that are the caller's. Whoever can write a
-            run's files must not choose which code runs here, nor where credentials go.
-    """
-    given = dict(args.option)
-    for key, value in args.files.options.items():
-        if key in given or (key == "transforms" and args.chain is not None):
-            continue
-        if key == "transforms" and _names_code(value):
-            raise InvalidRequest(
-                f"{args.run_path} has transforms of the form MODULE:CLASS, and a run's files run "
-                "no code: give them again, with --transforms FILE"
-            )
-        if key in _OF_THE_CALLER and value:
-            raise InvalidRequest(
-                f"{args.run_path} has `{key}` in its data.options, which is not taken from a run's "
-                f"files. Give it again, with --option '{key}=...'"
-            )
-        yield key, value
-
-
-def _names_code(transforms: object) -> bool:
-    tables = transforms if isinstance(transforms, list) else []
-    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
+        given = dict(args.option)
+        if args.chain is not None:
+            given["transforms"] = args.chain
+        options = args.files.options_to_take(args.run_path, given)
+        args.option = [*options.items(), *args.option]
 
 
 def rewind(connection: Connection, args: argparse.Namespace) -> CommandOutput:

@@ -100,31 +100,54 @@ def first_samples(
 def sample_of_step(
     connection: Connection, located: pb.LocateStepResponse, request: pb.LocateStepRequest, row: int
 ) -> Sample:
-    """Returns one row of a global batch of a job.
+    """Returns one row of a global batch of a job, as `rows_of_step` does."""
+    (sample,) = rows_of_step(connection, located, request, row, 1)
+    return sample
 
-    Its fields are as they are stored. Where documents are packed or batches have buckets, lengths
-    after transforms decide which samples a row has, and its fields are as served.
+
+def rows_of_step(
+    connection: Connection,
+    located: pb.LocateStepResponse,
+    request: pb.LocateStepRequest,
+    first: int,
+    num_rows: int,
+    *,
+    job: str | None = None,
+    is_as_served: bool = False,
+) -> list[Sample]:
+    """Returns rows of a global batch of a job.
+
+    Their fields are as they are stored. Where documents are packed or batches have buckets, lengths
+    after transforms decide which samples a row has, and the fields are as served.
+
+    Args:
+        connection: To the daemon.
+        located: The step.
+        request: The request for `located`.
+        first: The first row, a multiple of `num_rows`.
+        num_rows: How many; they divide the global batch.
+        job: The name of the session that reads them; None for any.
+        is_as_served: Whether all fields are as the job gets them.
 
     Raises:
         DaemonFault: The daemon sends no such batch.
     """
     is_packed = any(sample.num_tokens for each in located.rows for sample in each.samples)
-    is_as_served = is_packed or located.order.HasField("bucket")
+    is_as_served = is_as_served or is_packed or located.order.HasField("bucket")
     given = request.transforms if request.HasField("transforms") else None
     asked = pb.OpenSessionRequest(
         dataset=request.dataset,
         order=located.order,
         cursor=request.cursor,
         step=located.batch,
-        reader=reader(None, row, located.order.global_batch_size),
+        reader=reader(job, first // num_rows, located.order.global_batch_size // num_rows),
         prefetch_batches=1,
         transforms=given if is_as_served else pb.TransformList(),
         changed_transforms=not is_as_served,
     )
     opened = connection.open_session(asked)
     has_mask = located.order.tail == pb.TAIL_PAD
-    (sample,) = _samples_of(connection, opened, 1, has_mask=has_mask)
-    return sample
+    return _samples_of(connection, opened, num_rows, has_mask=has_mask)
 
 
 def _samples_of(

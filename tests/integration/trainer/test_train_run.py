@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gyre_client.page.training_run import TrainingRun
 from gyre_trainer.training.records.history import committed, digest, resumes
 
 from tests.served_runs import (
@@ -52,6 +53,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     assert all(100 << 20 < peak < 4 << 30 for peak in report["peak_memory_bytes"])
     assert 0 <= report["data_wait_share"] < 1
     assert (whole / "loss.png").stat().st_size > 10_000
+    check_status(whole, report["peak_memory_bytes"])
     assert len(list((whole / "tensorboard").glob("events.*"))) == 1
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
         "latest",
@@ -79,6 +81,26 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     assert len(expected) > 40  # weights, and two moments of each
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+
+
+def check_status(out: Path, peaks: list[int]) -> None:
+    """The status is that of the last step; the page reads samples by its cursor."""
+    run = TrainingRun(0, out)
+    run.look()
+    shown = run.plain()
+    assert (shown["state"], shown["step"], shown["steps"]) == ("finished", 12, 12)
+    assert shown["loss"] == committed(out / "history.jsonl")[-1].loss
+    assert shown["tokens_per_s"] > 0
+    assert len(shown["ranks"]) == 2
+    for rank, peak in zip(shown["ranks"], peaks, strict=True):
+        assert 0 < rank["hop_wait_s"] < rank["step_s"]
+        assert 0 <= rank["data_wait_s"] < rank["step_s"]
+        assert rank["memory_bytes"] <= peak
+    assert run.curve()["step"] == list(range(12))
+    assert run.request(3).batch == 3
+    (out / "checkpoints").rename(out / "moved")  # the status is enough, too
+    assert run.request(3).cursor.startswith(b"GYRE")
+    (out / "moved").rename(out / "checkpoints")
 
 
 def test_torchrun_and_another_world_size_consume_and_learn_the_same(

@@ -85,7 +85,7 @@ def of_google(modules: set[str]) -> set[str]:
     [
         ("daemon", ["daemon", "objects", "hub", "arrow", "records", "text", "ray"]),
         ("media", ["daemon", "images", "media"]),
-        ("client", ["client", "transformers", "images", "arrow"]),
+        ("client", ["client", "page", "transformers", "images", "arrow"]),
         ("trainer", ["trainer", "boards", "transformers"]),
         ("protos", []),
     ],

@@ -8,10 +8,11 @@ until it was waited for, also where an exception has lost sight of it.
 """
 
 import ctypes
+import time
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,10 @@ class Hop:
     Attributes:
         identity: of the hop; the neighbour's must be the same.
         outgoing: the address of the outgoing tensor; 0 for none.
+        waited_s: seconds that this process has waited for hops; on CUDA, only those of the host.
     """
+
+    waited_s: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -151,6 +155,7 @@ class Hop:
             return
         diagnosis = self._ring.hang_diagnosis
         what = " and ".join(what for _, what in self._works)
+        began_s = time.perf_counter()
         with diagnosis.waiting(what, self.identity):
             for work, what in self._works:
                 try:
@@ -159,6 +164,7 @@ class Hop:
                 except (RuntimeError, OSError) as error:
                     self._fail(diagnosis.error(what, error), error)
             self._compare(self._works[0][1])
+        Hop.waited_s += time.perf_counter() - began_s
         del self._ring.in_flight[self]
         self._works = self._frames = ()
 

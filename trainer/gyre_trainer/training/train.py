@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from gyre_client import Loader
 
+from gyre_trainer.comm.ring import Hop
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.layers.quantized import num_weights
@@ -114,7 +115,7 @@ class Training:
 
     def take(self) -> None:
         """Take one step on the next global batch; then record, evaluate and save as configured."""
-        epoch = self._loader.epoch
+        epoch, hops_waited_s = self._loader.epoch, Hop.waited_s
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s
@@ -124,7 +125,7 @@ class Training:
         ended_s = time.monotonic()
         self._stats.add(
             loss_sum,
-            StepTimes(ended_s - self._step_began_s, waited_s),
+            StepTimes(ended_s - self._step_began_s, waited_s, Hop.waited_s - hops_waited_s),
             examples.num_targets(),
             batch,
             epoch,
@@ -167,10 +168,10 @@ class Training:
 
     def _record(self) -> None:
         with collective("the records of the last steps"):
-            steps = self._stats.gather()
+            steps = self._stats.gather(peak_memory_bytes(self._context.device))
         first_step = self.step - len(steps)
         if self._recorder:
-            self._recorder.add(first_step, steps)
+            self._recorder.add(first_step, steps, self._loader.state_dict()["cursor"])
         for step, seen in enumerate(steps, first_step):
             if not math.isfinite(seen.loss):
                 raise Diverged(

@@ -269,6 +269,8 @@ class GlobalStep:
         data_wait_s: seconds that the slowest rank waited for its batch.
         sample_ids: ids of the global batch, in the order of their positions, padding included.
         epoch: the epoch in which the step begins.
+        ranks: float64 [W, 4]: of each rank, the seconds of the step, those of its wait for data and
+            of its waits for hops, and the bytes of its peak memory.
     """
 
     loss: float
@@ -277,14 +279,16 @@ class GlobalStep:
     data_wait_s: float
     sample_ids: npt.NDArray[np.int64]
     epoch: int
+    ranks: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How long one step took on one rank, and how much of that the rank waited for its batch."""
+    """How long one step took on one rank, and how much of that it waited for its batch and hops."""
 
     elapsed_s: float
     data_wait_s: float
+    hop_wait_s: float
 
 
 class StepStats:
@@ -316,13 +320,18 @@ class StepStats:
         """
         self._epochs.append(epoch)
         self._losses.append(loss_sum.detach().double())
-        self._figures.append([num_targets, times.elapsed_s, times.data_wait_s])
+        self._figures.append([num_targets, times.elapsed_s, times.data_wait_s, times.hop_wait_s])
         self._ids.append(batch["sample_id"].long())
 
-    def gather(self) -> list[GlobalStep]:
-        """All ranks' figures, step by step; collective. Afterwards none are left here."""
+    def gather(self, memory_bytes: int) -> list[GlobalStep]:
+        """All ranks' figures, step by step; collective. Afterwards none are left here.
+
+        Args:
+            memory_bytes: the peak of this rank.
+        """
         losses = _all_gather(torch.stack(self._losses).cpu())
-        figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
+        mine = [[*figures, memory_bytes] for figures in self._figures]
+        figures = _all_gather(torch.tensor(mine, dtype=torch.float64))
         ids = _all_gather(torch.stack(self._ids).cpu())
         epochs = self._epochs
         self._losses, self._figures, self._ids, self._epochs = [], [], [], []
@@ -340,8 +349,8 @@ def _all_gather(mine: Tensor) -> Tensor:
 
 
 def _combine(losses: Tensor, figures: Tensor, ids: Tensor, epoch: int) -> GlobalStep:
-    """One step from losses [W], figures [W, 3] and sample ids [W, B]."""
-    counts, elapsed, waits = figures.unbind(1)
+    """One step from losses [W], figures [W, 5] and sample ids [W, B]."""
+    counts, elapsed, waits, *_ = figures.unbind(1)
     return GlobalStep(
         loss=float(losses.sum() / counts.sum().clamp(min=1)),
         num_targets=int(counts.sum()),
@@ -349,4 +358,5 @@ def _combine(losses: Tensor, figures: Tensor, ids: Tensor, epoch: int) -> Global
         data_wait_s=float(waits.max()),
         sample_ids=ids.numpy().reshape(-1),
         epoch=epoch,
+        ranks=figures[:, 1:].numpy(),
     )

@@ -3,6 +3,7 @@
 All of them show entries of `history.jsonl`. Each rank has a log, too.
 """
 
+import base64
 import io
 import json
 import logging
@@ -118,7 +119,12 @@ class RunRecorder:
         self._out = Path(config.run.out)
         with self._writing():
             self._out.mkdir(parents=True, exist_ok=True)
-            for path in (self._history_path, self._report_path, self._figure_path):
+            for path in (
+                self._history_path,
+                self._report_path,
+                self._figure_path,
+                self._status_path,
+            ):
                 require_regular(path)
             is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
             if first_step == 0 and is_begun and not may_restart:
@@ -153,11 +159,49 @@ class RunRecorder:
     def _figure_path(self) -> Path:
         return self._out / "loss.png"
 
-    def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
-        """Record the steps from ``first_step`` on, and show one line about them."""
+    @property
+    def _status_path(self) -> Path:
+        return self._out / "status.json"
+
+    def add(self, first_step: int, steps: Sequence[GlobalStep], cursor: bytes) -> None:
+        """Record the steps from ``first_step`` on, and show one line about them.
+
+        Args:
+            first_step: the number of the first one.
+            steps: at least one.
+            cursor: of the data behind the last one.
+        """
         records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
         self._put(records)
+        with self._writing():
+            write_status(self._status(records, steps, cursor), self._status_path)
         self._progress.show(records)
+
+    def _status(
+        self, records: Sequence[StepRecord], steps: Sequence[GlobalStep], cursor: bytes
+    ) -> dict[str, Any]:
+        """The present state of the run: means of these steps, and of each rank."""
+        elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
+        ranks = np.mean([step.ranks for step in steps], axis=0)
+        return {
+            "step": records[-1].step + 1,
+            "steps": self._config.run.steps,
+            "loss": records[-1].loss,
+            "tokens_per_s": sum(record.num_targets for record in records) / elapsed_s,
+            "written_at": time.time(),
+            "dataset": self._config.data.dataset,
+            "format": self._config.data.format,
+            "cursor": base64.b64encode(cursor).decode("ascii"),
+            "ranks": [
+                {
+                    "step_s": round(step_s, 6),
+                    "data_wait_s": round(data_wait_s, 6),
+                    "hop_wait_s": round(hop_wait_s, 6),
+                    "memory_bytes": int(memory_bytes),
+                }
+                for step_s, data_wait_s, hop_wait_s, memory_bytes in ranks.tolist()
+            ],
+        }
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
@@ -344,6 +388,13 @@ def _clock(seconds: float) -> str:
 def write_report(report: Report, path: Path) -> None:
     """Write the report as JSON."""
     path.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+
+
+def write_status(status: dict[str, Any], path: Path) -> None:
+    """Write the status as JSON; who reads it meanwhile sees the one before, or this one."""
+    unfinished = path.with_suffix(".json.writing")
+    unfinished.write_text(json.dumps(status) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def final_loss(records: Sequence[StepRecord]) -> float:

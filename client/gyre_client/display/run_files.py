@@ -1,9 +1,9 @@
-"""Files of a `gyre-train` run, as `gyre rewind` reads them: a cursor, the data, the history."""
+"""Files of a `gyre-train` run, for `gyre rewind` and the page: a cursor, the data, the history."""
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from gyre_client.messages.answers import MAX_CURSOR_BYTES
 
 _MANIFEST = "checkpoint.json"
 _MAX_MANIFEST_BYTES = 1 << 26
+# Options never taken from a run's files: where credentials of the caller's environment are sent,
+# and whether links may lead out of the data's folder, to files of the caller.
+_OF_THE_CALLER = ("storage", "follow_links")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,31 @@ class RunFiles:
         except OverflowError:
             return None
 
+    def options_to_take(self, path: Path, given: Collection[str]) -> dict[str, Any]:
+        """Returns the run's own options of its data, but for those that the caller gives.
+
+        Args:
+            path: Of the run.
+            given: Their keys.
+
+        Raises:
+            InvalidRequest: They name code, or set options that are the caller's. Whoever can write
+                a run's files must not choose which code runs here, nor where credentials go.
+        """
+        taken = {key: value for key, value in self.options.items() if key not in given}
+        if _names_code(taken.get("transforms")):
+            raise InvalidRequest(
+                f"{path} has transforms of the form MODULE:CLASS, and a run's files run no code: "
+                "give them again, with --transforms FILE"
+            )
+        for key in _OF_THE_CALLER:
+            if taken.get(key):
+                raise InvalidRequest(
+                    f"{path} has `{key}` in its data.options, which is not taken from a run's "
+                    f"files. Give it again, with --option '{key}=...'"
+                )
+        return taken
+
     def is_recorded(self, step: int, sample_ids: Sequence[int]) -> bool | None:
         """Whether the history has these samples for a step; None where it has no such step."""
         if step not in self.history:
@@ -55,6 +83,11 @@ class RunFiles:
         lines = "".join(f"{sample_id}\n" for sample_id in sample_ids)
         digest: str = hashlib.sha256(lines.encode()).hexdigest()
         return bool(digest[:16] == self.history[step].get("sample_ids"))
+
+
+def _names_code(transforms: object) -> bool:
+    tables = transforms if isinstance(transforms, list) else []
+    return any(":" in str(each.get("name", "")) for each in tables if isinstance(each, dict))
 
 
 def read_run(path: Path) -> RunFiles:

@@ -1,0 +1,250 @@
+"""A run of `gyre-train` as the page shows it: its status file, its losses, and its spikes."""
+
+import base64
+import contextlib
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gyre_protos.text import printable
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.display.run_files import read_run
+from gyre_client.errors import InvalidRequest
+from gyre_client.messages.answers import MAX_CURSOR_BYTES
+from gyre_client.messages.requests import dataset_ref
+
+_STATUS, _HISTORY = "status.json", "history.jsonl"
+_MAX_STATUS_BYTES = 1 << 20
+_MAX_RANKS = 1024
+_MAX_READ_BYTES = 32 << 20  # of the history in one look
+_MAX_STEPS = 500_000  # kept of a run, the newest
+_MAX_POINTS = 1500  # of a curve: two in each pixel of a narrow window
+# A spike: a loss this many deviations above the median of the steps before it, and this much of it.
+# Lower bounds call noise a spike; higher ones miss the step that a bad batch raised a little.
+_DEVIATIONS, _RISE = 6.0, 0.05
+_WINDOW, _LEAST_BEFORE = 64, 16
+_MAX_SPIKES, _SAME_SPIKE_STEPS = 20, 4
+_STALE_S = 120.0  # without a new status file a run looks dead, or its steps are that long
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A step whose loss is far above those before it.
+
+    Attributes:
+        step: Its number.
+        loss: Its loss; None if it was no finite number.
+        usual: The median of the losses before it.
+    """
+
+    step: int
+    loss: float | None
+    usual: float
+
+    @property
+    def height(self) -> float:
+        """How far it rises above the usual."""
+        return math.inf if self.loss is None else self.loss - self.usual
+
+
+class Curve:
+    """The losses of a run, step by step, and the spikes among them."""
+
+    def __init__(self) -> None:
+        self.steps: deque[int] = deque(maxlen=_MAX_STEPS)
+        self.losses: deque[float] = deque(maxlen=_MAX_STEPS)
+        self.rates: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._spikes: list[Spike] = []
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Adds a line of the history: a step, or a resume, which takes later steps back."""
+        if isinstance(resumed := entry.get("resumed_at"), int):
+            while self.steps and self.steps[-1] >= resumed:
+                for each in (self.steps, self.losses, self.rates):
+                    each.pop()
+            self._spikes = [each for each in self._spikes if each.step < resumed]
+            return
+        step, loss = entry.get("step"), entry.get("loss")
+        if not isinstance(step, int) or not isinstance(loss, int | float):
+            return
+        num, elapsed_s = entry.get("num_targets", 0), entry.get("elapsed_s", 0)
+        known = isinstance(num, int | float) and isinstance(elapsed_s, int | float)
+        self._judge(step, float(loss))
+        self.steps.append(step)
+        self.losses.append(float(loss))
+        self.rates.append(num / elapsed_s if known and elapsed_s > 0 else 0.0)
+
+    def _judge(self, step: int, loss: float) -> None:
+        num = min(_WINDOW, len(self.losses))
+        before = [self.losses[-index] for index in range(1, num + 1)]
+        before = [each for each in before if math.isfinite(each)]
+        if len(before) < _LEAST_BEFORE:
+            return
+        usual = median(before)
+        spread = 1.4826 * median(abs(each - usual) for each in before)
+        bound = usual + max(_DEVIATIONS * spread, _RISE * abs(usual))
+        if math.isfinite(loss) and loss <= bound:
+            return
+        found = Spike(step, loss if math.isfinite(loss) else None, usual)
+        last = self._spikes[-1] if self._spikes else None
+        if last and step - last.step <= _SAME_SPIKE_STEPS:
+            if found.height > last.height:
+                self._spikes[-1] = found
+        else:
+            self._spikes.append(found)
+
+    @property
+    def spikes(self) -> list[Spike]:
+        """The highest ones, in the order of their steps."""
+        highest = sorted(self._spikes, key=lambda each: -each.height)[:_MAX_SPIKES]
+        return sorted(highest, key=lambda each: each.step)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns at most some 1,500 points; of neighbours, the lowest and the highest are kept."""
+        steps, losses, rates = list(self.steps), list(self.losses), list(self.rates)
+        kept = _kept(losses)
+        return {
+            "step": [steps[each] for each in kept],
+            "loss": [_finite(losses[each]) for each in kept],
+            "tokens_per_s": [_finite(rates[each]) for each in kept],
+            "spikes": [
+                {"step": each.step, "loss": each.loss, "usual": each.usual} for each in self.spikes
+            ],
+        }
+
+
+def _kept(losses: Sequence[float]) -> list[int]:
+    if len(losses) <= _MAX_POINTS:
+        return list(range(len(losses)))
+    width = math.ceil(2 * len(losses) / _MAX_POINTS)
+    kept = set()
+    for begin in range(0, len(losses), width):
+        places = range(begin, min(begin + width, len(losses)))
+        kept |= {min(places, key=losses.__getitem__), max(places, key=losses.__getitem__)}
+    return sorted(kept)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+class TrainingRun:
+    """The folder of a run, read again where its files have changed."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        """Reads nothing yet.
+
+        Raises:
+            InvalidRequest: There is no such folder.
+        """
+        if not path.is_dir():
+            raise InvalidRequest(f"--run {path}: no such folder. Give the run.out of gyre-train.")
+        self.number = number
+        self.path = path.absolute()
+        self._status: dict[str, Any] = {}
+        self._curve = Curve()
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Reads the status file, and the lines of the history that are new."""
+        with self._lock, contextlib.suppress(OSError):
+            self._status = _status(self.path / _STATUS)
+        with self._lock, contextlib.suppress(OSError):
+            self._read_history(self.path / _HISTORY)
+
+    def _read_history(self, path: Path) -> None:
+        if not path.is_file():
+            return
+        if path.stat().st_size < self._offset:  # another run has begun here
+            self._curve, self._offset = Curve(), 0
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_MAX_READ_BYTES)
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    self._curve.add(entry)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns what changes with each step."""
+        status, curve = self._status, self._curve
+        written_at = status.get("written_at", 0.0)
+        return {
+            "number": self.number,
+            "name": printable(self.path.name),
+            "folder": printable(str(self.path)),
+            "has_status": bool(status),
+            "state": self._state(time.time() - written_at),
+            "step": status.get("step") or (curve.steps[-1] + 1 if curve.steps else 0),
+            "steps": status.get("steps"),
+            "loss": status.get("loss", _finite(curve.losses[-1]) if curve.losses else None),
+            "tokens_per_s": status.get("tokens_per_s"),
+            "ranks": status.get("ranks", []),
+            "num_recorded": len(curve.steps),
+            "num_spikes": len(curve.spikes),
+        }
+
+    def _state(self, age_s: float) -> str:
+        if not self._status:
+            return "no status file yet"
+        if self._status["step"] >= self._status["steps"]:
+            return "finished"
+        return "running" if age_s < _STALE_S else "silent"
+
+    def curve(self) -> dict[str, Any]:
+        """Returns the losses and spikes."""
+        with self._lock:
+            return self._curve.plain()
+
+    def request(self, step: int) -> pb.LocateStepRequest:
+        """Returns the request for the samples of a step.
+
+        Raises:
+            InvalidRequest: The run's files do not say which data it reads, or may not say it.
+        """
+        status = self._status
+        try:
+            files = read_run(self.path)
+        except InvalidRequest:
+            if not status.get("cursor") or not status.get("dataset"):
+                raise
+            ref = dataset_ref(status["dataset"], status.get("format") or None)
+            return pb.LocateStepRequest(dataset=ref, cursor=status["cursor"], batch=step)
+        options = files.options_to_take(self.path, ())
+        ref = dataset_ref(files.dataset, files.format or None, options or None)
+        return pb.LocateStepRequest(dataset=ref, cursor=files.cursor, batch=step)
+
+
+def _status(path: Path) -> dict[str, Any]:
+    """Returns a status file's values, those of the right type alone; none if it is no such file."""
+    if not path.is_file() or path.stat().st_size > _MAX_STATUS_BYTES:
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        numbers = ("step", "steps", "loss", "tokens_per_s", "written_at")
+        status: dict[str, Any] = {name: _finite(float(found[name])) for name in numbers}
+        status["step"], status["steps"] = int(found["step"]), int(found["steps"])
+        status["written_at"] = status["written_at"] or 0.0
+        names = ("memory_bytes", "step_s", "hop_wait_s", "data_wait_s")
+        status["ranks"] = [
+            {name: _finite(float(each[name])) for name in names}
+            for each in found["ranks"][:_MAX_RANKS]
+        ]
+        status["dataset"], status["format"] = str(found["dataset"]), str(found["format"])
+        cursor = base64.b64decode(found["cursor"], validate=True)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return {}
+    is_cursor = cursor.startswith(b"GYRE") and len(cursor) <= MAX_CURSOR_BYTES
+    return {**status, "cursor": cursor if is_cursor else b""}

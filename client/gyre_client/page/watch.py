@@ -1,0 +1,343 @@
+"""Looks at daemons once a second, and keeps how fast their storage answered lately."""
+
+import asyncio
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from gyre_protos.text import printable
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.display.formatting import plain
+from gyre_client.errors import GyreError, InvalidRequest
+from gyre_client.messages.measuring import measuring_line
+from gyre_client.page.training_run import TrainingRun
+from gyre_client.page.verdicts import OWN_JOBS, jobs_of, users_of
+from gyre_client.targets.target import Target
+from gyre_client.transport.connection import Connection
+
+LOOK_S = 1.0
+_STATUS_TIMEOUT_S = 2.0
+_DATASETS_EVERY_S = 10.0
+# The heat map: five minutes. Narrower columns have too few requests of a quiet storage, and more of
+# them do not fit a narrow window.
+_COLUMN_S, _NUM_COLUMNS = 5.0, 60
+_MAX_ROWS = 64  # endpoints and mounts of a daemon
+# The strip of a job: each look asks for this many new reads at most, a call each.
+_CALLS_PER_LOOK, _MAX_READS = 24, 160
+
+
+class LatencyMap:
+    """Mean times to the first byte, by endpoint or mount and by column of five seconds."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[int, float]] = {}
+        self._rows: dict[str, tuple[str, deque[float | None]]] = {}
+        self._sums: dict[str, list[float]] = {}
+        self._began_s: float | None = None
+
+    def add(self, status: pb.DaemonStatus, now_s: float) -> None:
+        """Counts one look at the daemon."""
+        for each in status.endpoints[:_MAX_ROWS]:
+            num, sum_s = self._before.get(each.name, (each.num_answered, each.first_byte_s))
+            if each.num_answered > num:  # it falls where the daemon was started again
+                found = self._sums.setdefault(each.name, [0.0, 0.0])
+                found[0] += each.num_answered - num
+                found[1] += each.first_byte_s - sum_s
+            self._before[each.name] = each.num_answered, each.first_byte_s
+            self._row(each.name, "object storage or slow mount")
+        there = {each.name for each in status.endpoints}
+        for mount in status.mounts[:_MAX_ROWS]:
+            if mount.path not in there and mount.HasField("read_s"):
+                self._row(mount.path, mount.file_system)
+                self._sums[mount.path] = [1, mount.read_s]
+        self._began_s = now_s if self._began_s is None else self._began_s
+        while now_s - self._began_s >= _COLUMN_S:
+            self._began_s += _COLUMN_S
+            for name, (_, cells) in self._rows.items():
+                count, total_s = self._sums.pop(name, (0.0, 0.0))
+                cells.append(total_s / count if count else None)
+
+    def _row(self, name: str, kind: str) -> None:
+        if name not in self._rows and len(self._rows) < _MAX_ROWS:
+            length = max((len(cells) for _, cells in self._rows.values()), default=0)
+            self._rows[name] = (kind, deque([None] * length, maxlen=_NUM_COLUMNS))
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the rows, each with its newest column last; a cell is in seconds, or None."""
+        rows = [
+            {"name": printable(name), "kind": printable(kind), "cells": [*cells]}
+            for name, (kind, cells) in sorted(self._rows.items())
+        ]
+        return {"column_s": _COLUMN_S, "num_columns": _NUM_COLUMNS, "rows": rows}
+
+
+class WatchedDaemon:
+    """One daemon: its calls, and what is known of it.
+
+    Attributes:
+        number: On the page.
+        connection: Its calls, safe from any thread.
+        jobs: As the page shows them, after the last look.
+    """
+
+    def __init__(self, number: int, target: Target) -> None:
+        self.number = number
+        self.connection = Connection(target.address)
+        self.jobs: list[dict[str, Any]] = []
+        self._target = target
+        self._status = pb.DaemonStatus()
+        self._error = "not asked yet"
+        self._datasets: list[pb.DatasetSummary] = []
+        self._listed_s = -_DATASETS_EVERY_S
+        self._latencies = LatencyMap()
+        self._reads: dict[str, _Reads] = {}
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self._target.address.text
+
+    @property
+    def datasets(self) -> Sequence[pb.DatasetSummary]:
+        """Those that it serves by name, as of the last seconds."""
+        return self._datasets
+
+    def look(self) -> None:
+        """Asks for the status; a daemon that does not answer is shown as such."""
+        now_s = time.monotonic()
+        try:
+            if now_s - self._listed_s >= _DATASETS_EVERY_S:
+                self._datasets = list(self.connection.list_datasets().datasets)
+                self._listed_s = now_s
+            self._status = self.connection.status(_STATUS_TIMEOUT_S)
+            self._error = ""
+        except GyreError as error:
+            self._error, self.jobs = " ".join(str(error).split()), []
+            return
+        self._latencies.add(self._status, now_s)
+        uris = {each.name: each.uri for each in self._datasets}
+        self.jobs = jobs_of(self.number, self._status.sessions, uris)
+        there = {job["key"] for job in self.jobs}
+        self._reads = {key: reads for key, reads in self._reads.items() if key in there}
+
+    def session_of(self, key: str) -> pb.SessionState:
+        """Returns the session of a job that is least far; its cursor is of the whole job.
+
+        Raises:
+            InvalidRequest: The job has ended.
+        """
+        found = [
+            each
+            for each in self._status.sessions
+            if f"{self.number}/{each.user}/{each.reader.job}" == key
+        ]
+        if not found:
+            raise InvalidRequest("this job has ended. Choose another one.")
+        return min(found, key=lambda each: each.resume_step)
+
+    def dataset_of(self, session: pb.SessionState) -> pb.DatasetRef:
+        """Returns the dataset of a session, as the session reads it."""
+        return pb.DatasetRef(session=session.handle)
+
+    def step_request(self, key: str, step: int) -> pb.LocateStepRequest:
+        """Returns the request for the samples of a job's step."""
+        session = self.session_of(key)
+        ref = self.dataset_of(session)
+        return pb.LocateStepRequest(dataset=ref, cursor=session.cursor, step=step)
+
+    def reads_of(self, key: str) -> list[dict[str, Any]]:
+        """Returns how long the last reads of a job took, the oldest first."""
+        session = self.session_of(key)
+        reads = self._reads.setdefault(key, _Reads())
+        return reads.update(self.connection, session)
+
+    def why(self, key: str, step: int) -> list[dict[str, Any]]:
+        """Returns how the time of a step's batches was spent."""
+        session = self.session_of(key)
+        response = self.connection.explain(
+            pb.ExplainStepRequest(dataset=self.dataset_of(session), step=step)
+        )
+        return [plain(each) for each in response.timings]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns everything that the page shows of the daemon itself."""
+        status, shown = self._status, [*self._status.sessions]
+        sessions = [each for each in shown if not each.reader.job.startswith(OWN_JOBS)]
+        return {
+            "number": self.number,
+            "name": self.name,
+            "error": self._error,
+            "version": status.version,
+            "uptime_s": status.uptime_s,
+            "draining": status.draining,
+            "reserved_bytes": status.memory_reserved_bytes,
+            "budget_bytes": status.memory_budget_bytes,
+            "abandoned_bytes": status.memory_abandoned_bytes,
+            "num_sessions": len(sessions),
+            "num_hidden": status.num_hidden_sessions,
+            "num_datasets": len(self._datasets),
+            "num_substitutes": status.num_substitutes_sent,
+            "measuring": [measuring_line(each) for each in status.measurings[:8]],
+            "cache": plain(status.cache) if status.HasField("cache") else None,
+            "endpoints": [
+                {**plain(each), "name": printable(each.name)}
+                for each in status.endpoints[:_MAX_ROWS]
+            ],
+            "mounts": [
+                {
+                    **plain(each),
+                    "path": printable(each.path),
+                    "file_system": printable(each.file_system),
+                }
+                for each in status.mounts[:_MAX_ROWS]
+            ],
+            "latency": self._latencies.plain(),
+            "users": users_of(sessions),
+        }
+
+    def close(self) -> None:
+        """Ends the calls, and this use of a private daemon."""
+        self.connection.close()
+        self._target.release()
+
+
+class _Reads:
+    """The last reads of one job. A read has a batch, or several that were read together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reads: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def update(self, connection: Connection, session: pb.SessionState) -> list[dict[str, Any]]:
+        """Asks for steps that are not known yet, the newest first."""
+        with self._lock:
+            known = {step for read in self._reads for step in range(*read)}
+            step = session.next_step + session.num_ready - 1
+            ref = pb.DatasetRef(session=session.handle)
+            for _ in range(_CALLS_PER_LOOK):
+                while step in known:
+                    step -= 1
+                if step < 0 or step < max(known, default=0) - _MAX_READS:
+                    break
+                asked = pb.ExplainStepRequest(dataset=ref, step=step, job=session.reader.job)
+                try:
+                    timings = connection.explain(asked).timings
+                except InvalidRequest:  # the daemon has forgotten it, or has not read it yet
+                    if step <= session.next_step:
+                        break
+                    step -= 1
+                    continue
+                for each in timings:
+                    self._add(each)
+                    known.update(range(each.first_step, each.stop_step))
+                known.add(step)
+            kept = sorted(self._reads)[-_MAX_READS:]
+            self._reads = {key: self._reads[key] for key in kept}
+            return [*self._reads.values()]
+
+    def _add(self, timing: pb.BatchTiming) -> None:
+        """Adds a read; of several ranks, the one that took longest counts."""
+        key = timing.first_step, timing.stop_step
+        if key in self._reads and self._reads[key]["total_s"] >= timing.total_s:
+            return
+        is_storage = timing.storage_s > timing.total_s / 2
+        self._reads[key] = {
+            "first_step": timing.first_step,
+            "stop_step": timing.stop_step,
+            "rank": timing.rank,
+            "total_s": timing.total_s,
+            "storage_s": timing.storage_s,
+            "bound": "storage" if is_storage else "processor",
+            "awaited": timing.awaited,
+            "failed": bool(timing.error),
+        }
+
+
+class Watch:
+    """All daemons and runs of the page, and one text about them each second."""
+
+    def __init__(self, daemons: Sequence[WatchedDaemon], runs: Sequence[TrainingRun]) -> None:
+        self.daemons, self.runs = daemons, runs
+        self._text = ""
+        self._number = 0
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Looks at everything again and again, until it is cancelled."""
+        while True:
+            began_s = time.monotonic()
+            looks: list[Callable[[], object]] = [each.look for each in self.daemons]
+            looks += [each.look for each in self.runs]
+            await asyncio.gather(*(asyncio.to_thread(look) for look in looks))
+            async with self._changed:
+                self._text, self._number = json.dumps(self._plain()), self._number + 1
+                self._changed.notify_all()
+            await asyncio.sleep(max(0.1, LOOK_S - (time.monotonic() - began_s)))
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "daemons": [each.plain() for each in self.daemons],
+            "jobs": [job for each in self.daemons for job in each.jobs],
+            "runs": [each.plain() for each in self.runs],
+        }
+
+    async def texts(self) -> AsyncIterator[str]:
+        """Yields the newest text, and each one after it; slow readers miss some."""
+        seen = 0
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._number > seen)  # noqa: B023
+                seen, text = self._number, self._text
+            yield text
+
+    def daemon_of(self, key: str) -> WatchedDaemon:
+        """Returns the daemon of a job.
+
+        Raises:
+            InvalidRequest: There is none of this number.
+        """
+        return self.daemon(key.partition("/")[0])
+
+    def daemon(self, number: str) -> WatchedDaemon:
+        """Returns the daemon of a number.
+
+        Raises:
+            InvalidRequest: There is none.
+        """
+        if number.isdecimal() and len(number) < 6 and int(number) < len(self.daemons):
+            return self.daemons[int(number)]
+        raise InvalidRequest(f"there is no daemon {number[:20]!r} on this page")
+
+    def serving(self, ref: pb.DatasetRef) -> WatchedDaemon:
+        """Returns the daemon that serves a dataset; the first one for data that none names.
+
+        Raises:
+            InvalidRequest: There is no daemon.
+        """
+        if not self.daemons:
+            raise InvalidRequest("no daemon is on this page, to read samples. Give --daemon.")
+        found = (
+            each
+            for each in self.daemons
+            if any(dataset.name == ref.name for dataset in each.datasets)
+        )
+        return next(found, self.daemons[0])
+
+    def run_of(self, number: str) -> TrainingRun:
+        """Returns the run of a number.
+
+        Raises:
+            InvalidRequest: There is none.
+        """
+        if number.isdecimal() and len(number) < 6 and int(number) < len(self.runs):
+            return self.runs[int(number)]
+        raise InvalidRequest(f"there is no run {number[:20]!r} on this page. Give --run FOLDER.")
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for each in self.daemons:
+            each.close()
