@@ -7,7 +7,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-from gyre_trainer.accounting.live_bytes import CATEGORIES
+from gyre_trainer.accounting.counters import CATEGORIES
 from matplotlib import pyplot as plt
 
 # in the order of the categories

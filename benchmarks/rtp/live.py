@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import SentBytes
-from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.counters import Category, LiveBytes, SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers import head
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.baselines import data_parallel, sub_blocks
-from gyre_trainer.accounting.counters import SentBytes
-from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.accounting.counters import LiveBytes, SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.causal_loss import takes_causal_loss
 from gyre_trainer.rotate import RotationPolicy, causal_loss, rotate_all

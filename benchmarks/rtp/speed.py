@@ -21,8 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS
-from gyre_trainer.comm.ring import Direction, Hop, Ring
-from gyre_trainer.comm.transport import Stream
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -9,8 +9,7 @@ import time
 from weakref import ref
 
 import torch
-from gyre_trainer.accounting.counters import Ran
-from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.accounting.counters import LiveBytes, Ran
 
 _TIMEOUT_S = 10.0  # for what is never released, so that it is counted
 

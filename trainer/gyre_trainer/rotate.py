@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from gyre_trainer.comm.identity import name_modules
 from gyre_trainer.comm.mesh import make_mesh, require_ring
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_all_ranks, require_equal_models
 from gyre_trainer.inspection.rotation_plan import (
@@ -45,8 +45,7 @@ from gyre_trainer.layers.known_blocks import (
     rotate_known,
     suggested_rule,
 )
-from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.quantized import quantize_linear
+from gyre_trainer.layers.linear import LinearRule, quantize_linear
 from gyre_trainer.layers.recomputed_layers import recompute_layers, recompute_norms
 from gyre_trainer.optimizers.adafactor import Adafactor
 from gyre_trainer.optimizers.adamw_8bit import AdamW8bit

@@ -14,7 +14,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, causal_loss, quantize_frozen, rotate_all
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer import pretrained
-from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationError
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import materialize, rotate_all
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig

@@ -12,7 +12,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
 from gyre_trainer.rotate import plan_of
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.build import add_adapters, build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, rotate_all
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from torch import nn
 
 from tests.distributed.conftest import StartRanks

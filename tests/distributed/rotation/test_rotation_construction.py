@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.accounting.counters import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rotation_plan import plan_of

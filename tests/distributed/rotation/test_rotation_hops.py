@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.identity import StepChecks
 from gyre_trainer.comm.mesh import ROTATE_AXIS
-from gyre_trainer.comm.ring import Direction
+from gyre_trainer.comm.ring import Direction, Stream
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.step_checks import StepChecks
-from gyre_trainer.comm.transport import Stream
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn

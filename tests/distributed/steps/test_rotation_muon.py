@@ -9,14 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import SentBytes
-from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.counters import Category, LiveBytes, SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon
 from gyre_trainer.optimizers.muon import rounds_of
 from gyre_trainer.rotate import Muon, rotate_all
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint

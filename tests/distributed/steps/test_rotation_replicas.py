@@ -11,7 +11,7 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, no_sync, rotate, rotate_all
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

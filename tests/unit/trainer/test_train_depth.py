@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.counters import CATEGORIES, Category
 from gyre_trainer.accounting.depth import (
     FigureJobs,
     figures,
@@ -14,7 +15,6 @@ from gyre_trainer.accounting.depth import (
     step_figures,
 )
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.accounting.plan_tables import module_counts, modules_table
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import plain

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.accounting import dry_run as dry_runs
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.counters import CATEGORIES, Category
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
-from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.commands.parser import parse
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers import head

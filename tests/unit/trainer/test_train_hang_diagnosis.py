@@ -4,8 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from gyre_trainer.comm.hang_diagnosis import RankProgress, _end, diagnose
-from gyre_trainer.comm.verdict import Verdict, Verdicts
+from gyre_trainer.comm.hang_diagnosis import RankProgress, Verdict, Verdicts, _end, diagnose
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tests.waiting import until

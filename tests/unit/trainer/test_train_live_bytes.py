@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, LiveBytes
+from gyre_trainer.accounting.counters import CATEGORIES, Category, LiveBytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gyre_trainer.shards.averaging import OutsideWrites
-from gyre_trainer.shards.local_shards import digest_of
+from gyre_trainer.shards.layout import digest_of
 from torch import nn
 
 

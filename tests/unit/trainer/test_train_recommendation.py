@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.counters import CATEGORIES, Category
 from gyre_trainer.accounting.depth import StepFigures
 from gyre_trainer.accounting.estimate import (
     Rates,
@@ -12,7 +13,6 @@ from gyre_trainer.accounting.estimate import (
     ring_seconds,
     step_seconds,
 )
-from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.training.models.library import num_positions
 
 MIB = 2**20

@@ -13,10 +13,8 @@ from gyre_trainer.comm.buffer_pool import (
     with_room,
 )
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.identity import HopIdentity, Modules
-from gyre_trainer.comm.ring import Direction, Ring
-from gyre_trainer.comm.step_checks import StepChecks
-from gyre_trainer.comm.transport import Leg, Stream, Work
+from gyre_trainer.comm.identity import HopIdentity, Modules, StepChecks
+from gyre_trainer.comm.ring import Direction, Leg, Ring, Stream, Work
 from gyre_trainer.errors import RotationError
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,6 +1,6 @@
 """Spans have names under a profiler, and cost nothing without one."""
 
-from gyre_trainer.comm.spans import name_modules, slice_span, span
+from gyre_trainer.comm.identity import name_modules, slice_span, span
 from torch import nn
 from torch.profiler import profile
 

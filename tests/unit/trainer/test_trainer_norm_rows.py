@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.accounting.counters import LiveBytes
 from gyre_trainer.layers.recomputed_layers import recompute_norms
 from gyre_trainer.rotation import recomputation
 from torch import Tensor, nn

@@ -1,14 +1,37 @@
 """Counters of operators: each sees every operator after it has run, on real or on fake tensors.
 
 Each context costs Python for every operator, so all counts of one step share one context.
+
+Live bytes: every storage that tensors hold, from its allocation to its release, by category.
+
+A storage is counted once, however many views it has, and as long as anything holds it: a name,
+another tensor's graph, a buffer of a communication library. Real tensors and fake ones count alike.
+Memory that a kernel or a communication library allocates and releases inside itself is not counted,
+and neither is an allocator's rounding.
+
+[Note: What gloo copies]
+
+Gloo's reduce-scatter is an all-reduce of a copy of its input, of which each rank then takes its
+part. The copy is made where no operator is seen, but the wait splits it with one. NCCL and dry runs
+have no such copy, so it is not counted: it made FSDP2's peaks up to a tenth too large.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
@@ -205,3 +228,234 @@ def _bytes_to_others(
     num_rows = sent.shape[0]
     staying = outgoing[ranks.rank()] if outgoing else num_rows // ranks.size()
     return sent.nbytes * (num_rows - staying) // max(1, num_rows)
+
+
+class Category(StrEnum):
+    """What a storage is for.
+
+    COMMUNICATION storages carry weights or gradients between ranks: remote slices, gathered layers,
+    buckets. ACTIVATIONS are all storages without a better category: tensors that autograd saves,
+    gradients of activations, temporaries.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+
+
+CATEGORIES = tuple(Category)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Live bytes at each moment that changed them or was marked.
+
+    Attributes:
+        events: the event of each moment: the operator that allocated, "release", "resize", or a
+            mark.
+        live: bytes after each event, of shape (moments, categories), int64; the columns are
+            CATEGORIES.
+    """
+
+    events: Sequence[str]
+    live: npt.NDArray[np.int64]
+
+    @property
+    def totals(self) -> npt.NDArray[np.int64]:
+        """Bytes of all categories at each moment."""
+        totals: npt.NDArray[np.int64] = self.live.sum(axis=1)
+        return totals
+
+    @property
+    def peak_index(self) -> int:
+        """The first moment with the most bytes."""
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at any moment."""
+        return int(self.totals.max())
+
+    def at(self, index: int) -> dict[Category, int]:
+        """Bytes by category at one moment."""
+        return {
+            category: int(value)
+            for category, value in zip(CATEGORIES, self.live[index], strict=True)
+        }
+
+    def peak(self) -> dict[Category, int]:
+        """Bytes by category at the first moment with the most; they add up to `peak_bytes`."""
+        return self.at(self.peak_index)
+
+    def since(self, event: str) -> "Timeline":
+        """The part that begins with the last moment of that event."""
+        start = len(self.events) - 1 - list(reversed(self.events)).index(event)
+        return Timeline(self.events[start:], self.live[start:])
+
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """A storage that is alive, or was.
+
+    Attributes:
+        nbytes: its size; 0 after its release.
+        category: what it is for.
+        labelled: whether a label said so; else the category is a guess.
+        foreign: whether a communication library allocated it for itself.
+        alive: a weak reference whose callback counts the release.
+    """
+
+    nbytes: int
+    category: Category
+    labelled: bool = False
+    foreign: bool = False
+    alive: "weakref.ref[torch.UntypedStorage] | None" = None
+
+
+class LiveBytes(Dispatched):  # type: ignore[no-untyped-call]
+    """A context that counts the storages that operators return or touch, until they are released.
+
+    A storage from before counts from when it is touched or labelled, so label parameters first.
+    With a `FakeTensorMode`, enter this context last. A storage has one category for all its life,
+    that of its last label, so a buffer that becomes a parameter's gradient counts as gradient from
+    its first moment.
+
+    Attributes:
+        total: bytes alive now.
+        peak: the most bytes that were alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.peak = 0
+        self._defaults = [Category.ACTIVATIONS]
+        self._known: dict[int, _Storage] = {}  # by address
+        self._changes: list[tuple[str, _Storage, int]] = []
+        # by size: inputs of reduce-scatters whose copy was not seen yet
+        self._scattered = Counter[int]()
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Self:
+        self._entered.append(self.counting_resizes())
+        self._entered[-1].__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def counting_resizes(self) -> Iterator[None]:
+        """A context that counts `UntypedStorage.resize_`, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = _counting_resize(self, resize)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def saw(self, ran: Ran) -> None:
+        """Count what the operator allocated, or resized."""
+        func, args = ran.func, ran.args
+        travels = func.namespace in COMMUNICATION_NAMESPACES
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            self._scattered[args[1].nbytes] += 1
+        elif func is torch.ops.aten.split.Tensor:
+            self._leave_out_copy(args[0])
+        for tensor in filter(_has_memory, chain(ran.given, tensors_in(ran.result))):
+            storage = self._observe(func, tensor.untyped_storage())
+            if travels and not storage.labelled:
+                storage.category = Category.COMMUNICATION
+
+    def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
+        """Set the category of the storages of ``tensors``. New storages count from now on."""
+        for tensor in filter(
+            _has_memory,
+            tensors_in([_unwrapped(tensor) for tensor in tensors if tensor is not None]),
+        ):
+            storage = self._observe(category, tensor.untyped_storage())
+            storage.category, storage.labelled = category, True
+
+    @contextmanager
+    def during(self, category: Category) -> Iterator[None]:
+        """A context whose allocations have this category if they are neither labelled nor sent."""
+        self._defaults.append(category)
+        try:
+            yield
+        finally:
+            self._defaults.pop()
+
+    def mark(self, event: str) -> None:
+        """Name this moment of the timeline."""
+        self._changes.append((event, _Storage(0, Category.ACTIVATIONS), 0))
+
+    def timeline(self) -> Timeline:
+        """All moments until now."""
+        column = {category: index for index, category in enumerate(CATEGORIES)}
+        changes = list(self._changes)
+        deltas = np.zeros((len(changes), len(CATEGORIES)), dtype=np.int64)
+        for row, (_, storage, delta) in enumerate(changes):
+            deltas[row, column[storage.category]] = delta
+        return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
+
+    def _observe(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
+        """Count a storage that is new or has another size."""
+        address = untyped._cdata
+        storage = self._known.get(address)
+        if storage is None:
+            storage = self._known[address] = _Storage(0, self._defaults[-1])
+            storage.alive = weakref.ref(untyped, partial(self._release, address))
+        if not storage.foreign:
+            self._change(event, storage, untyped.nbytes())
+        return storage
+
+    def _leave_out_copy(self, tensor: Tensor) -> None:
+        """Count nothing of a storage if it is a [Note: What gloo copies]."""
+        untyped = tensor.untyped_storage()
+        if untyped._cdata in self._known or not self._scattered[untyped.nbytes()]:
+            return
+        self._scattered[untyped.nbytes()] -= 1
+        storage = _Storage(0, Category.COMMUNICATION, foreign=True)
+        storage.alive = weakref.ref(untyped, partial(self._release, untyped._cdata))
+        self._known[untyped._cdata] = storage
+
+    def _release(self, address: int, _: object) -> None:
+        self._change("release", self._known.pop(address), 0)
+
+    def _change(self, event: object, storage: _Storage, nbytes: int) -> None:
+        delta = nbytes - storage.nbytes
+        if delta:
+            storage.nbytes = nbytes
+            self.total += delta
+            self.peak = max(self.peak, self.total)
+            self._changes.append((str(event), storage, delta))
+
+
+def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.resize_`, counted: FSDP2 allocates with it, and it is no operator."""
+
+    def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(self, nbytes)
+        live._observe("resize", self)
+        return result
+
+    return resize_
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor has a storage of its own with memory behind it, real or fake."""
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return tensor.layout == torch.strided and device.type != "meta"
+
+
+def _unwrapped(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a wrapper such as a DTensor consists of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _unwrapped(getattr(tensor, name))]

@@ -22,8 +22,8 @@ from gyre_protos.program import die_with
 from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.counters import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig

@@ -13,6 +13,7 @@ from gyre_protos.text import counted
 from torch import nn
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters
+from gyre_trainer.accounting.counters import CATEGORIES
 from gyre_trainer.accounting.depth import FigureJobs, Job, StepFigures, side_by_side
 from gyre_trainer.accounting.dry_run import on_fake_ranks
 from gyre_trainer.accounting.estimate import (
@@ -30,7 +31,6 @@ from gyre_trainer.accounting.estimate import (
     ring_sizes,
     step_seconds,
 )
-from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.inspection.rotation_plan import table
 from gyre_trainer.rotate import plan_of

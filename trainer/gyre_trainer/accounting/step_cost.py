@@ -9,8 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gyre_trainer.accounting.counters import Operations, SentBytes, Together
-from gyre_trainer.accounting.live_bytes import Category, LiveBytes, Timeline
+from gyre_trainer.accounting.counters import (
+    Category,
+    LiveBytes,
+    Operations,
+    SentBytes,
+    Timeline,
+    Together,
+)
 from gyre_trainer.training.build import blocks_of, features_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig

@@ -2,16 +2,65 @@
 
 Two ranks that call different modules of one shape would exchange weights without an error, and
 compute with the wrong ones.
+
+Ranges in a profiler's trace for what a rotation does; without a profiler, one check each.
+
+Numbers that a device has and that a step must find as expected, read once a step.
+
+A host that read each number when it arrives would wait for the device. So the numbers stay there,
+side by side, until just before the optimizer's step, which would spread an error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
-from gyre_trainer.comm.spans import path_of
+_NOTHING = nullcontext()
+_PATHS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def name_modules(model: nn.Module) -> None:
+    """Let the ranges of a profiler's trace name modules by their paths in ``model``.
+
+    Without this call a range has the name of the module's class.
+
+    Example:
+        name_modules(model)
+        with torch.profiler.profile() as profiler:
+            model(x).sum().backward()  # ranges such as "blocks.0.mlp forward: slice 1, hop 1"
+    """
+    for path, module in model.named_modules():
+        _PATHS[module] = path
+
+
+def path_of(module: nn.Module) -> str:
+    """The module's path in its model, or the name of its class where no path is known."""
+    return _PATHS.get(module) or type(module).__name__
+
+
+def slice_span(
+    module: nn.Module, phase: str, index: int, hop: int
+) -> AbstractContextManager[object]:
+    """The range in which a rotated module computes with slice ``index``.
+
+    The slice has made ``hop`` hops to reach this rank; 0 is the own slice.
+    """
+    if not _profiler_enabled():
+        return _NOTHING
+    return record_function(f"{path_of(module)} {phase}: slice {index}, hop {hop}")
+
+
+def span(what: str) -> AbstractContextManager[object]:
+    """A range of that name."""
+    return record_function(what) if _profiler_enabled() else _NOTHING
+
 
 # Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than
 # any model has, and two passes of one module differ by their direction and stream.
@@ -115,3 +164,75 @@ class Modules:
         known = self._modules.get(number)
         module = None if known is None else known()
         return f"module {number}" if module is None else path_of(module)
+
+
+# Numbers of a step: one for each hop and guard. Without an optimizer of torch that reads them, they
+# are read at the largest capacity.
+_FIRST_CAPACITY = 1_024
+_LARGEST_CAPACITY = 2**16
+
+Failure = Callable[[int], None]
+"""Takes the number that was found, and raises."""
+
+
+class StepChecks:
+    """Compares numbers of a step: on a CPU at once, elsewhere when `read` is called."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+        self._expected: list[tuple[int, Failure]] = []
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._expected)
+
+    def require(self, number: Tensor, expected: int, fail: Failure) -> None:
+        """Require that ``number``, a scalar, is ``expected``; else ``fail`` is called.
+
+        The tensor may be written to afterwards.
+        """
+        if number.device.type != "cpu":
+            self.note(number, expected, fail)
+        elif (found := int(number)) != expected:
+            fail(found)
+
+    def note(self, number: Tensor, expected: int, fail: Failure) -> None:
+        """Let the next `read` compare a number; nothing waits for the device now."""
+        count = len(self._expected)
+        if count == _LARGEST_CAPACITY:
+            self.read()
+            count = 0
+        if self._numbers is None:
+            self._numbers = torch.empty(_FIRST_CAPACITY, dtype=torch.int64, device=number.device)
+        elif count == len(self._numbers):
+            self._numbers = torch.cat((self._numbers, torch.empty_like(self._numbers)))
+        self._numbers[count].copy_(number)
+        self._expected.append((expected, fail))
+
+    def read(self) -> None:
+        """Wait until the device has all numbers, and compare them, the earliest first."""
+        expected, self._expected = self._expected, []
+        if not expected:
+            return
+        assert self._numbers is not None
+        here = torch.empty(len(expected), dtype=torch.int64, pin_memory=self._numbers.is_cuda)
+        here.copy_(self._numbers[: len(expected)], non_blocking=True)
+        if self._numbers.is_cuda:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            arrived.synchronize()
+        for found, (wanted, fail) in zip(here.tolist(), expected, strict=True):
+            if found != wanted:
+                fail(found)
+
+    def forget(self) -> None:
+        """Drop the noted numbers, as the ring has failed."""
+        self._expected = []
+
+
+def on_device(values: Sequence[float], like: Tensor) -> Tensor:
+    """The values as a tensor like ``like``, in dtype and device, without waiting for the device."""
+    if not like.is_cuda:
+        return like.new_tensor(values)
+    return torch.tensor(values, dtype=like.dtype).pin_memory().to(like.device, non_blocking=True)

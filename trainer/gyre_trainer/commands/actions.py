@@ -110,9 +110,9 @@ def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tup
 def trace(config: TrainConfig, options: argparse.Namespace) -> None:
     """Profile a few steps, as one rank."""
     # Torch's distributed packages take two seconds.
-    from gyre_trainer.training import trace as traced  # noqa: PLC0415
+    from gyre_trainer.training.train import trace as traced  # noqa: PLC0415
 
-    traced.trace(config, options.out, options.steps)
+    traced(config, options.out, options.steps)
 
 
 def export(config: TrainConfig, options: argparse.Namespace) -> None:

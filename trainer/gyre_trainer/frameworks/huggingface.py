@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from gyre_trainer import pretrained
 from gyre_trainer.errors import RotationError
-from gyre_trainer.frameworks.sharded_states import load_optimizer, save_optimizer
+from gyre_trainer.frameworks.accelerate import load_optimizer, save_optimizer
 from gyre_trainer.layers.causal_loss import takes_causal_loss
 from gyre_trainer.rotate import causal_loss
 

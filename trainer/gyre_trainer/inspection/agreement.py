@@ -26,7 +26,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 from gyre_trainer.rotation.rule import Rotation
-from gyre_trainer.shards.local_shards import digest_of
+from gyre_trainer.shards.layout import digest_of
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 _Here = TypeVar("_Here")

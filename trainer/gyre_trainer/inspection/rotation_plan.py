@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
-from gyre_trainer.shards.local_shards import local_of, place_of
+from gyre_trainer.shards.layout import local_of, place_of
 
 
 def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:

@@ -46,7 +46,7 @@ from gyre_trainer.rotation.recomputation import outside_of_layers
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 
 _DROPOUTS = frozenset(
     (

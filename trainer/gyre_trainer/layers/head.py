@@ -47,16 +47,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import rows
-from gyre_trainer.layers.quantized import is_quantized
+from gyre_trainer.layers.linear import is_quantized, rows
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.output_reduction import DeferredGrads, OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import ModuleSlice, Rule, parameter_at
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import local_of
-from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
+from gyre_trainer.shards.layout import Cut, Layout, local_of
+from gyre_trainer.shards.travel import add_wide_product, takes_wide_product
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 # None: nothing is counted, so all chunks are computed.

@@ -33,8 +33,7 @@ from gyre_trainer.rotation.rotated_module import (
     wrap,
 )
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import Cut, Layout, local_of
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.comm.spans import path_of
+from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.experts import CallsEveryExpert
 from gyre_trainer.layers.known_blocks import has_code_of, is_trained
@@ -34,7 +34,7 @@ from gyre_trainer.rotation.rotated_module import (
     uncompiled,
 )
 from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.optimizers.shard import SumsOverRanks, own_shard_of, shaped_like
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 
 
 def _refuse_torchs(optimizer: torch.optim.Optimizer, *_: Any) -> None:

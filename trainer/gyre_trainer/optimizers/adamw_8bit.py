@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gyre_trainer.optimizers.shard import load_as_saved, own_shard_of, shaped_like
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 
 # Entries that share a scale: more make codes less exact, fewer take more than 1/64 of a byte each.
 _BLOCK = 256

@@ -20,8 +20,7 @@ from torch.optim.optimizer import _to_scalar
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.optimizers.shard import OwnShard, own_shard_of
-from gyre_trainer.shards.layout import slice_bounds
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of, slice_bounds
 
 _DTYPE = torch.bfloat16  # in which torch's Muon orthogonalises
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.local_shards import as_dtensor
+from gyre_trainer.shards.layout import as_dtensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from gyre_trainer.comm.spans import path_of
+from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.caches import SharedCache, is_cache
 from gyre_trainer.rotation.dropout import may_drop_out
 from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
 from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rotation, parameter_at, swapped
-from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
+from gyre_trainer.shards.layout import local_of, spec_of, with_spec
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str)
 

@@ -28,16 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.comm.buffer_pool import with_room
-from gyre_trainer.comm.identity import HopIdentity
-from gyre_trainer.comm.ring import Direction, Ring
-from gyre_trainer.comm.spans import path_of, span
-from gyre_trainer.comm.transport import Stream
+from gyre_trainer.comm.identity import HopIdentity, path_of, span
+from gyre_trainer.comm.ring import Direction, Ring, Stream
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.output_reduction import DeferredGrads
 from gyre_trainer.rotation.rule import ModuleSlice, Rotation, RowsRule, parameter_at, swapped
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import local_of, spec_of, with_spec
+from gyre_trainer.shards.layout import Cut, Layout, local_of, spec_of, with_spec
 from gyre_trainer.shards.travel import meet
 
 

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.sharded_parameters import has_sole_storage
-from gyre_trainer.shards.travel import SliceGrad
-from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
+from gyre_trainer.shards.travel import SliceGrad, add_wide_product, takes_wide_product
 
 
 class RunningSum:

@@ -45,9 +45,8 @@ from torch.autograd.graph import (
     saved_tensors_hooks,
 )
 
-from gyre_trainer.comm.identity import HopIdentity
+from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring
-from gyre_trainer.comm.spans import slice_span
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, ComputedSlice
 from gyre_trainer.rotation.dropout import Randomness

@@ -25,8 +25,7 @@ from gyre_trainer.rotation.dropout import MASKS_ARGUMENT, DropoutMasks, may_drop
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
 from gyre_trainer.shards.averaging import note_replaced
-from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import local_of, with_local
+from gyre_trainer.shards.layout import Layout, local_of, with_local
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
     copy_sharded,

@@ -42,10 +42,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.comm.step_checks import on_device
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.local_shards import digest_of, local_of
+from gyre_trainer.shards.layout import digest_of, local_of
 
 
 def ids_held_by(optimizer: Optimizer) -> list[int]:

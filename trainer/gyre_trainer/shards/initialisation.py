@@ -45,7 +45,7 @@ from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averaging import note_replaced
-from gyre_trainer.shards.local_shards import place_of
+from gyre_trainer.shards.layout import place_of
 from gyre_trainer.shards.sharded_parameters import note_rewritten
 
 _Init = Callable[[nn.Module], object]

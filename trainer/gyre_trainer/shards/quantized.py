@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import as_parameter
+from gyre_trainer.shards.layout import Cut, Layout, as_parameter
 from gyre_trainer.shards.sharded_parameters import ShardedParameters, find_from
 
 Format = Literal["int8", "nf4"]

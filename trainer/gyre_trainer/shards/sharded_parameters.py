@@ -39,8 +39,8 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averaging import ReplicaGradients
-from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import (
+from gyre_trainer.shards.layout import (
+    Layout,
     as_parameter,
     digest_of,
     local_of,

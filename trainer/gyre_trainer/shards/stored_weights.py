@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
-from gyre_trainer.shards.local_shards import local_of, place_of
+from gyre_trainer.shards.layout import local_of, place_of
 from gyre_trainer.shards.sharded_parameters import note_rewritten
 from gyre_trainer.shards.tensor_files import Part, StoredTensor, open_regular, read_part, write_part
 

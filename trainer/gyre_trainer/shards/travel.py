@@ -16,7 +16,9 @@ form than its shards rest in. Before a pass, ranks send each other the rows that
 needs, and the slices go round the ring. After backward, the gradient's rows go the same way back.
 
 Slices of query heads may need the same key/value head (`Cut.of_slices`). Then its rows are sent to
-each of these slices, and the returned parts are added up.
+each of these slices, and what comes back is added up.
+
+Add products of bfloat16 or float16 matrices in float32, on CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +31,24 @@ from torch import Tensor
 
 from gyre_trainer.comm.buffer_pool import with_room
 from gyre_trainer.comm.identity import HopIdentity, digest_of_names
-from gyre_trainer.comm.ring import Direction, Hop, Ring
-from gyre_trainer.comm.transport import Stream
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.wide_products import add_wide_product, takes_wide_product
+
+_HALVES = (torch.bfloat16, torch.float16)
+_IS_THERE = hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def takes_wide_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether torch adds this product to ``total`` without memory for it."""
+    is_wide = total.dtype == torch.float32 and left.dtype == right.dtype and left.dtype in _HALVES
+    return total.is_cuda and is_wide and _IS_THERE
+
+
+def add_wide_product(
+    total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> None:
+    """``total = beta * total + alpha * left @ right``; ``total`` is unread if ``beta`` is 0."""
+    torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, alpha=alpha, out=total)
 
 
 class _Incoming(NamedTuple):

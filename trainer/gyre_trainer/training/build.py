@@ -12,7 +12,7 @@ from gyre_trainer import pretrained
 from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, rotate_all
 from gyre_trainer.shards.initialisation import allocate
-from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.layout import local_of
 from gyre_trainer.training.checkpoints import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig

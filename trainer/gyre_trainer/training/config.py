@@ -20,7 +20,7 @@ from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training import config_file
-from gyre_trainer.training.config_values import (
+from gyre_trainer.training.config_file import (
     AtLeast0,
     AtLeast1,
     Decay,

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import parameter_at
-from gyre_trainer.shards.local_shards import as_dtensor, local_of, place_of
+from gyre_trainer.shards.layout import as_dtensor, local_of, place_of
 
 BASE_LAYER = "base_layer"
 # Modules of peft hold the module that they wrap under one of these names.

@@ -25,9 +25,9 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
-from gyre_trainer.comm.step_checks import on_device
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
 from gyre_trainer.shards.averaging import (
@@ -37,7 +37,7 @@ from gyre_trainer.shards.averaging import (
     refuse_hooks,
     shards_were_written,
 )
-from gyre_trainer.shards.local_shards import digest_of, local_of, spec_of, with_spec
+from gyre_trainer.shards.layout import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 # A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more

@@ -23,13 +23,11 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from gyre_trainer.comm.identity import HopIdentity
+from gyre_trainer.comm.identity import HopIdentity, path_of
 from gyre_trainer.comm.ring import Direction, Ring
-from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import RotationPolicy
-from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.local_shards import digest_of, spec_of, with_spec
+from gyre_trainer.shards.layout import Layout, digest_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )

@@ -35,8 +35,7 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import Rule, swapped
 from gyre_trainer.shards.averaging import note_replaced
-from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.local_shards import as_parameter, local_of, place_of
+from gyre_trainer.shards.layout import Cut, Layout, as_parameter, local_of, place_of
 from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
     shard_parameters,

@@ -19,7 +19,7 @@ from msgspec import Meta
 from gyre_trainer.errors import CheckpointRejected
 from gyre_trainer.shards.tensor_files import open_regular
 from gyre_trainer.training.config import DataConfig, ModelConfig, OptimizerConfig
-from gyre_trainer.training.config_values import AtLeast0, AtLeast1
+from gyre_trainer.training.config_file import AtLeast0, AtLeast1
 
 FORMAT = 2
 NAME = "checkpoint.json"

@@ -15,7 +15,7 @@ from torch import nn
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
-from gyre_trainer.training.config_values import Objective
+from gyre_trainer.training.config_file import Objective
 from gyre_trainer.training.models.gpt import GPTConfig
 from gyre_trainer.training.models.lora import Lora
 

@@ -13,7 +13,7 @@ from torch import nn
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, ConfigError
 from gyre_trainer.rotation.rotated_module import own_class
 from gyre_trainer.shards.tensor_files import open_regular, read_regular
-from gyre_trainer.training.config_values import AtLeast0, Objective
+from gyre_trainer.training.config_file import AtLeast0, Objective
 
 _ADAPTER = "default"  # as peft calls the only one
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"

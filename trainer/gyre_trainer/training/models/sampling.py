@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
-from gyre_trainer.training.config_values import AtLeast1, NotNegative, Seed, Text
+from gyre_trainer.training.config_file import AtLeast1, NotNegative, Seed, Text
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from gyre_trainer.training.models.library import LibraryConfig, num_positions, objective_of
 
