@@ -10,31 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gyre_trainer.errors import RotationError
 from gyre_trainer.optimizers.shard import SumsOverRanks, own_shard_of, shaped_like
 from gyre_trainer.shards.layout import local_of
-
-
-def _refuse_torchs(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step: refuse torch's own on shards, where it fails in the midst of its step.
-
-    Raises:
-        RotationError: a parameter is cut.
-    """
-    if type(optimizer) is torch.optim.Adafactor and any(
-        own_shard_of(parameter).dim is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ):
-        raise RotationError(
-            "torch.optim.Adafactor takes no shards. Take gyre_trainer.rotate.Adafactor, with the "
-            "same arguments"
-        )
-
-
-register_optimizer_step_pre_hook(_refuse_torchs)
 
 
 class Adafactor(torch.optim.Adafactor):

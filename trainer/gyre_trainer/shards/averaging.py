@@ -45,7 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import digest_of, local_of
+from gyre_trainer.shards.layout import digest_of, local_of, place_of
 
 
 def ids_held_by(optimizer: Optimizer) -> list[int]:
@@ -77,6 +77,7 @@ class _Replaced:
         seen = self._num_noted, ids_held_by(optimizer)
         if self._seen.get(optimizer) != seen:
             self._require_none(optimizer)
+            _refuse_torchs_adafactor(optimizer)
             self._seen[optimizer] = seen
 
     def _require_none(self, optimizer: Optimizer) -> None:
@@ -89,6 +90,22 @@ class _Replaced:
                 "or a conversion, such as bfloat16(), has replaced them, so a step would not "
                 "train it. Make the optimizer after these."
             )
+
+
+def _refuse_torchs_adafactor(optimizer: Optimizer) -> None:
+    """Refuse torch's own on shards, where it fails in the midst of its step.
+
+    Raises:
+        RotationError: a parameter is cut.
+    """
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    if type(optimizer) is torch.optim.Adafactor and any(
+        isinstance(each, DTensor) and place_of(each) is not None for each in held
+    ):
+        raise RotationError(
+            "torch.optim.Adafactor takes no shards. Take gyre_trainer.rotate.Adafactor, with the "
+            "same arguments"
+        )
 
 
 _REPLACED = _Replaced()
