@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.buffer_pool import BufferPool, with_room
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Leg, Stream, Work
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Leg, Stream, Work, ring_of
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all

@@ -13,8 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Direction, Ring, Stream
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Direction, Ring, Stream, ring_of
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards.initialisation import materialize

@@ -117,7 +117,7 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
 
 def _abort_rings() -> None:
     """Abort the process groups of this rank's rings, so that hops on a device end."""
-    if registry := sys.modules.get("gyre_trainer.comm.ring_registry"):
+    if registry := sys.modules.get("gyre_trainer.comm.ring"):
         registry.abort_all()
 
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from gyre_trainer.comm.identity import name_modules
 from gyre_trainer.comm.mesh import make_mesh, require_ring
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_all_ranks, require_equal_models
 from gyre_trainer.inspection.rotation_plan import (

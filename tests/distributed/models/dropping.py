@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.rotation.dropout import DropoutMasks
+from gyre_trainer.rotation.recomputation import DropoutMasks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotate import RotationPolicy, causal_loss, quantize_frozen, rotate_all

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn

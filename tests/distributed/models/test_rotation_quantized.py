@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import linear_cross_entropy, quantize_frozen, rotate_all

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import register_forward_method, rotate_all
 from gyre_trainer.training.models.gpt import GPT

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule

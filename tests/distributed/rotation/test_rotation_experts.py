@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.experts import Experts, ExpertsRule, MoE
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from gyre_trainer.shards.initialisation import materialize

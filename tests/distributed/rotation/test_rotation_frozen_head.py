@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers import head as head_module
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import RotationPolicy, rotate_all

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.identity import StepChecks
 from gyre_trainer.comm.mesh import ROTATE_AXIS
-from gyre_trainer.comm.ring import Direction, Stream
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Direction, Stream, ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
 from torch import Tensor, nn

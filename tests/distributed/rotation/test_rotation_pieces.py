@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards import layout

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate, rotate_all

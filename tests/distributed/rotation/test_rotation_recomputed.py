@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.counters import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all

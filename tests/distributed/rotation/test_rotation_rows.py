@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.counters import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from torch import Tensor, nn

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
-from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import materialize, no_sync, rotate, rotate_all
 from gyre_trainer.shards.layout import local_of

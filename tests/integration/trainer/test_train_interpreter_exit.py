@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 
 store = dist.FileStore(sys.argv[1], 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

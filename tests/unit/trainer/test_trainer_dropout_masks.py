@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.rotation.dropout import DropoutMasks
+from gyre_trainer.rotation.recomputation import DropoutMasks
 from torch import Tensor
 
 

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from gyre_trainer.accounting.step_cost import measure_step
 from gyre_trainer.comm.buffer_pool import BufferPool
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Direction, Hop, Leg, Ring, Stream, Work
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Direction, Hop, Leg, Ring, Stream, Work, ring_of
 from gyre_trainer.layers.experts import MoE
 from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.mesh import groups_of, ring_group
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 from gyre_trainer.rotation.rule import Rotation

@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from gyre_trainer.comm.mesh import ring_group
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import refuse_together, refusing_together
 from gyre_trainer.rotation.caches import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.rotation.call import Call, cast
-from gyre_trainer.rotation.dropout import (
+from gyre_trainer.rotation.output_reduction import SumOfOutputs
+from gyre_trainer.rotation.recomputation import (
     MASKS_ARGUMENT,
     Dropout,
     Place,
@@ -38,11 +39,10 @@ from gyre_trainer.rotation.dropout import (
     dropout_inside,
     generators_of,
     may_drop_out,
+    outside_of_layers,
     set_states,
     states_of,
 )
-from gyre_trainer.rotation.output_reduction import SumOfOutputs
-from gyre_trainer.rotation.recomputation import outside_of_layers
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped

@@ -41,13 +41,13 @@ from gyre_trainer.layers.linear import (
     require_counts,
 )
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.rotation.dropout import MASKS_ARGUMENT
 from gyre_trainer.rotation.output_reduction import (
     ConcatenatedOutputs,
     EqualParts,
     OutputReduction,
     SumOfOutputs,
 )
+from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import (
     PartialRotation,
     RotatedModule,

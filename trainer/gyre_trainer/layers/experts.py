@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.comm.mesh import ring_group
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import changed_counts
 from gyre_trainer.layers.mlp import refuse_dropout

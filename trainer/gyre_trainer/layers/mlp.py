@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import features_of, layer_of, projections
-from gyre_trainer.rotation.dropout import MASKS_ARGUMENT
+from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import _to_scalar
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.optimizers.shard import OwnShard, own_shard_of
 from gyre_trainer.shards.layout import local_of, slice_bounds
 

@@ -24,9 +24,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.caches import SharedCache, is_cache
-from gyre_trainer.rotation.dropout import may_drop_out
 from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
-from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
+from gyre_trainer.rotation.recomputation import (
+    Recomputation,
+    autocast_of_now,
+    may_drop_out,
+    recomputable,
+)
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rotation, parameter_at, swapped
 from gyre_trainer.shards.layout import local_of, spec_of, with_spec
 

@@ -49,10 +49,9 @@ from gyre_trainer.comm.identity import HopIdentity, slice_span
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call, ComputedSlice
-from gyre_trainer.rotation.dropout import Randomness
 from gyre_trainer.rotation.embedding_rows import run_by_rows, sends_rows
 from gyre_trainer.rotation.output_reduction import OutputReduction
-from gyre_trainer.rotation.recomputation import replay_of_layer
+from gyre_trainer.rotation.recomputation import Randomness, replay_of_layer
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards

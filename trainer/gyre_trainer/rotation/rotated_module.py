@@ -19,9 +19,9 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.dropout import MASKS_ARGUMENT, DropoutMasks, may_drop_out, new_key
+from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT, DropoutMasks, may_drop_out, new_key
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rule import Rotation, RotationPolicy, Rule
 from gyre_trainer.shards.averaging import note_replaced

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.dropout import Masks, Undropped, dropout_inside, may_drop_out
 from gyre_trainer.rotation.output_reduction import DeferredGrads, OutputReduction, SumOfOutputs
+from gyre_trainer.rotation.recomputation import Masks, Undropped, dropout_inside, may_drop_out
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.shards.travel import meet, to_slice
@@ -110,7 +110,7 @@ class Rule(ABC):
             empty if that needs no check.
         drops_out: whether the forward may drop out; then the argument `MASKS_ARGUMENT` has the
             masks of a call in training. See [Note: Dropout in slices] in
-            `gyre_trainer.rotation.dropout`.
+            `gyre_trainer.rotation.recomputation`.
     """
 
     backward_reads_weights: ClassVar[bool] = True

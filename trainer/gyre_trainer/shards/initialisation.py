@@ -42,7 +42,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.comm.mesh import groups_of
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import place_of

@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.buffer_pool import copy_with_room, with_room
-from gyre_trainer.comm.ring import Ring
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import Ring, ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averaging import ReplicaGradients
 from gyre_trainer.shards.layout import (

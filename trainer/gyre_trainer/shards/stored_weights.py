@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
 from gyre_trainer.shards.layout import local_of, place_of
 from gyre_trainer.shards.sharded_parameters import note_rewritten

@@ -15,7 +15,7 @@ from gyre_client import Loader
 from gyre_protos.text import counted
 from torch import Tensor, nn
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import build_model, restored
 from gyre_trainer.training.collate import Collates, collator_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gyre_client import Loader
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError, DataRejected, RingError
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.training.config import RunConfig, TrainConfig

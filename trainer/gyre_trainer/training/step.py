@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, no_sync, stochastically_rounded
 from gyre_trainer.training.build import blocks_of
 from gyre_trainer.training.collate import Examples

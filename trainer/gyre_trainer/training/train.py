@@ -14,8 +14,7 @@ from gyre_client import Loader
 from torch.profiler import ProfilerActivity, profile
 
 from gyre_trainer.comm.identity import name_modules, span
-from gyre_trainer.comm.ring import Hop
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import Hop, collective
 from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
 from gyre_trainer.layers.linear import num_weights
 from gyre_trainer.training.build import build_model

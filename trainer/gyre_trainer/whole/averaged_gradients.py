@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.mesh import groups_of
-from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import copy_shards, own_class
 from gyre_trainer.shards.averaging import (

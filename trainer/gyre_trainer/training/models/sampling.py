@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
 from gyre_trainer.training.config_file import AtLeast1, NotNegative, Seed, Text
