@@ -115,12 +115,6 @@ def test_adapters_train_exactly_where_backward_computes_again(
     require_as_in_one_process("lora", found)
 
 
-@pytest.mark.parametrize("order", ["adapted, then rotated", "rotated, then adapted"])
-def test_adapters_train_on_several_rings(ranks: StartRanks, order: str) -> None:
-    found = ranks(4).run(trained_on_the_ring, "lora", order, PLAIN, 2)
-    require_as_in_one_process("lora", found)
-
-
 def require_as_in_one_process(
     kind: str, found: Sequence[tuple[list[float], dict[str, Tensor]]]
 ) -> None:

@@ -4,13 +4,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.attention import AttentionRule
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import outcome, whole, whole_parameters
+from tests.distributed.training import outcome
 
 VOCABULARY = 31
 CHANNELS, TIME = 4, 5
@@ -128,42 +126,6 @@ def test_an_argument_that_is_returned_is_the_callers(ranks: StartRanks) -> None:
     for is_own, told in ranks(2).run(passed_and_refused):
         assert is_own
         assert "an attention of 4 heads is called with bias of shape (1, 2, 5, 5)" in told
-
-
-class Layers(nn.Module):
-    """Attention that gives its bias to the next one, as T5's layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Biased(4), Biased(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, bias, _ = self.first(x)
-        z, bias, weights = self.second(y, bias)
-        return torch.cat((z.flatten(), bias.flatten(), weights.flatten()))
-
-
-def off_with_a_shared_bias() -> float:
-    """How far outputs and gradients are from those of one process."""
-    torch.manual_seed(0)
-    plain, model = Layers().double(), Layers().double()
-    model.load_state_dict(plain.state_dict())
-    model.second.table.requires_grad_(False)  # no gradient comes to it
-    rotate_all(model, mesh=make_mesh("cpu"), rules={Biased: rule_of(4)})
-    x = torch.randn(2, TIME, 8, dtype=torch.float64)
-    outputs = [each(x) for each in (plain, model)]
-    for output in outputs:
-        output.sin().sum().backward()
-    pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    grads = [(whole(b.grad), a.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
-    assert len(grads) == 17
-    found, expected = outputs[1].detach(), outputs[0].detach()
-    return max(apart(*each) for each in ((found, expected), *grads))
-
-
-def test_layers_share_a_bias(ranks: StartRanks) -> None:
-    for found in ranks(2).run(off_with_a_shared_bias):
-        assert found <= 1e-12
 
 
 OF_T5: dict[str, Any] = {
@@ -277,52 +239,3 @@ COMPILED = RotationPolicy(recompute="block", compiler="aot_eager")
 def test_families_train_exactly(ranks: StartRanks, num_ranks: int, way: Way) -> None:
     for found in ranks(num_ranks).run(off, way):
         assert max(found.values()) <= 1e-5, found  # norms compute in float32
-
-
-def texts(family: str, *, rotates: bool) -> tuple[Tensor, list[Tensor]]:
-    """What a model writes with its caches, and the attention weights of one call."""
-    sizes = {"use_cache": True}
-    model = rotated(family, KEPT, **sizes) if rotates else made(family, **sizes)
-    rows = torch.randint(1, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        written = model.eval().generate(rows, max_new_tokens=5, num_beams=2, eos_token_id=None)
-        output = model(
-            input_ids=rows, decoder_input_ids=rows, output_attentions=True, use_cache=False
-        )
-    weights = (*output.encoder_attentions, *output.decoder_attentions, *output.cross_attentions)
-    return written, list(weights)
-
-
-@pytest.mark.parametrize("family", UNPACKED)
-def test_texts_and_attention_weights_are_those_of_the_plain_model(
-    ranks: StartRanks, family: str
-) -> None:
-    expected, expected_weights = texts(family, rotates=False)
-    assert expected.shape[1] > 5
-    for found, weights in ranks(3).run(partial(texts, rotates=True), family):
-        assert torch.equal(found, expected)
-        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
-
-
-def through_files(folder: Path) -> None:
-    """Read a plain model's files, write them, and read these again: the same names and bits."""
-    plain = made("T5").float()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder / "source")
-    dist.barrier()
-    with torch.device("meta"):
-        model = type(plain)(plain.config)
-    rotate_all(model, mesh=make_mesh("cpu"))
-    pretrained.load(model, folder / "source")
-    pretrained.save_pretrained(model, folder / "written")
-    again = type(plain).from_pretrained(folder / "written")
-    same = whole_parameters(plain)
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    for each in (model, again):
-        found = whole_parameters(each)
-        assert found.keys() == same.keys()
-        assert all(torch.equal(found[name], same[name]) for name in same)
-
-
-def test_weights_are_the_same_bits_in_and_out(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(through_files, tmp_path)

@@ -1,9 +1,7 @@
 """Blocks that drop out rotate as a whole: which masks they have, and that backward has the same."""
 
-import warnings
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -18,14 +16,12 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.models.dropping import (
     TIME,
     WIDTH,
-    Attention,
     GivenMasks,
     Layers,
     masks_of_whole,
     masks_recorded,
 )
 from tests.distributed.models.dropping import rules as rules_of
-from tests.distributed.models.test_rotation_compiled import begin, num_graphs
 from tests.distributed.training import whole
 
 KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute="block")
@@ -153,80 +149,6 @@ def test_backward_has_the_masks_of_forward(ranks: StartRanks) -> None:
             assert torch.equal(each.state, state)
             for name, result in each.results.items():
                 assert apart(result, found["kept"].results[name]) <= 1e-12
-
-
-def zeros() -> tuple[Tensor, Tensor]:
-    """Which entries of the output and of the probabilities are zero; ranks have one input."""
-    torch.manual_seed(0)
-    module = Attention(6).double()
-    module.drop.p = 0.25
-    policy = RotationPolicy()
-    rules: Any = {Attention: rules_of(6)[Attention]}
-    rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
-    torch.manual_seed(0)
-    output, weights = module(torch.ones(40, TIME, WIDTH, dtype=torch.float64))
-    return output.eq(0), weights.eq(0)
-
-
-def test_slices_have_masks_of_their_own_inside_and_one_behind(ranks: StartRanks) -> None:
-    found = ranks(3).run(zeros)
-    for output, weights in found:
-        # with a mask for each slice, a sixty-fourth would be zero
-        assert output.double().mean().item() == pytest.approx(0.25, abs=0.04)
-        assert weights.double().mean().item() == pytest.approx(0.4, abs=0.04)
-        for one, other in combinations(weights.unbind(1), 2):
-            assert (one == other).double().mean() < 0.62  # 0.52 where they are independent
-    for one, other in combinations(found, 2):
-        assert (one[0] == other[0]).double().mean() < 0.7  # 0.63
-        assert (one[1] == other[1]).double().mean() < 0.58
-
-
-def off_by_a_compiler() -> dict[str, float]:
-    """How far outputs and gradients are from those of the same model without a compiler."""
-    begin()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    compiled = made(4, fused=True)
-    policy = RotationPolicy(recompute="block", compiler="aot_eager")
-    rotate_all(compiled, mesh=make_mesh("cpu"), policy=policy, rules=rules_of(4))
-    compiled(given())
-    found = {"graphs in training": float(num_graphs())}
-    expected, models = rotated(RECOMPUTED, 4, fused=True), {}
-    models["slices"] = rotated(policy, 4, fused=True)
-    for name, model in models.items():
-        results = []
-        for each in (model, expected):
-            torch.manual_seed(8)
-            results.append(outcome(each, given()))
-        found[name] = max(apart(results[0][key], results[1][key]) for key in results[1])
-    return found
-
-
-def test_blocks_that_drop_out_run_beside_a_compiler(ranks: StartRanks) -> None:
-    for found in ranks(2).run(off_by_a_compiler):
-        assert set(found.values()) == {0.0}, found
-
-
-def zeros_in_evaluation() -> tuple[float, float, bool]:
-    """How many entries are zero in evaluation, with a dropout in training and without one."""
-    torch.manual_seed(0)
-    module = Attention(6).double()
-    policy = RotationPolicy()
-    rules: Any = {Attention: rules_of(6)[Attention]}
-    rotate_all(module, mesh=make_mesh("cpu"), policy=policy, rules=rules)
-    module.eval().drop.train()
-    module(given())
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        dropping, still = module(given())[0], module.eval()(given())[0]
-    draws = not torch.equal(torch.get_rng_state(), state)
-    return float(dropping.eq(0).double().mean()), float(still.eq(0).double().mean()), draws
-
-
-def test_a_dropout_that_alone_is_in_training_has_one_mask_too(ranks: StartRanks) -> None:
-    for dropping, still, draws in ranks(3).run(zeros_in_evaluation):
-        assert dropping == pytest.approx(0.3, abs=0.1)
-        assert still == 0
-        assert draws
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.rotate import RotationPolicy, rotate_all
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
@@ -190,12 +189,6 @@ def test_generate_gives_the_texts_of_the_plain_model(
     assert ranks(num_ranks).run(other_texts, names, [way]) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models_generate_as_without_rotation(ranks: StartRanks, name: str) -> None:
-    ways = ["the likeliest"] if "LFM2" in name else ["the likeliest", "beams"]
-    assert ranks(2).run(other_texts, [name], ways) == [[], []]
-
-
 def outcome(model: Any, *rows: Tensor) -> dict[str, Tensor]:
     """Loss and gradients of the last rows, after those before without gradients."""
     *before, last = rows
@@ -268,92 +261,6 @@ def test_gradients_through_a_cache_are_refused(ranks: StartRanks) -> None:
         assert "through keys and values of a cache into a module that rotates as a whole" in (
             backward
         )
-
-
-class Asking(nn.Module):
-    """Attention that asks a cache for what another layer keeps, and does something with it."""
-
-    def __init__(self, layer: int, use: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.layer, self.use = layer, use
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in self.inputs())
-        k, v = cache.update(k, v, self.layer)
-        y = (q @ k.mT).softmax(-1) @ v
-        if self.layer:
-            y = y * self.use(cache.layers[0])
-        output: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return output
-
-    def inputs(self) -> tuple[nn.Module, ...]:
-        return self.q, self.k, self.v
-
-
-def num_asked(layer: Any) -> Any:
-    """Three tokens, as `get_mask_sizes` is told of them: since transformers 5 by their number."""
-    by_number = "query_length" in signature(layer.get_mask_sizes).parameters
-    return 3 if by_number else torch.arange(3)
-
-
-ASKED: tuple[Callable[[Any], Any], ...] = (
-    lambda layer: layer.get_seq_length(),
-    lambda layer: layer.keys.shape[-2] + layer.get_mask_sizes(num_asked(layer))[0],
-    lambda layer: layer.values.size(-2) + len(layer.keys) + layer.keys.dim(),
-    lambda layer: torch.ones(1, dtype=layer.keys.dtype, device=layer.values.device),
-)
-EACH: Any = {"dim": (2, 3), "keepdim": True}  # head has one number
-USED: tuple[Callable[[Any], Any], ...] = (
-    lambda layer: layer.keys.mean(**EACH),
-    lambda layer: layer.values[..., :1, :1],
-    lambda layer: torch.cat([layer.keys, layer.keys])[:2].mean(**EACH),
-    lambda layer: layer.keys.detach().amax(**EACH),
-    lambda layer: layer.keys.data.amax(**EACH),
-    lambda layer: torch.tensor(layer.values.tolist()).double().mean(**EACH),
-    lambda layer: layer.update(*[torch.ones(layer.keys.shape).double()] * 2)[0].mean(**EACH),
-)
-
-
-def asked(use: Callable[[Any], Any], *, rotates: bool, grads: bool = True) -> dict[str, Tensor]:
-    """The output and the gradients of two layers, of which the second asks for the first one's."""
-    import transformers
-
-    torch.manual_seed(0)
-    model = nn.ModuleList(Asking(layer, use) for layer in range(2)).double()
-    if rotates:
-        rotate_all(model, mesh=make_mesh("cpu"), rules={Asking: AttentionRule(4)})
-    cache, x = transformers.DynamicCache(), torch.randn(2, 3, 8).double()
-    with torch.set_grad_enabled(grads):
-        for layer in model:
-            x = layer(x, cache)
-    if grads:
-        x.sin().sum().backward()  # type: ignore[no-untyped-call]
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"output": x.detach()}
-
-
-def off_where_asked() -> tuple[float, list[str]]:
-    """How far results are where only the form is asked for; what is said of other uses."""
-    off, told = 0.0, []
-    for use in ASKED:
-        expected, found = (asked(use, rotates=rotates) for rotates in (False, True))
-        assert found.keys() == expected.keys()
-        off = max(off, *(float((found[name] - expected[name]).abs().max()) for name in expected))
-    for use in USED:
-        with pytest.raises(RotationError) as refused:
-            asked(use, rotates=True)
-        told.append(str(refused.value))
-    asked(USED[0], rotates=True, grads=False)
-    return off, told
-
-
-def test_what_is_filled_with_gradients_may_be_measured_and_not_used(ranks: StartRanks) -> None:
-    """As each layer of UMT5 asks for the length of the first one."""
-    for off, told in ranks(2).run(off_where_asked):
-        assert off < 1e-12
-        assert len(told) == len(USED)
-        assert all("that was filled with gradients" in each for each in told)
 
 
 def told_of_caches() -> list[str]:

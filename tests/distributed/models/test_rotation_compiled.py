@@ -18,7 +18,6 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, mine, reference
 from tests.distributed.training import (
-    UNEVEN,
     Variant,
     batch,
     distance,
@@ -87,23 +86,6 @@ def test_all_blocks_and_slices_share_one_graph_of_each_kind(ranks: StartRanks) -
         assert num_graphs == [2] * NUM_STEPS  # attention and MLP
 
 
-def test_uneven_slices_and_recomputation_compile_once_more(ranks: StartRanks) -> None:
-    for apart, num_graphs in ranks(3).run(train, compiled(Variant(UNEVEN), recompute="block")):
-        assert apart <= 1e-12
-        assert num_graphs[0] <= 8  # two kinds, with gradients and without, of two sizes
-        assert num_graphs == [num_graphs[0]] * NUM_STEPS
-
-
-def test_a_compiled_model_or_block_breaks_at_what_rotates_and_compiles_once(
-    ranks: StartRanks,
-) -> None:
-    for what in ("blocks", "model"):
-        for apart, num_graphs in ranks(2).run(train, VARIANT, what):
-            assert apart <= 1e-12
-            assert num_graphs[0] > 0
-            assert num_graphs == [num_graphs[0]] * NUM_STEPS
-
-
 def test_compiled_slices_round_as_others_do_under_autocast(ranks: StartRanks) -> None:
     single = replace(VARIANT, dtype=torch.float32)
     plain = ranks(2).run(train_under_autocast, single)
@@ -150,25 +132,5 @@ def test_a_llama_of_the_library_compiles_once_as_a_whole_and_by_blocks(
 ) -> None:
     for apart, num_graphs in ranks(2).run(train_family, compiled):
         assert apart <= 1e-6  # its norms compute in float32
-        assert num_graphs[1] > 0
-        assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]
-
-
-@pytest.mark.models
-@pytest.mark.parametrize(
-    ("compiled", "family"),
-    [
-        ("slices", "T5"),
-        ("slices", "GPT2"),
-        ("slices", "Qwen3Moe"),
-        ("model", "T5"),
-        ("model", "GPT2"),
-        ("model", "Qwen3Moe"),
-        ("model", "Mamba"),
-    ],
-)
-def test_no_later_step_compiles_anything(ranks: StartRanks, compiled: str, family: str) -> None:
-    for apart, num_graphs in ranks(2).run(train_family, compiled, family, 1):
-        assert apart <= 1e-5  # routers, norms and scans compute in float32
         assert num_graphs[1] > 0
         assert num_graphs == [num_graphs[0], *[num_graphs[1]] * NUM_STEPS]

@@ -112,11 +112,6 @@ def test_ranks_without_tokens_for_any_expert(ranks: StartRanks, policy: Rotation
             assert off <= 1e-12, steps
 
 
-def test_experts_with_names(ranks: StartRanks) -> None:
-    for off in ranks(2).run(partial(distance, [(True, False)], LAYERS, has_names=True)):
-        assert off <= 1e-12
-
-
 @pytest.mark.parametrize("policy", [RotationPolicy(), LAYERS], ids=["kept", "layers"])
 def test_a_router_that_only_experts_lead_to(ranks: StartRanks, policy: RotationPolicy) -> None:
     """Where a rank's tokens choose no expert, its loss does not depend on the router."""

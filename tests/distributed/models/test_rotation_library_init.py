@@ -171,25 +171,6 @@ def test_values_that_nothing_can_make_are_refused_by_name() -> None:
         materialize(model, seed=0)
 
 
-class Counts(nn.Module):
-    """Gives a parameter values that were made on another device than `meta`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.Linear(4, 4, bias=False)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight.data = torch.arange(16.0).view(4, 4)
-
-
-def test_values_that_are_made_on_the_cpu_are_taken() -> None:
-    with torch.device("meta"):
-        model = Counts()
-    materialize(model, seed=SEED)
-    assert torch.equal(model.steps.weight, torch.arange(16.0).view(4, 4))
-
-
 class Given(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()

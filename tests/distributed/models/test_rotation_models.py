@@ -251,19 +251,3 @@ def test_a_model_that_hardly_rotates_is_a_warning(ranks: StartRanks) -> None:
         assert "only 33% of the parameters rotate" in message
         assert "1,048,576 as in the model: no rule is known for Computes" in message
         assert "1,049,600 as in kept: a rule of None keeps them whole" in message
-
-
-def warned_of_a_share(outputs: int) -> list[str]:
-    """What is said where a layer of 1,024 inputs and so many outputs rotates, and 2^20 do not."""
-    with torch.device("meta"):
-        layers = {"kept": nn.Linear(1024, 1024, bias=False)}
-        layers["rotates"] = nn.Linear(1024, outputs, bias=False)
-    return warned(lambda: nn.ModuleDict(layers))
-
-
-@pytest.mark.parametrize(("outputs", "share"), [(8285, 89), (10_354, 91)])
-def test_less_than_nine_tenths_is_little(ranks: StartRanks, outputs: int, share: int) -> None:
-    assert int(100 * outputs / (outputs + 1024) + 0.01) == share
-    said = [f"only {share}% of the parameters rotate"] if share < 90 else []
-    for found in ranks(2).run(warned_of_a_share, outputs):
-        assert [each.partition(";")[0] for each in found] == said

@@ -179,11 +179,8 @@ def test_batch_norm_computes_in_half_precision(ranks: StartRanks) -> None:
             torch.testing.assert_close(found[name].to(value.dtype), value, rtol=0.1, atol=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["block", "layer"])
-def test_a_state_of_before_the_call_is_computed_with_again(
-    ranks: StartRanks, recompute: Any
-) -> None:
-    policy = RotationPolicy(recompute=recompute)
+def test_a_state_beside_blocks_is_that_of_the_call(ranks: StartRanks) -> None:
+    policy = RotationPolicy(recompute="block")
     for found in ranks(2).run(distances, {"remembers": remembers}, policy):
         assert found["remembers"] <= 1e-12
 

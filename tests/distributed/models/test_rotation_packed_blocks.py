@@ -97,24 +97,6 @@ def test_heads_that_are_read_from_attributes_train_exactly(ranks: StartRanks) ->
         assert max(found.values()) <= 1e-6, found
 
 
-def distances_with_checkpoints() -> dict[str, float]:
-    """How far they are from one process's where the library checkpoints its layers, too."""
-    found = {}
-    for family in SIZES:
-        models = small(family), rotated(family, RECOMPUTED)
-        models[1].gradient_checkpointing_enable({"use_reentrant": False})
-        expected, parts = outcome(models[0], ROWS), outcome(models[1], part())
-        found[family] = max(
-            apart(parts[name], expected[name]) for name in expected.keys() - {"loss"}
-        )
-    return found
-
-
-def test_packed_blocks_train_exactly_inside_of_torch_s_checkpoints(ranks: StartRanks) -> None:
-    for found in ranks(2).run(distances_with_checkpoints):
-        assert max(found.values()) <= 1e-6, found
-
-
 def found_by_default(policy: RotationPolicy) -> dict[str, dict[str, str]]:
     """The rules by the last parts of their paths, of each family."""
     mesh = make_mesh("cpu")
@@ -185,57 +167,6 @@ def test_a_packed_block_sends_its_slices_and_once_more_the_rows_of_other_ranks(
 ) -> None:
     for found in ranks(2).run(bytes_of_a_step):
         assert all(counted == expected for counted, expected in found), found
-
-
-class Two(nn.Module):
-    """A block whose shards rest otherwise than its slices travel, and one whose shards do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed, self.plain = PackedGate(), nn.Linear(6, 6)
-
-
-def told(first: str, others: str) -> str:
-    model = Two()
-    mesh = make_mesh("cpu")
-    rotate_all(model, mesh=mesh, policy=RECOMPUTED, sync_from=0)
-    name = first if dist.get_rank() == 0 else others
-    try:
-        model.get_submodule(name)(torch.ones(2, 6))
-    except RotationError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("first", "others"), [("packed", "plain"), ("plain", "packed")])
-def test_ranks_that_call_a_packed_block_and_another_module_are_told(
-    ranks: StartRanks, first: str, others: str
-) -> None:
-    group = ranks(2)
-    for text in group.run(told, first, others):
-        assert "packed" in text, text
-        assert "plain" in text, text
-    group.end()
-
-
-def adapters_inside(family: str) -> str:
-    import peft
-
-    model = rotated(family)
-    settings: Any = peft.LoraConfig(
-        r=2, target_modules="all-linear", fan_in_fan_out=family == "GPT2"
-    )
-    try:
-        peft.get_peft_model(model, settings)(input_ids=part())
-    except RotationError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_adapters_inside_of_packed_blocks_are_refused(ranks: StartRanks, family: str) -> None:
-    for text in ranks(2).run(adapters_inside, family):
-        assert "Change the model first, then rotate it" in text
 
 
 @pytest.mark.parametrize(

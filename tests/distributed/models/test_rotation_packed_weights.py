@@ -1,20 +1,17 @@
 """Weights of blocks with packed projections go in and out as those of DTensors, bit by bit."""
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import Muon, materialize, rotate_all
+from gyre_trainer.rotate import rotate_all
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.packed import RECOMPUTED, SIZES, on_meta, part, rotated, small
@@ -91,56 +88,3 @@ def test_weights_of_packed_blocks_go_in_and_out(
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     again = type(plain).from_pretrained(tmp_path / "again")
     assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
-
-
-def initial(family: str) -> dict[str, Tensor]:
-    model = on_meta(family)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=RECOMPUTED)
-    materialize(model, seed=5)
-    return whole_parameters(model)
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_initial_values_of_packed_blocks_are_those_of_one_rank(
-    ranks: StartRanks, family: str
-) -> None:
-    (expected,) = ranks(1).run(initial, family)
-    for found in ranks(3).run(initial, family):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def after_muon(*, rotates: bool) -> dict[str, Tensor]:
-    """Matrices after a step of Muon with gradients of the same bits."""
-    model = rotated("Phi3") if rotates else small("Phi3")
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    optimizer: Any = (Muon if rotates else torch.optim.Muon)(matrices, lr=0.02)
-    generator = torch.Generator().manual_seed(4)
-    for parameter in matrices:
-        grad: Tensor = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if isinstance(parameter, DTensor):
-            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
-        parameter.grad = grad
-    optimizer.step()
-    return whole_parameters(model)
-
-
-def test_muon_orthogonalises_packed_matrices_whole(ranks: StartRanks) -> None:
-    expected = after_muon(rotates=False)
-    for found in ranks(3).run(partial(after_muon, rotates=True)):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def generated(family: str, *, rotates: bool) -> Tensor:
-    model = rotated(family) if rotates else small(family)
-    prompt = torch.tensor([[3, 9], [7, 1]])
-    tokens: Tensor = model.eval().generate(
-        prompt, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
-    )
-    return tokens
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_packed_blocks_generate_with_the_library_s_cache(ranks: StartRanks, family: str) -> None:
-    expected = generated(family, rotates=False)
-    for found in ranks(2).run(partial(generated, family, rotates=True)):
-        assert torch.equal(found, expected)

@@ -4,9 +4,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,6 @@ from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, RotationEr
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.rotate import materialize, rotate_all
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.training.build import build_model
-from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.sampling import SampleConfig, Sampler
-from gyre_trainer.training.rank_context import RankContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -37,7 +29,6 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole_parameters
 
 MAX_FILE_BYTES = 9000
-CPU = torch.device("cpu")
 
 
 def made() -> Any:
@@ -120,88 +111,6 @@ def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
     assert again.lm_head.weight is again.model.embed_tokens.weight
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, expected[name])
-
-
-def texts(model: Any) -> list[list[int]]:
-    """Token ids that follow a prompt, with a cache: the likeliest, and sampled ones."""
-    found = []
-    for sampled in (False, True):
-        torch.manual_seed(3)
-        tokens = model.eval().generate(
-            torch.arange(5)[None],
-            max_new_tokens=8,
-            do_sample=sampled,
-            use_cache=True,
-            pad_token_id=0,
-        )
-        found.append(tokens[0].tolist())
-    return found
-
-
-def generated(source: Path) -> list[list[int]]:
-    with torch.device("meta"):
-        model = made()
-    rotate_all(model, mesh=make_mesh("cpu"))
-    pretrained.load(model, source)
-    return texts(model)
-
-
-def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, saved: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    expected = texts(AutoModelForCausalLM.from_pretrained(saved))
-    assert ranks(2).run(generated, saved) == [expected, expected]
-
-
-SAMPLES = SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6)
-SMALL = GPTConfig(61, 1, 16, 2, 2, 32, max_seq_len=5)
-
-
-def continued(source: Path) -> list[list[str]]:
-    """What a rank samples of a Llama whose attention rotates as a whole, and of a GPT."""
-    told = []
-    context = RankContext(dist.get_rank(), dist.get_world_size(), CPU, make_mesh("cpu"))
-    for model in (LibraryConfig(pretrained=str(source)), SMALL):
-        config = TrainConfig(RunConfig("nowhere", 1), DataConfig("none", 6, 5), model)
-        trained = build_model(config, context).eval()
-        for temperature in (0.0, 2.0):
-            before = torch.get_rng_state()
-            sampler = Sampler(replace(SAMPLES, temperature=temperature), model)
-            told.append(sampler.texts(trained))
-            assert torch.equal(torch.get_rng_state(), before), "training goes on with its own"
-        if not isinstance(trained, GPT):
-            told.append(beams(trained))
-    return told
-
-
-def beams(model: Any) -> list[str]:
-    """The best of several texts, between which the rows of a cache change places."""
-    tokens = model.generate(
-        torch.tensor([[3, 9], [7, 1]]),
-        num_beams=3,
-        max_new_tokens=6,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=0,
-    )
-    return [str(text) for text in tokens.tolist()]
-
-
-def test_samples_of_a_run_are_those_of_the_plain_model_at_every_number_of_ranks(
-    ranks: StartRanks, saved: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(saved)
-    expected = [
-        Sampler(replace(SAMPLES, temperature=temperature), LibraryConfig(str(saved))).texts(plain)
-        for temperature in (0.0, 2.0)
-    ]
-    expected.append(beams(plain))
-    by_two, again = ranks(2).run(continued, saved)
-    assert by_two[:3] == expected
-    assert all(greedy != drawn for greedy, drawn in pairwise(by_two))
-    assert [again, *ranks(3).run(continued, saved)] == [by_two] * 4
 
 
 def refused(source: Path) -> tuple[str, str]:

@@ -107,21 +107,6 @@ def test_what_is_read_trains_exactly(ranks: StartRanks, name: str, num_ranks: in
     assert {run.num_whole for run in found} == {CASES[name].num_whole}
 
 
-FROZEN = {"raw": "router", "tied": "embedding"}
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_frozen_parameters_are_read(ranks: StartRanks, name: str) -> None:
-    found = ranks(2).run(partial(trained_here, frozen=FROZEN[name]), name)
-    require_equal(found, trained(name, frozen=FROZEN[name]))
-
-
-@pytest.mark.parametrize("name", ["tied"])
-def test_replicas_equal_one_process(ranks: StartRanks, name: str) -> None:
-    found = ranks(4).run(partial(trained_here, replicate=2), name)
-    require_equal(found, trained(name))
-
-
 @pytest.mark.parametrize("name", ["checkpoint"])
 def test_half_precision_stays_close(ranks: StartRanks, name: str) -> None:
     half = RotationPolicy(compute_dtype=torch.bfloat16, recompute="block")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.counters import Category, LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
@@ -98,28 +97,6 @@ def test_masks_are_the_same_again(ranks: StartRanks) -> None:
         assert off <= 1e-12
 
 
-def shape_of_kept() -> tuple[int, int]:
-    """Bytes that a layer more keeps, and those of its input."""
-    kept = []
-    for depth in (2, 3):
-        model = made("Llama", num_hidden_layers=depth, hidden_size=32)
-        rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS)
-        rows = torch.ones(4, 8, dtype=torch.long)
-        model(input_ids=rows, labels=rows).loss.backward()
-        with LiveBytes() as live:
-            live.label(Category.PARAMETERS, model.parameters())
-            before = live.total
-            loss = model(input_ids=rows, labels=rows).loss
-            kept.append(live.total - before)
-        loss.backward()
-    return kept[1] - kept[0], 4 * 8 * 32 * 8
-
-
-def test_a_layer_keeps_its_input_alone(ranks: StartRanks) -> None:
-    for more, num_bytes in ranks(2).run(shape_of_kept):
-        assert num_bytes <= more < 1.2 * num_bytes  # tables of rows and the like come on top
-
-
 def recomputed(find_blocks: bool) -> list[str]:
     model = made("Mixtral", num_hidden_layers=NUM_LAYERS)
     rotate_all(model, mesh=make_mesh("cpu"), policy=LAYERS, find_blocks=find_blocks)
@@ -143,11 +120,6 @@ def checkpointed() -> tuple[int, bool]:
 
 def test_checkpoints_of_the_library_imply_layers(ranks: StartRanks) -> None:
     assert ranks(2).run(checkpointed) == [(NUM_LAYERS, False)] * 2
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(RotationError, match="write recompute="):
-        RotationPolicy(recompute=True)  # type: ignore[arg-type]
 
 
 class Dropping(nn.Module):

@@ -15,7 +15,6 @@ from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole
 
 KEPT, RECOMPUTED = RotationPolicy(), RotationPolicy(recompute="block")
-LAYERS = RotationPolicy(recompute="layer")
 OF_TEXT: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 24,
@@ -133,19 +132,3 @@ def test_families_train_exactly(
     ranks: StartRanks, num_ranks: int, policy: RotationPolicy, family: str
 ) -> None:
     require_exact(ranks(num_ranks), family, policy)
-
-
-@pytest.mark.models
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("num_ranks", "policy", "num_heads"),
-    [(3, KEPT, 6), (2, RECOMPUTED, 3), (4, RECOMPUTED, 6), (3, LAYERS, 6)],
-)
-def test_families_train_exactly_in_more_ways(
-    ranks: StartRanks,
-    family: str,
-    num_ranks: int,
-    policy: RotationPolicy,
-    num_heads: int,
-) -> None:
-    require_exact(ranks(num_ranks), family, policy, num_heads)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tests.distributed.comparing import Case, apart, distances
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import VOCABULARY, made
-from tests.distributed.models.test_rotation_caches import given
 from tests.distributed.training import outcome
 
 RECOMPUTED = RotationPolicy(recompute="block")  # for it, such blocks are found by default
@@ -203,69 +202,6 @@ def test_models_share_their_query_heads_where_they_are_recomputed(
 ) -> None:
     for found in ranks(num_ranks).run(off, way):
         assert max(found.values()) <= 1e-6, found
-
-
-def found_otherwise() -> list[dict[str, str]]:
-    """Rules where nothing is recomputed, and where two ranks cannot share one query head."""
-    return [
-        rules_in(small("Llama", 4, 1), RotationPolicy()),
-        rules_in(small("Llama", 1, 1), RECOMPUTED),
-    ]
-
-
-def test_other_attention_rotates_layer_by_layer(ranks: StartRanks) -> None:
-    for found in ranks(2).run(found_otherwise):
-        for rules in found:
-            assert "self_attn" not in rules
-            assert rules["q_proj"] == rules["k_proj"] == rules["v_proj"] == "LinearRule"
-
-
-@torch.no_grad()
-def generated(family: str, heads: tuple[int, int], *, rotates: bool) -> dict[str, Tensor]:
-    """Texts, and the logits and the cache of the tokens of one."""
-    import transformers  # seconds, for these tests alone
-
-    model = small(family, *heads, eos_token_id=None).eval()
-    if rotates:
-        assert rules_in(model, RECOMPUTED)["self_attn"] == "AttentionRule"
-    prompt = torch.tensor([[3, 9, 4], [7, 1, 2]])
-    found = {}
-    ways: dict[str, dict[str, Any]] = {
-        "greedy": {},
-        "static": {"cache_implementation": "static", "disable_compile": True},
-        "beams": {"num_beams": 3},
-    }
-    for name, options in ways.items():
-        found[name] = model.generate(
-            prompt, max_new_tokens=5, do_sample=False, use_cache=True, **options
-        )
-    cache = transformers.DynamicCache()
-    parts = [prompt, *found["greedy"][:, 3:].split(1, dim=1)]
-    logits = [model(each, **given(model, cache), use_cache=True).logits for each in parts]
-    found["logits"] = torch.cat(logits, 1)
-    found["keys"], found["values"] = cache.layers[0].keys, cache.layers[0].values
-    return found
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "heads"),
-    [
-        (4, (8, 2)),
-        *(
-            pytest.param(*each, marks=MODELS)
-            for each in ((2, (4, 1)), (3, (6, 2)), (2, (5, 5)), (4, (6, 3)))
-        ),
-    ],
-)
-def test_caches_have_each_key_value_head_once(
-    ranks: StartRanks, num_ranks: int, heads: tuple[int, int]
-) -> None:
-    expected = generated("Qwen3", heads, rotates=False)
-    assert expected["keys"].shape[1] == heads[1]
-    for found in ranks(num_ranks).run(partial(generated, "Qwen3", heads, rotates=True)):
-        for name, value in expected.items():
-            assert found[name].shape == value.shape, name
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
 def bytes_of_a_step() -> tuple[int, int]:

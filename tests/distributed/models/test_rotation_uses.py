@@ -9,41 +9,12 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import register_forward_method, rotate_all
-from gyre_trainer.training.models.gpt import GPT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.refusals.test_rotation_regressions import VARIANT, backward, reference
 from tests.distributed.training import batch, distance, rotated_gpt, whole
-
-
-def generate(model: GPT, tokens: Tensor, num_tokens: int) -> Tensor:
-    """The most likely continuation of a prompt."""
-    for _ in range(num_tokens):
-        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
-    return tokens
-
-
-def generated() -> list[bool]:
-    """Whether this rank's text equals one process's, with other prompts on each rank."""
-    model = rotated_gpt(VARIANT).eval()
-    alone = reference(model).eval()
-    rank = dist.get_rank()
-    prompt = torch.randint(
-        VARIANT.config.vocab_size,
-        (1 + rank, 2 + rank),
-        generator=torch.Generator().manual_seed(rank),
-    )
-    same = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            same.append(torch.equal(generate(model, prompt, 4), generate(alone, prompt, 4)))
-    return same
-
-
-def test_every_rank_generates_text_from_prompts_of_its_own(ranks: StartRanks) -> None:
-    assert ranks(3).run(generated) == [[True, True]] * 3
 
 
 def gradients_of_two_rings() -> tuple[list[int], float]:

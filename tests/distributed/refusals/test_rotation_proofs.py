@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.experts import Experts, ExpertsRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate, rotate_all
@@ -14,7 +13,7 @@ from gyre_trainer.rotation.rule import ModuleSlice
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.refusals.refused_modules import DropsInside, KeysWithBias, told
+from tests.distributed.refusals.refused_modules import DropsInside, told
 
 
 class CountsExperts(Experts):
@@ -131,14 +130,3 @@ def test_a_rule_that_is_wrong_in_its_gradients_alone_is_refused(ranks: StartRank
         assert drops == ""  # compared in evaluation, because it draws random numbers in training
         assert "CountsWidth computes something else when it rotates: output 0 is off" in counts
         assert "AlwaysDrops draws random numbers in evaluation, too, so it was not" in always
-
-
-def told_of_keys_with_bias(dtype: torch.dtype) -> str:
-    torch.manual_seed(0)
-    layer = rotate(KeysWithBias().to(dtype), mesh=make_mesh("cpu"), rule=AttentionRule(4))
-    return told(lambda: layer(torch.randn(3, 5, 8, dtype=dtype)))
-
-
-def test_gradients_that_are_zero_but_for_rounding_are_equal(ranks: StartRanks) -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert ranks(2).run(told_of_keys_with_bias, dtype) == ["", ""]

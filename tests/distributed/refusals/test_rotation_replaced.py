@@ -65,48 +65,6 @@ def tokens_of(rank: int) -> Tensor:
     return torch.randint(NUM_ROWS, (2, 5), generator=torch.Generator().manual_seed(rank))
 
 
-def assigned(model: Any) -> None:
-    model.load_state_dict(model.state_dict(), assign=True)
-
-
-def norm_assigned(model: Any) -> None:
-    own = {name: 2 * each for name, each in model.state_dict().items() if "norm" in name}
-    model.load_state_dict(own, assign=True, strict=False)
-
-
-def norm_set(model: Any) -> None:
-    model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)
-
-
-def head_called_with(model: Any) -> None:
-    weight = whole(model.head.weight.detach()).requires_grad_()
-    with torch.no_grad():
-        torch.func.functional_call(model, {"head.weight": 2 * weight}, tokens_of(0))
-
-
-def told(change: Callable[[Any], None]) -> str:
-    model = rotated()
-    model(tokens_of(dist.get_rank())).sum().backward()
-    with pytest.raises(RotationError) as refused:
-        change(model)
-        model(tokens_of(dist.get_rank()))
-    return str(refused.value)
-
-
-def test_parameters_that_were_replaced_are_refused(ranks: StartRanks) -> None:
-    """Their gradients would stay each rank's own."""
-    ours = ranks(2)
-    for change, expected in (
-        (assigned, "embedding.weight is another parameter than the model was rotated with"),
-        (norm_assigned, "norm.weight is another parameter than the model was rotated with"),
-        (norm_set, "norm.weight is another parameter than the model was rotated with"),
-        (head_called_with, "parameter weight is no longer in its rotated slice"),
-    ):
-        for message in ours.run(told, change):
-            assert message.startswith(expected), change.__name__
-            assert "load_state_dict" in message
-
-
 def told_of_hooks() -> list[str]:
     model, x, messages = rotated(), tokens_of(0), []
     model(x).sum().backward()

@@ -69,35 +69,6 @@ class OnlyThere(nn.Module):
         return self.norm(y) if normed else y
 
 
-def clipped_where_one_rank_norms() -> tuple[float, dict[str, Tensor]]:
-    """The norm of all gradients, and the gradients, where only rank 1 calls the norm."""
-    torch.manual_seed(0)
-    model = OnlyThere()
-    rotate_all(model, mesh=make_mesh("cpu"))
-    rank = dist.get_rank()
-    model(torch.arange(8.0).view(2, 4) + rank, rank == 1).square().sum().backward()
-    norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    return float(norm), {
-        n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def test_a_rank_that_reaches_no_replicated_module_takes_part_in_their_mean(
-    ranks: StartRanks,
-) -> None:
-    """Else its next collective would be taken for the mean of the other ranks."""
-    torch.manual_seed(0)
-    plain = OnlyThere()
-    for rank in range(2):
-        loss = plain(torch.arange(8.0).view(2, 4) + rank, rank == 1).square().sum() / 2
-        loss.backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    for norm, grads in ranks(2).run(clipped_where_one_rank_norms):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(grads[name], parameter.grad)
-
-
 def adapted_where_one_rank_norms(min_numel: int) -> list[dict[str, Tensor]]:
     """Gradients of two steps in which the norm alone is trained; rank 0 leaves it out in one."""
     torch.manual_seed(0)

@@ -207,11 +207,6 @@ def test_modules_that_a_rule_is_not_true_of_rotate_layer_by_layer(
             assert all(each <= 1e-12 for each in found.values()), (module, found)
 
 
-def test_a_large_module_is_no_exception(ranks: StartRanks) -> None:
-    for found in ranks(2).run(off, "many parameters", ("attribute",), False):
-        assert found["attribute"] <= 1e-12
-
-
 def _given(module: Any) -> None:
     module.up.forward = lambda x: x
 
@@ -317,62 +312,3 @@ def test_rules_that_fit_nothing_and_complex_parameters_are_refused(ranks: StartR
         assert "Normalizes: it overrides code of Plain, which the rule is for" in unused
         assert "Plain has a forward that is set on the instance" in instance
         assert "Sequential.0.weight is torch.complex64, but complex parameters" in complex_one
-
-
-class NoisyScale(nn.Module):
-    """Noise that begins after some calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(6, dtype=torch.float64))
-        self.sigma, self.num_calls = 0.0, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        sigma = self.sigma or 0.5 * (self.num_calls > 2)
-        x = x * self.gain
-        return x * (1 + sigma * torch.randn(x.shape, dtype=x.dtype)) if sigma else x
-
-
-class NoisyPlain(Plain):
-    """An MLP that a rule is for, with noise of a schedule."""
-
-    sigma = 0.0
-
-    def hidden(self, x: Tensor) -> Tensor:
-        hidden = super().hidden(x)
-        return hidden * (1 + self.sigma * torch.randn(len(x), 1, 1)) if self.sigma else hidden
-
-
-def off_by_noise(kind: str) -> list[float]:
-    """The distance of the gradient from the plain model's, on one rank, in each step."""
-    models: list[Any] = []
-    for rotates in (False, True):
-        torch.manual_seed(0)
-        inner = NoisyScale() if kind == "scale" else NoisyPlain()
-        models.append(nn.Sequential(inner, Plain()).double())
-        if rotates:
-            mesh = make_mesh("cpu", replicate=dist.get_world_size())
-            rules: Any = {Plain: MLPRule(), NoisyPlain: MLPRule()}
-            policy = RotationPolicy(recompute="block")
-            if kind == "scale":
-                del rules[NoisyPlain]
-            rotate_all(models[1], mesh=mesh, rules=rules, policy=policy, verify=False)
-    found = []
-    x = torch.randn(4, 3, 6, dtype=torch.float64)
-    for sigma in (0.0, 0.0, 0.5):
-        outcomes = []
-        for model in models:
-            model[0].sigma = sigma
-            model.zero_grad()
-            torch.manual_seed(1)
-            model(x).square().mean().backward()
-            outcomes.append({name: whole(each.grad) for name, each in model.named_parameters()})
-        found.append(max(apart(outcomes[1][name], each) for name, each in outcomes[0].items()))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["scale", "block"])
-def test_noise_that_begins_later_is_drawn_again(ranks: StartRanks, kind: str) -> None:
-    for found in ranks(1).run(off_by_noise, kind):
-        assert all(each <= 1e-12 for each in found), found

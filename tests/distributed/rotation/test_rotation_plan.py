@@ -121,17 +121,6 @@ def test_the_plan_lists_how_every_parameter_is_treated(ranks: StartRanks) -> Non
         assert "160" in text
 
 
-def test_every_trainable_parameter_has_the_same_gradient_everywhere(ranks: StartRanks) -> None:
-    outcomes = ranks(2).run(plan_and_gradients)
-    names = {name for name, parameter in Model().named_parameters() if parameter.requires_grad}
-    for _, _, _, gradients in outcomes:
-        assert gradients.keys() == names
-        assert all(torch.equal(gradients[name], outcomes[0][3][name]) for name in names)
-        assert all(
-            gradient.abs().sum() > 0 for name, gradient in gradients.items() if name != "norm.bias"
-        )
-
-
 def running_means() -> Tensor:
     """The running means of a batch norm whose input differs among ranks."""
     norm = nn.BatchNorm1d(4)
@@ -169,18 +158,6 @@ def test_gradients_of_frozen_parameters_do_not_travel(ranks: StartRanks) -> None
         ranks(2).run(bytes_of_frozen_modules)
         == [[3 * slice_bytes, 5 * slice_bytes // 2, 2 * slice_bytes]] * 2
     )
-
-
-def what_was_rotated_before() -> list[str]:
-    """The rules of a model in which one block was rotated before `rotate_all`."""
-    model = nn.Sequential(Named(), Named())
-    rotate(model[0], mesh=make_mesh("cpu"), rule=MLPRule(ups=("fc1",), down="fc2"))
-    plan = rotate_all(model, mesh=make_mesh("cpu"), find_blocks=False)
-    return [entry.rule for entry in plan.entries]
-
-
-def test_modules_that_were_rotated_before_are_left_as_they_are(ranks: StartRanks) -> None:
-    assert ranks(2).run(what_was_rotated_before) == [["MLPRule", "LinearRule", "LinearRule"]] * 2
 
 
 def attention_that_is_kept_whole() -> bool:

@@ -244,28 +244,6 @@ def test_replicated_gradients_are_averaged_in_one_all_reduce(
     assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
 
 
-def test_one_rank_averages_nothing(ranks: StartRanks) -> None:
-    assert ranks(1).run(what_is_averaged, ()) == [[]]
-
-
-def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
-    """Whether the module's input is still in memory before the loss's backward, and after it."""
-    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"), policy=policy)
-    x = torch.ones(2, 4) * 2
-    memory = weakref.ref(x.untyped_storage())
-    loss = mlp(x).sum()
-    del x
-    kept = [memory() is not None]
-    loss.backward()
-    assert loss.grad_fn is not None
-    return [*kept, memory() is not None]
-
-
-def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
-    for policy in (RotationPolicy(), RotationPolicy(recompute="block")):
-        assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
-
-
 def what_a_model_leaves() -> list[tuple[bool, ...]]:
     """Whether ring, buffer and the norm's weight exist with a model, and after it is gone."""
     gc.collect()

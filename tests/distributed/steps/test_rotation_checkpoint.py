@@ -25,21 +25,6 @@ from tests.distributed.training import (
 VARIANTS = {"uneven": Variant(UNEVEN), "grouped heads, gated": Variant(GATED_GROUPED)}
 
 
-def initial_weights(variant: Variant) -> dict[str, Tensor]:
-    return whole_parameters(rotated_gpt(variant))
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_initial_weights_are_the_same_for_every_number_of_ranks(
-    ranks: StartRanks, name: str
-) -> None:
-    alone = train_alone(VARIANTS[name], num_steps=0).parameters
-    for num_ranks in (1, 2, 3):
-        for found in ranks(num_ranks).run(initial_weights, VARIANTS[name]):
-            assert found.keys() == alone.keys()
-            assert all(torch.equal(found[each], alone[each]) for each in alone)
-
-
 def train_between(
     variant: Variant,
     first: int,

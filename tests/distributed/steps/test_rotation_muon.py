@@ -13,7 +13,6 @@ from gyre_trainer.accounting.counters import Category, LiveBytes, SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.optimizers import muon
-from gyre_trainer.optimizers.muon import rounds_of
 from gyre_trainer.rotate import Muon, rotate_all
 from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
@@ -118,25 +117,6 @@ def test_each_matrix_is_orthogonalised_once_with_the_bits_of_one_process(
         assert shapes.total() < 3 * len(matrices(model_of()))
         on_all_ranks += shapes
     assert on_all_ranks == {tuple(each.shape): 3 for each in matrices(model_of())}
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_its_checkpoint_continues_with_another_number_of_ranks(
-    ranks: StartRanks, tmp_path: Path, before: int, after: int
-) -> None:
-    options, path = OPTIONS["as it is"], tmp_path / "checkpoint"
-    ranks(before).run(rotated, options, 0, 2, None, path)
-    expected = alone(options, 4)
-    for found, _ in ranks(after).run(rotated, options, 2, 4, path):
-        assert all(torch.equal(found[each], expected[each]) for each in expected)
-
-
-def test_work_is_balanced() -> None:
-    work = [8.0, 7.0, 6.0, 5.0, 4.0, 1.0]
-    rounds = rounds_of(work, 3)
-    assert sorted(place for each in rounds for place in each if place is not None) == list(range(6))
-    totals = [sum(work[at] for at in each if at is not None) for each in zip(*rounds, strict=True)]
-    assert totals == [9.0, 11.0, 11.0]
 
 
 WIDTH = 48

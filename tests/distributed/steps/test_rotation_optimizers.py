@@ -57,11 +57,6 @@ OF_TORCH: dict[Any, Any] = {Adafactor: torch.optim.Adafactor, AdamW8bit: AdamW}
 BATCH = 12
 
 
-def in_one_process(optimizer_of: Any) -> Any:
-    """The optimizer to compare with: torch's own."""
-    return partial(OF_TORCH.get(optimizer_of.func, optimizer_of.func), **optimizer_of.keywords)
-
-
 def model_of(num_channels: int) -> nn.Module:
     """A model whose parameters are cut along either dim, unevenly, or whole on every rank."""
     torch.manual_seed(5)
@@ -173,22 +168,6 @@ def test_every_optimizer_of_torch_has_a_test_here_or_beside() -> None:
         if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
     }
     assert of_torch == tested | elsewhere | not_supported | {"Optimizer"}
-
-
-def under_sparse_adam() -> str:
-    model, _ = both_models()
-    compute_gradients(model, 0)
-    optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(model.parameters())
-    before = whole_parameters(model)
-    with pytest.raises(RuntimeError) as refused:
-        optimizer.step()
-    assert distance(whole_parameters(model), before) == 0
-    return str(refused.value)
-
-
-def test_sparse_adam_refuses_gradients_that_are_dense(ranks: StartRanks) -> None:
-    for message in ranks(2).run(under_sparse_adam):
-        assert "SparseAdam does not support dense gradients, please consider Adam" in message
 
 
 def under_every_clipping() -> list[tuple[str, float, float]]:

@@ -6,35 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer import pretrained
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotate import materialize, no_sync, rotate, rotate_all
+from gyre_trainer.rotate import materialize, rotate, rotate_all
 from gyre_trainer.shards.layout import local_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.refusals.test_rotation_regressions import (
-    VARIANT,
-    backward,
-    gradients,
-    reference,
-)
 from tests.distributed.steps.test_rotation_checkpoint import VARIANTS, train_between
-from tests.distributed.steps.test_rotation_muon import OPTIONS
-from tests.distributed.steps.test_rotation_muon import alone as alone_under_muon
-from tests.distributed.steps.test_rotation_muon import rotated as under_muon
 from tests.distributed.training import (
     GATED_GROUPED,
     UNEVEN,
     Variant,
     batch,
     build,
-    default_dtype,
     distance,
-    rotated_gpt,
     train_alone,
     train_rotated,
     whole_parameters,
@@ -61,25 +48,6 @@ def test_rings_of_one_rank_are_data_parallel(ranks: StartRanks) -> None:
         assert distance(found.parameters, alone.parameters) <= 1e-12
 
 
-def accumulated() -> float:
-    """The distance of gradients from one process's; only the last backward averages."""
-    model = rotated_gpt(VARIANT, replicate=2)
-    ring = ring_of(model.head.weight.device_mesh)  # type: ignore[attr-defined]
-    alone = reference(model)
-    parts = [batch(step, VARIANT.config.vocab_size) for step in range(2)]
-    mine = [[each.chunk(4)[ring.part] for each in part] for part in parts]
-    with no_sync(model):
-        backward(model.loss(*mine[0]))
-    backward(model.loss(*mine[1]))
-    for part in parts:
-        backward(alone.loss(*part))
-    return distance(gradients(model), gradients(alone))
-
-
-def test_the_last_backward_averages_what_no_sync_left(ranks: StartRanks) -> None:
-    assert max(ranks(4).run(accumulated)) <= 1e-12
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpoints_of_two_rings_load_at_any_number_of_ranks(
     ranks: StartRanks, tmp_path: Path, name: str
@@ -92,21 +60,6 @@ def test_checkpoints_of_two_rings_load_at_any_number_of_ranks(
             train_between, variant, 3, 6, tmp_path / "checkpoint", None, replicate
         ):
             assert distance(found, alone) <= 1e-12
-
-
-def saved(path: Path) -> dict[str, Tensor]:
-    model = rotated_gpt(CLIPPED, replicate=2)
-    pretrained.save_pretrained(model, path)
-    return whole_parameters(model)
-
-
-def test_weights_are_written_once(ranks: StartRanks, tmp_path: Path) -> None:
-    expected = ranks(4).run(saved, tmp_path)[3]
-    with default_dtype(torch.float64):
-        model = build(UNEVEN)
-    pretrained.load(model, tmp_path)
-    found = dict(model.named_parameters())
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -332,12 +285,3 @@ def test_all_replicas_take_the_values_of_one_rank(ranks: StartRanks) -> None:
     expected = nn.Linear(4, 4).weight
     for found in ranks(4).run(taken_from_one_rank):
         assert torch.equal(found["0.weight"], expected)
-
-
-def test_muon_shares_its_work_on_each_ring(ranks: StartRanks) -> None:
-    expected = alone_under_muon(OPTIONS["as it is"], 2)
-    num_matrices = sum(each.ndim == 2 for each in expected.values())
-    outcomes = ranks(4).run(under_muon, OPTIONS["as it is"], 0, 2, None, None, 2)
-    for found, _ in outcomes:
-        assert all(torch.equal(found[each], expected[each]) for each in expected)
-    assert sum(shapes.total() for _, shapes in outcomes) == 2 * 2 * num_matrices  # steps, rings
