@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.waiting import until
@@ -187,7 +188,7 @@ class Cluster:
         for name in self.names:
             for root in _CGROUPS.glob(f"*/slurm_{name}"):
                 for folder, _, _ in os.walk(root, topdown=False):
-                    until(lambda path=Path(folder): _removed(path))
+                    until(partial(_removed, Path(folder)))
 
     def _started(
         self, name: str, command: Sequence[str], environment: dict[str, str] | None = None

@@ -28,7 +28,7 @@ SLURM = REPOSITORY / "docker" / "slurm"
 SCRIPT = str(Path(training.__file__))
 NUM_SAMPLES = 200
 DATASET = {"format": "tokens", "dtype": "int32", "sequence_length": training.SAMPLE_LENGTH}
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, Any] = {
     "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
     "HOME": "/srv/job",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -53,7 +53,7 @@ class Jobs:
         self.configuration = '[datasets.numbers]\nuri = "/srv/job/numbers.bin"\n' + "".join(lines)
         (self.folder / "gyre.toml").write_text(self.configuration)
 
-    def submit(self, *arguments: str, **more: str) -> str:
+    def submit(self, *arguments: str, **more: Any) -> str:
         command = ["sbatch", "--parsable", "--chdir=/srv/job", *SMALL, *arguments]
         return self.cluster.run(command, user="alice", **ENVIRONMENT, **more).strip()
 
@@ -140,8 +140,8 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(
     assert f"gyre-{ALICE}/{job}/cache" in folders(lost), "nothing ran when the node died"
     nodes.start_node(lost)
     jobs.wait_for(lambda: nodes.states()[lost] == "idle")
-    script = f"{SLURM}/train.sbatch", "--no-python", "true"
-    job = jobs.submit("--nodes=1", f"--nodelist={lost}", *script, RANKS_PER_NODE="1")
+    probe = f"{SLURM}/train.sbatch", "--no-python", "true"
+    job = jobs.submit("--nodes=1", f"--nodelist={lost}", *probe, RANKS_PER_NODE="1")
     jobs.wait_for(lambda: jobs.state(job) == "COMPLETED")
     assert not folders(lost)
 
