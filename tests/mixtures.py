@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
-from gyre_daemon.order.mixing.mixture import MixedSource, Mixture
-from gyre_daemon.order.mixing.quotas import Phase
+from gyre_daemon.order.mixture import MixedSource, Mixture
+from gyre_daemon.order.quotas import Phase
 
 # The first value of each source's samples: so a sample tells its source.
 FIRST = {"web": 0, "code": 1000, "books": 2000}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import Format, ListedFormat, make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat
+from gyre_daemon.datasets.known_formats import make_format
 
 
 def shard_format(name: str, /, **options: Any) -> Format:

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import SINGLE_FILES, Format, ListedFormat, make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
+from gyre_daemon.datasets.known_formats import SINGLE_FILES, make_format
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import (
     ConfigError,
@@ -23,7 +24,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.fetching.measuring.lengths import Measurer
-from gyre_daemon.fetching.opening import DatasetOpener
+from gyre_daemon.fetching.measuring.opening import DatasetOpener
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.ownership import NotOurs, check_folder
@@ -35,7 +36,7 @@ from gyre_daemon.storage.local.folders import has_files
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.workers import TransformWorkers

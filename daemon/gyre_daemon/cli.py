@@ -33,7 +33,7 @@ from gyre_daemon.config import (
     rendered,
 )
 from gyre_daemon.config.machine_memory import check_memory_budget, memory_limit_bytes
-from gyre_daemon.datasets.formats import check_keys_of_any, make_format
+from gyre_daemon.datasets.known_formats import check_keys_of_any, make_format
 from gyre_daemon.errors import ConfigError, GyreError
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.runtime.limits import (

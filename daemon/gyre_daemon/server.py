@@ -24,7 +24,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import check_folders
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.config.machine_memory import memory_limit_bytes
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
@@ -67,7 +67,7 @@ from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.transforms.declared import Transforms
 from gyre_daemon.transforms.workers import TransformWorkers
 from gyre_daemon.workers.compute_workers import ComputeServer

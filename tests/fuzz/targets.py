@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from google.protobuf.message import DecodeError
 from gyre_daemon.config import load
-from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.npy import parse_npy_header, read_npy_header
 from gyre_daemon.datasets.formats.tokens.headers import read_head
 from gyre_daemon.datasets.formats.tokens.megatron import (
@@ -25,6 +24,7 @@ from gyre_daemon.datasets.formats.tokens.megatron import (
 from gyre_daemon.datasets.formats.values import check_json, check_text, parse_integer
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.datasets.indexing.gunzip import gunzipped
+from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.datasets.sidecars.file import decode, encode
 from gyre_daemon.errors import CorruptSample, CursorRejected, GyreError
 from gyre_daemon.order.cursor import decode_cursor

@@ -21,7 +21,7 @@ import uvloop
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.principal import ANONYMOUS, peer_principal
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import GyreError
 from gyre_daemon.memory.arena_registry import ArenaRegistry
@@ -39,7 +39,7 @@ from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.gather import Addresses, Sizes, gather
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from benchmarks.loader.data import FULL, Workload, workloads

@@ -13,7 +13,7 @@ import numpy as np
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.mixing import SOURCE
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.mixing.mixture import MixedSource, Mixture
+from gyre_daemon.order.mixture import MixedSource, Mixture
 from gyre_daemon.order.packing import PackRule, pack_documents
 from gyre_daemon.order.sequences import SequenceLengths, Sequences
 from gyre_daemon.order.shuffle.permutation import Int64Array

@@ -21,9 +21,9 @@ from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.memory.share import Share
 from gyre_daemon.order.balance import CostRule
-from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.next_uses import NEVER
 from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.stages import Stage
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow

@@ -19,7 +19,7 @@ from gyre_protos.text import counted
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
 from gyre_daemon.order.buckets import BucketRule
-from gyre_daemon.order.mixing.mixture_state import MixtureState, decoded
+from gyre_daemon.order.mixture_state import MixtureState, decoded
 from gyre_daemon.order.planner import MAX_POSITION, Order, OrderMode, Tail
 from gyre_daemon.order.shuffle.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.skipping import SkippedSteps, are_skipped, before, contains, in_words

@@ -27,8 +27,8 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
 from gyre_daemon.order.buckets import BucketedOrder, BucketRule, LengthsOf, RowLengths
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
-from gyre_daemon.order.mixing.quotas import Phase
 from gyre_daemon.order.next_uses import NextUses
+from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.shuffle.block_order import BlockOrder
 from gyre_daemon.order.shuffle.blocks import BlockTable
 from gyre_daemon.order.shuffle.permutation import Int64Array, Permutation, epoch_key

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
 from gyre_daemon.order.buckets import LengthsOf
-from gyre_daemon.order.mixing.mixture import Mixture, MixturePlanner, source_order
-from gyre_daemon.order.mixing.quotas import Phase
+from gyre_daemon.order.mixture import Mixture, MixturePlanner, source_order
 from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.quotas import Phase
 from gyre_daemon.order.shuffle.blocks import BlockIndex
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.stages import Stage

@@ -10,7 +10,7 @@ import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.samples import Sample
 
-from gyre_daemon.datasets.checks.linting import FindingKind, LintProgress
+from gyre_daemon.datasets.catalog.linting import FindingKind, LintProgress
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec

@@ -6,7 +6,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.mixing.mixture import Mixture, MixturePlanner
+from gyre_daemon.order.mixture import Mixture, MixturePlanner
 from gyre_daemon.order.planning import planner_for
 from gyre_daemon.service import requests
 from gyre_daemon.sessions.session import Session

@@ -7,7 +7,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.balancing import balance_of, bucket_lengths
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import CostRule

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from gyre_protos.text import counted
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import Cursor, check_cursor, check_transforms, decode_cursor
-from gyre_daemon.order.mixing.mixture_state import MixtureState, check_mixture
+from gyre_daemon.order.mixture_state import MixtureState, check_mixture
 from gyre_daemon.order.planner import Order, stages_of
 from gyre_daemon.order.stages import MAX_STAGES, Stage
 

@@ -2,6 +2,7 @@
 
 In: a `Location`, and a `ReadPlan`: half-open ranges of shards with the memory where their bytes
 belong. Out: the bytes, in place. Reading waits; it never decodes. `local` reads files, `sources`
-carry requests, `engine` decides when each is sent and sent again, `cache` keeps blocks of remote
-shards. `datasets`, `memory`, `fetching`, `sessions`, `service` and `server` import this package.
+carry requests, `opening` makes storages of locations, `engine` decides when each is sent and sent
+again, `cache` keeps blocks of remote shards. `datasets`, `memory`, `fetching`, `sessions`,
+`service` and `server` import this package.
 """

@@ -13,15 +13,15 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.chunks import Expected, StoredChunk
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks, chunks_of
+from gyre_daemon.datasets.formats.indexes.chunks import Expected, StoredChunk
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.contract.formats.format_contract import FormatContract, inspect, listed

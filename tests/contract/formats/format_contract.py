@@ -13,7 +13,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.dataset import block_ranges
-from gyre_daemon.datasets.formats import Format, ListedFormat, SampleIndex, make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat, SampleIndex
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     Probe,
@@ -22,6 +22,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     stored_fields,
 )
+from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec, TolerantFormat
-from gyre_daemon.datasets.formats.chunks import DamagedPart
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart
 from gyre_daemon.datasets.formats.lines import columns, frames
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, Format, Scan
-from gyre_daemon.datasets.formats.chunks import DamagedPart
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart
 from gyre_daemon.datasets.formats.lines import array, columns, frames, scan
 from gyre_daemon.datasets.formats.values import check_json, without_surrogates
 from gyre_daemon.errors import ConfigError, CorruptSample

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.listed import Manifest
-from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.manifests import ManifestReader
+from gyre_daemon.datasets.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 from gyre_media.coco import CocoFormat, CocoOptions
 

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
-from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.datasets.known_formats import make_format
+from gyre_daemon.datasets.scans.manifests import ManifestReader
+from gyre_daemon.datasets.scans.processes import ScanProcesses
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
@@ -29,7 +30,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import S3Server

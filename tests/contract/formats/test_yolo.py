@@ -16,8 +16,9 @@ from gyre_client.errors import CorruptSample as RemoteCorruptSample
 from gyre_client.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.checks import missing_datasets
 from gyre_daemon.config import DaemonConfig, DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.listed import DescribedFormat, Manifest
+from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_media.yolo import labels_path

@@ -23,7 +23,7 @@ from gyre_daemon.storage.cache.eviction import NEVER
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 
 from tests.contract.places import (
     HttpPlace,

@@ -22,7 +22,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local import local
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums
 

@@ -15,15 +15,15 @@ import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 ROWS = 10

@@ -21,18 +21,19 @@ import pyarrow.parquet as pq
 import pytest
 from gyre_client.command.cli import main
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import Format, make_format
+from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
-from gyre_daemon.datasets.indexing.scans.scanner import Scanner
+from gyre_daemon.datasets.known_formats import make_format
+from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.ray_scans import RayScans, ray_address
+from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.workers.compute_workers import ComputeServer
 
 from tests.conftest import Daemon, StartDaemon

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.fetching.made import keep_records
 from gyre_daemon.monitoring.metrics import CacheCounts, Metrics, TransformCounts
@@ -18,7 +18,7 @@ from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.workers import TransformWorkers

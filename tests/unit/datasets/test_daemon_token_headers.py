@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 import soundfile
-from gyre_daemon.datasets.formats.arrayrecord import SIGNATURE
+from gyre_daemon.datasets.formats.rows.arrayrecord import SIGNATURE
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat
+from gyre_daemon.datasets.known_formats import make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

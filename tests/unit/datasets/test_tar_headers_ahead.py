@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gyre_daemon.datasets.formats.webdataset import ahead
 from gyre_daemon.datasets.formats.webdataset.scan import scan_tar
-from gyre_daemon.datasets.indexing.scans.read_ahead import KnownRanges
+from gyre_daemon.datasets.scans.read_ahead import KnownRanges
 
 LONG_NAME = "folder/" * 30 + "b"
 

@@ -26,14 +26,14 @@ from gyre_daemon.datasets.checks.damage import (
 )
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.indexing.shard_files import opened_file
+from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.opening.shard_files import opened_file
 from gyre_daemon.storage.shard import Shard
 
 DAMAGE_SUFFIX = ".gyre-damage"

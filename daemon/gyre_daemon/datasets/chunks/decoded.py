@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.formats.decoding import DecodeRequest
+from gyre_daemon.datasets.chunks.decoding import DecodeRequest
 from gyre_daemon.datasets.formats.indexes.chunk_index import Chunks
 from gyre_daemon.runtime.fair import Claims, FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage

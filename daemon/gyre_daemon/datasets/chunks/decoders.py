@@ -2,8 +2,8 @@
 
 import os
 
-from gyre_daemon.datasets.formats.decoding import DecodeRequest
-from gyre_daemon.datasets.indexing.scans.processes import (
+from gyre_daemon.datasets.chunks.decoding import DecodeRequest
+from gyre_daemon.datasets.scans.processes import (
     MAX_REPLY_BYTES,
     SCAN,
     scan_request,

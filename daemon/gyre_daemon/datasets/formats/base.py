@@ -15,7 +15,7 @@ Where each file is a sample, a `ListedFormat` does instead; see `listed`.
 A format may come from another package: an entry point of the group `gyre.formats`, of the format's
 name, that leads to a `FormatEntry`; see `installed`.
 
-A new format of this package consists of a module or package here, an entry in `FORMATS`, and a
+A new format of this package consists of a module or package here, a line of `known_formats`, and a
 subclass of `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's
 name, its options or its arrays. This is a complete format, in which every line of a
 text file is a sample:

@@ -28,14 +28,7 @@ from gyre_daemon.datasets.dataset import (
 from gyre_daemon.datasets.fields import chosen_fields, with_lengths
 from gyre_daemon.datasets.filtering.index import apply_filter, numbered
 from gyre_daemon.datasets.filtering.late import asked_of
-from gyre_daemon.datasets.formats import (
-    FORMATS,
-    Format,
-    ListedFormat,
-    SampleIndex,
-    make_format,
-    shown_format,
-)
+from gyre_daemon.datasets.formats import Format, ListedFormat, SampleIndex, shown_format
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
 from gyre_daemon.datasets.formats.indexes.union_index import (
     IndexedField,
@@ -56,11 +49,6 @@ from gyre_daemon.datasets.indexing.discovery.partitions import (
 )
 from gyre_daemon.datasets.indexing.discovery.shard_lists import check_pattern, find_shard_list
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
-from gyre_daemon.datasets.indexing.scans.manifests import ManifestReader
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
-from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.datasets.indexing.shards import (
     IndexedShard,
     OpeningDataset,
@@ -73,6 +61,11 @@ from gyre_daemon.datasets.indexing.unpacked import (
     check_distinct,
     unpacked_name,
 )
+from gyre_daemon.datasets.known_formats import FORMATS, make_format
+from gyre_daemon.datasets.scans.manifests import ManifestReader
+from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.ray_scans import RayScans
+from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.substitutes import NO_SAMPLES
@@ -84,7 +77,8 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opening.shard_files import read_ranges
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.workers.compute_workers import ComputeServer
 

@@ -19,12 +19,11 @@ from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
 from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scans.ray_scans import MAX_IN_RAY, RayScans
-from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
-from gyre_daemon.datasets.indexing.scans.scanner import Scanner
-from gyre_daemon.datasets.indexing.shard_files import open_shard, until
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
+from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.ray_scans import MAX_IN_RAY, RayScans
+from gyre_daemon.datasets.scans.read_ahead import Beside
+from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest
 from gyre_daemon.runtime.events import debug_event
@@ -34,6 +33,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import data_owner
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.opening.shard_files import open_shard, until
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.script_driver import CLASS
 

@@ -16,7 +16,8 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     SampleIndex,
 )
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.chunks import (
     Decode,
     Expected,
     checksum,
@@ -24,7 +25,6 @@ from gyre_daemon.datasets.formats.chunks import (
     fields_of,
     num_rows,
 )
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.shuffle.blocks import BlockTable, blocks_that_begin_at

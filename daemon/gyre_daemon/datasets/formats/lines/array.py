@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.chunks import DamagedPart
+from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart
 from gyre_daemon.datasets.formats.lines.scan import PIECE_BYTES, chunks
 
 _Int64 = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.chunks import (
     Column,
     DamagedPart,
     StoredChunk,

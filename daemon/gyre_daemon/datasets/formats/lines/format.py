@@ -16,13 +16,13 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     Scan,
 )
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import (
     check_chunks,
     fields_of,
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.stored import check_extents
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
-from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.datasets.formats.lines.array import (
     RecordFinder,
     Records,

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunks import Column
+from gyre_daemon.datasets.formats.indexes.chunks import Column
 
 NULL = b"null"
 TypeName = Literal["int64", "float64", "bool", "text", "json"]

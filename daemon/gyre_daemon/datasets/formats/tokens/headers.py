@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.arrayrecord import ArrayRecordFormat
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
-from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat
+from gyre_daemon.datasets.formats.rows.arrayrecord import ArrayRecordFormat
+from gyre_daemon.datasets.formats.rows.tfrecord import TfrecordFormat
 from gyre_daemon.datasets.formats.tokens.foreign import foreign_type, is_text
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.listed import Described, DescribedFormat, Manifest
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opening.shard_files import read_ranges
 
 # Files are read so many at a time: of an object storage as requests that wait, and each with the
 # cost of a plan. All of them stay in memory until they are parsed, so their size has a limit.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SINGLE_FILES, ListedFormat, make_format
+from gyre_daemon.datasets.formats import ListedFormat
 from gyre_daemon.datasets.formats.lines.array import may_be_array
 from gyre_daemon.datasets.indexing.discovery.detection import (
     format_by_head,
@@ -16,12 +16,13 @@ from gyre_daemon.datasets.indexing.discovery.detection import (
     possible_shards,
 )
 from gyre_daemon.datasets.indexing.discovery.listing import FileListing, Manifests, list_files
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
+from gyre_daemon.datasets.known_formats import SINGLE_FILES, make_format
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.mounts import MOUNTS
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opening.shard_files import read_ranges
 from gyre_daemon.storage.patterns import is_beside
 from gyre_daemon.storage.splits import no_match
 

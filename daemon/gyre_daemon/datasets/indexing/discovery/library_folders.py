@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gyre_daemon.datasets.formats import FORMATS
+from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.patterns import matches_any
 from gyre_daemon.storage.splits import check_one_set

@@ -22,7 +22,7 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.splits import check_one_tree
 

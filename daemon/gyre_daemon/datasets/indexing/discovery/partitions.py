@@ -14,14 +14,14 @@ from urllib.parse import unquote
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import FORMATS
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, FieldSpec
 from gyre_daemon.datasets.formats.indexes.union_index import IndexedField
 from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.patterns import is_beside, matches_any, patterns_of
 from gyre_daemon.storage.splits import check_one_tree
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import FORMATS
 from gyre_daemon.datasets.indexing.discovery.detection import is_named_like_a_shard
 from gyre_daemon.datasets.indexing.discovery.library_folders import (
     DESCRIPTIONS,
@@ -22,14 +21,15 @@ from gyre_daemon.datasets.indexing.discovery.library_folders import (
     describe_cache,
     refuse_tables,
 )
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
+from gyre_daemon.datasets.known_formats import FORMATS
 from gyre_daemon.errors import CorruptSample, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener, stat_local
+from gyre_daemon.storage.opening.opener import StorageOpener, stat_local
+from gyre_daemon.storage.opening.shard_files import read_ranges
 from gyre_daemon.storage.patterns import matches_any
 
 _FORMAT_OF_LISTS = "webdataset"

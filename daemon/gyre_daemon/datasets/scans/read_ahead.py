@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gyre_daemon.datasets.formats.base import ReadAhead
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opening.shard_files import read_ranges
 
 
 class Beside:

@@ -26,7 +26,6 @@ from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.threads import compute, in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
-from gyre_daemon.storage.drivers import Drivers
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
@@ -49,7 +48,8 @@ from gyre_daemon.storage.location import (
     relative_names,
 )
 from gyre_daemon.storage.mounts import MOUNTS, Mount
-from gyre_daemon.storage.remote_listing import (
+from gyre_daemon.storage.opening.drivers import Drivers
+from gyre_daemon.storage.opening.remote_listing import (
     LISTING_DEADLINE_S,
     Entries,
     as_folder,

@@ -15,12 +15,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.arrow_columns import (
-    ColumnOptions,
-    Wanted,
-    require_pyarrow,
-    scan_version,
-)
 from gyre_daemon.datasets.formats.base import (
     PRESENT_SUFFIX,
     Arrays,
@@ -31,19 +25,25 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
 )
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import (
     Column,
     StoredChunk,
     check_chunks,
     chunk_arrays,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.stored import json_of
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.datasets.formats.npy import is_number_type
+from gyre_daemon.datasets.formats.rows.arrow_columns import (
+    ColumnOptions,
+    Wanted,
+    require_pyarrow,
+    scan_version,
+)
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.order.shuffle.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
@@ -139,7 +139,7 @@ class RecordBatchScan:
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         """See `scan_arrow`, which needs pyarrow and is imported when a file is read."""
-        from gyre_daemon.datasets.formats.arrow_batches import scan_arrow  # noqa: PLC0415
+        from gyre_daemon.datasets.formats.rows.arrow_batches import scan_arrow  # noqa: PLC0415
 
         return scan_arrow(self.wanted, shard, file)
 
@@ -156,7 +156,7 @@ class RecordBatchDecoder:
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """See `decode_batch`, which needs pyarrow."""
-        from gyre_daemon.datasets.formats.arrow_batches import decode_batch  # noqa: PLC0415
+        from gyre_daemon.datasets.formats.rows.arrow_batches import decode_batch  # noqa: PLC0415
 
         return decode_batch(self.wanted, chunk)
 

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.scans.server import Run, reply_of
-from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard
+from gyre_daemon.datasets.scans.server import Run, reply_of
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -26,7 +25,8 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import check_listed
 from gyre_daemon.storage.location import Location
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
+from gyre_daemon.storage.opening.shard_files import open_file, open_shard
 from gyre_daemon.storage.shard import Shard, changed
 
 _NUM_THREADS = 2  # of the storage; the scan has its own

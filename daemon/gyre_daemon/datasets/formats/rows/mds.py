@@ -27,8 +27,8 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
 )
-from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
 from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
 from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.indexes.union_index import assemble_union

@@ -1,4 +1,4 @@
-"""`python -m gyre_daemon.datasets.indexing.scans.ray_driver FD ADDRESS` has shards scanned by Ray.
+"""`python -m gyre_daemon.datasets.scans.ray_driver FD ADDRESS` has shards scanned by Ray.
 
 Only a daemon starts it: see `ray_scans`. Ray starts threads and processes, and unpickles what its
 workers return; here none of that is in the daemon. The address is that of a cluster, or `local`: a
@@ -22,8 +22,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from gyre_daemon.datasets.indexing.scans.server import failure_reply
-from gyre_daemon.datasets.indexing.scans.tasks import scan_shard
+from gyre_daemon.datasets.scans.server import failure_reply
+from gyre_daemon.datasets.scans.tasks import scan_shard
 from gyre_daemon.datasets.sidecars.file import encode
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest
 from gyre_daemon.workers.protocol import HEADER, Kind, read

@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunks import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
@@ -39,7 +40,6 @@ from gyre_daemon.datasets.formats.chunks import (
     num_rows,
     refuse_damaged,
 )
-from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gyre_daemon.errors import CursorRejected, InvalidRequest
-from gyre_daemon.order.mixing.mixture import Mixture
-from gyre_daemon.order.mixing.quotas import Phase, are_phases, whole_weights
+from gyre_daemon.order.mixture import Mixture
+from gyre_daemon.order.quotas import Phase, are_phases, whole_weights
 
 
 @dataclass(frozen=True, slots=True)

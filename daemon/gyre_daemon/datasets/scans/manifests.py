@@ -22,14 +22,14 @@ from gyre_daemon.datasets.formats.listed import (
     ManifestColumn,
     ManifestFormat,
 )
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scans.scanner import Scanner
-from gyre_daemon.datasets.indexing.shard_files import read_ranges
+from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
+from gyre_daemon.storage.opening.shard_files import read_ranges
 
 _AT_ONCE = 2  # each may take the memory of one process
 _LABELS, _TEXTS_AT_ONCE = "labels", 1000

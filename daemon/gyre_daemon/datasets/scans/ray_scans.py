@@ -10,9 +10,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from gyre_daemon.datasets.indexing.scans.processes import scanned
-from gyre_daemon.datasets.indexing.scans.ray_driver import LOCAL
-from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
+from gyre_daemon.datasets.scans.processes import scanned
+from gyre_daemon.datasets.scans.ray_driver import LOCAL
+from gyre_daemon.datasets.scans.tasks import ShardTask
 from gyre_daemon.datasets.sidecars.file import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, StorageUnavailable
 from gyre_daemon.workers.protocol import HEADER, Kind, read
@@ -116,7 +116,7 @@ class RayScans:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "gyre_daemon.datasets.indexing.scans.ray_driver",
+                "gyre_daemon.datasets.scans.ray_driver",
                 str(theirs.fileno()),
                 self._address,
                 stdin=asyncio.subprocess.DEVNULL,

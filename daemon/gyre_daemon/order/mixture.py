@@ -14,8 +14,8 @@ import numpy as np
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.balance import Balance
-from gyre_daemon.order.mixing.quotas import Phase, Quotas, Reading
 from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.quotas import Phase, Quotas, Reading
 from gyre_daemon.order.shuffle.blocks import BlockIndex, BlockTable
 from gyre_daemon.order.shuffle.permutation import Int64Array
 from gyre_daemon.order.steps import Placed

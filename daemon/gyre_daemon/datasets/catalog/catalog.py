@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import replace
 
 from gyre_daemon.config import DatasetConfig, PackConfig
-from gyre_daemon.datasets.ad_hoc import name_of
+from gyre_daemon.datasets.catalog.ad_hoc import name_of
+from gyre_daemon.datasets.catalog.linting import LintProgress, lint_dataset
+from gyre_daemon.datasets.catalog.mixtures import Mixtures
+from gyre_daemon.datasets.catalog.packed_datasets import PackedDatasets
 from gyre_daemon.datasets.checks.damage import CheckMedia
-from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.indexing.changes import (
@@ -21,17 +23,15 @@ from gyre_daemon.datasets.indexing.changes import (
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.progress import IndexProgress
-from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.mixtures import Mixtures
-from gyre_daemon.datasets.packed_datasets import PackedDatasets
+from gyre_daemon.datasets.scans.ray_scans import RayScans, ray_address
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
-from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.opening.opener import StorageOpener
 from gyre_daemon.storage.sources.script_driver import CLASS, allow_scheme
 from gyre_daemon.workers.compute_workers import ComputeServer
 

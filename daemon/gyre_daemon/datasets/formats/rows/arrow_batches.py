@@ -18,20 +18,20 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.arrow_columns import Wanted
-from gyre_daemon.datasets.formats.arrow_types import (
-    ServedColumn,
-    column_of,
-    served_columns,
-    with_children,
-)
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
-from gyre_daemon.datasets.formats.chunks import (
+from gyre_daemon.datasets.formats.indexes.chunks import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
     chunk_arrays,
     lacking,
+)
+from gyre_daemon.datasets.formats.rows.arrow_columns import Wanted
+from gyre_daemon.datasets.formats.rows.arrow_types import (
+    ServedColumn,
+    column_of,
+    served_columns,
+    with_children,
 )
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.runtime.positioned import PositionedFile

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gyre_daemon.config import DatasetConfig, mixture_height
-from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.filtering.late import asked_of
 from gyre_daemon.errors import InvalidRequest

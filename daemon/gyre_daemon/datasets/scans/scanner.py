@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
-from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
-from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
-from gyre_daemon.datasets.indexing.shard_files import opened_file, read_ranges
+from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.scans.ray_scans import RayScans
+from gyre_daemon.datasets.scans.read_ahead import Beside
+from gyre_daemon.datasets.scans.tasks import ShardTask
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
+from gyre_daemon.storage.opening.shard_files import opened_file, read_ranges
 
 
 class Scanner:

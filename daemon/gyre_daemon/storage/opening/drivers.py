@@ -13,7 +13,7 @@ from gyre_daemon.config.secrets import hide
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.location import Location, endpoint_name, redact
-from gyre_daemon.storage.remote_listing import (
+from gyre_daemon.storage.opening.remote_listing import (
     LISTING_DEADLINE_S,
     OBJECT_SCHEMES,
     listing_error,

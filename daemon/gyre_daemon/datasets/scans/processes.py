@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gyre_daemon.datasets.indexing.scans.server import MAX_DATA_BYTES, RANGE, Kind, Run
+from gyre_daemon.datasets.scans.server import MAX_DATA_BYTES, RANGE, Kind, Run
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to 
 
 SCAN = Task(
     "gyre-scan",
-    "gyre_daemon.datasets.indexing.scans.server:ShardScan",
+    "gyre_daemon.datasets.scans.server:ShardScan",
     MAX_DATA_BYTES,
     "index shards",
 )

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
-from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunks import Column
+from gyre_daemon.datasets.formats.indexes.chunks import Column
 from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.datasets.formats.rows.arrow_columns import Wanted
 from gyre_daemon.errors import ConfigError
 
 # Structs of exactly these are how Hugging Face datasets store images, audio and other files.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import BinaryIO, Literal, cast
 
-from gyre_daemon.datasets import formats
+from gyre_daemon.datasets import known_formats
 from gyre_daemon.datasets.sidecars.file import Arrays, encode
 from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.runtime.positioned import PositionedFile
@@ -48,7 +48,7 @@ class ShardScan:
     @classmethod
     def preload(cls) -> None:
         """Have the formats imported."""
-        assert formats.FORMATS
+        assert known_formats.FORMATS
 
     def answer(self, body: memoryview, descriptors: Sequence[int]) -> bytes:
         """Scan one shard."""

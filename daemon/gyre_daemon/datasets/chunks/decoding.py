@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.chunks import DamagedPart, Decode, Expected, StoredChunk
+from gyre_daemon.datasets.formats.indexes.chunks import DamagedPart, Decode, Expected, StoredChunk
 from gyre_daemon.errors import CorruptSample
 
 

@@ -1,0 +1,1 @@
+"""Formats whose samples are rows or records of large files."""

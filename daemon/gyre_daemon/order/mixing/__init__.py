@@ -1,1 +1,0 @@
-"""Mixtures: which source a position reads, and which of its samples. Pure."""
