@@ -22,7 +22,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
-from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
+from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import locate_packed, write_packed
 from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -77,7 +77,7 @@ class Fetcher:
         flow: Flow,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
-    ) -> None:
+    ) -> GroupLayout:
         """Read a batch group into its slot.
 
         The bytes are the same in whatever order the samples arrive.
@@ -89,6 +89,9 @@ class Fetcher:
             ahead: later reads of the job, for the cache.
             delays: records how long each part of the work took.
 
+        Returns:
+            Where the batches lie.
+
         Raises:
             CorruptSample: names shard, sample, offset and reason.
             ShardMissing, NotAllowed, StorageUnavailable: from the storage, possibly as the first
@@ -96,6 +99,7 @@ class Fetcher:
         """
         claims = Claims(flow, fetch.plan.first_step)
         await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
+        return fetch.layout
 
     async def fill_for(
         self,

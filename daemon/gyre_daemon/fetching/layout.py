@@ -87,6 +87,11 @@ class GroupLayout:
     offsets: Int64Array
     num_bytes: int
 
+    @classmethod
+    def at(cls, offsets: Int64Array, batches: Sequence[BatchLayout]) -> "GroupLayout":
+        """Batches that begin at these offsets."""
+        return cls(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
+
     @cached_property
     def shared(self) -> BatchLayout | None:
         """The layout of every batch, if they have one layout."""
@@ -106,8 +111,7 @@ class GroupLayout:
 
     def part(self, begin: int, end: int) -> "GroupLayout":
         """Some of the batches, where they are."""
-        batches, offsets = self.batches[begin:end], self.offsets[begin:end]
-        return GroupLayout(batches, offsets, int(offsets[-1]) + batches[-1].num_bytes)
+        return GroupLayout.at(self.offsets[begin:end], self.batches[begin:end])
 
 
 class LayoutMaker:
@@ -149,7 +153,7 @@ def joined(batches: Sequence[BatchLayout]) -> GroupLayout:
     """The layout of a batch group of these batches."""
     ends = np.cumsum([whole_pages(batch.num_bytes) for batch in batches])
     offsets = np.concatenate(([0], ends[:-1]))
-    return GroupLayout(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
+    return GroupLayout.at(offsets, batches)
 
 
 def max_batch_bytes(

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -126,6 +127,8 @@ class ReadPortion:
         made: int64 [M, n + 1], the byte where each sample of each made field begins, and the end of
             the last.
         request: the bytes of the encoded `Portion`.
+        told: the bytes where the process says how long each sample is, int32 [R, n]; empty where
+            that is known before.
         room: the bytes where samples lie that were made to be measured; see `Portion.room`.
         asked_at: when the memory was asked for.
     """
@@ -135,6 +138,7 @@ class ReadPortion:
     staged: GroupLayout
     made: Int64Array
     request: range
+    told: range
     room: range
     asked_at: float
 
@@ -233,14 +237,15 @@ class PortionReader:
                 raise self._corrupt(plan, number, failure)
         asked_at = time.monotonic()
         staged = self._layouts.make(plan.alone, plan.extents.tensor_bytes)
-        outputs, made, end = self._outputs(plan, staged)
+        outputs, made, told = self._outputs(plan, staged)
+        end = pages(told.stop)
         room = range(end, end + _room_bytes(staged.num_bytes) * plan.keeps)
         end = pages(room.stop)
         request = ENCODER.encode(self._request(plan, staged, outputs, room))
         where = range(end, end + len(request))
         async with self._dataset.pool.room.hold(where.stop, claims) as exchange:
             exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
-            yield ReadPortion(plan, exchange, staged, made, where, room, asked_at)
+            yield ReadPortion(plan, exchange, staged, made, where, told, room, asked_at)
 
     async def _fill(
         self,
@@ -295,21 +300,19 @@ class PortionReader:
         self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)
         return answers
 
-    async def measure(self, portion: ReadPortion, claims: Claims) -> tuple[Int64Array, int]:
-        """The lengths of the made samples of a portion, int64 [n, R]; how many are in its room.
+    def lengths_of(self, portion: ReadPortion) -> Int64Array:
+        """How long the samples of a transformed portion are, int64 [n, R], within their limits.
 
         Raises:
-            CorruptSample: as `work`.
-            Overloaded: as `work`, or a process gave a wrong answer.
+            Overloaded: the process told something else.
         """
-        answers = await self.work(Kind.MEASURE, portion, claims)
-        shape = len(portion.plan), len(self._dataset.made_ragged)
-        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
-        if len(found) != shape[0] * shape[1] or (found < 0).any():
-            raise Overloaded("a process that measures samples gave a wrong answer; try again")
-        # one by one, they all lie at the same place
-        num_kept = answers[0].num_kept if len(answers) == 1 else 0
-        return found.reshape(shape).astype(np.int64), num_kept
+        plan, where = portion.plan, slice(portion.told.start, portion.told.stop)
+        assert plan.lengths is not None
+        told = portion.exchange.memory[where].view("<i4").reshape(-1, len(plan))
+        lengths = told.T.astype(np.int64)
+        if (lengths < 0).any() or (lengths > plan.lengths).any():
+            raise Overloaded("a process that transforms samples gave a wrong answer; try again")
+        return lengths
 
     def _made_bytes(self, num: int, lengths: Int64Array | None) -> Iterator[Int64Array]:
         """Of each field that is made, int64 [n], the bytes of each sample."""
@@ -323,13 +326,13 @@ class PortionReader:
 
     def _outputs(
         self, plan: PortionPlan, staged: GroupLayout
-    ) -> tuple[list[Output], Int64Array, int]:
-        """Where the made fields go in the exchange: for the process, as bytes, and their end."""
+    ) -> tuple[list[Output], Int64Array, range]:
+        """Where made fields go in the exchange: for the process, in bytes, and its lengths."""
         outputs: list[Output] = []
         made = np.zeros((len(self._dataset.made), len(plan) + 1), np.int64)
         end = pages(staged.num_bytes)
         if plan.lengths is None:
-            return outputs, made, end
+            return outputs, made, range(end, end)
         columns = zip(self._dataset.made, self._made_bytes(len(plan), plan.lengths), strict=True)
         for number, (spec, sizes) in enumerate(columns):
             ends = np.concatenate(([0], np.cumsum(sizes)))
@@ -338,7 +341,14 @@ class PortionReader:
             outputs.append(Output(spec.name, name_of(spec.dtype), spec.shape, end, told))
             made[number] = end + ends
             end = pages(end + int(ends[-1]))
-        return outputs, made, end
+        if not self._dataset.has_limits:
+            return outputs, made, range(end, end)
+        begin = end
+        for number, each in enumerate(outputs):
+            if each.ends:
+                outputs[number] = msgspec.structs.replace(each, lengths=end)
+                end += 4 * len(plan)
+        return outputs, made, range(begin, end)
 
     def _request(
         self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output], room: range

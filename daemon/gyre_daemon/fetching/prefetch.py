@@ -17,6 +17,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, BatchGroup, Fetch
 from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.layout import BatchLayout, GroupLayout
 from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.memory.share import Share
@@ -186,21 +187,24 @@ class Prefetcher:
 
         `delays` are told the time it took.
         """
-        group = BatchGroup(fetch.plan, fetch.layout, slot)
         if self._is_drawn and fetch.draws is None:
             fetch = self._drawn(fetch)
         try:
-            await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
-            return GroupResult(group, {})
+            layout = await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
+            return GroupResult(BatchGroup(fetch.plan, layout, slot), {})
         except Exception as error:
             failure = first_error(error) if isinstance(error, ExceptionGroup) else error
         if len(fetch.plan) == 1:
+            group = BatchGroup(fetch.plan, fetch.layout, slot)
             return GroupResult(group, {fetch.plan.first_step: failure})
         errors: dict[int, Exception] = {}
+        batches: list[BatchLayout] = []
         for row in range(len(fetch.plan)):
             single = await self.fill(fetch.part(row, row + 1), slot, flow, delays)
             errors.update(single.errors)
-        return GroupResult(group, errors)
+            batches += single.group.layout.batches
+        layout = GroupLayout.at(fetch.layout.offsets, batches)
+        return GroupResult(BatchGroup(fetch.plan, layout, slot), errors)
 
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """After how many samples from now each block is read again; see `Reads.next_use`."""

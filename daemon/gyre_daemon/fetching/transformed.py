@@ -3,11 +3,15 @@
 A batch group is cut into portions of consecutive samples, or of the documents of packed sequences.
 The portions are read and transformed beside each other, and a thread copies each result,
 and the fields that pass, into the slot.
+
+Lengths that were not measured are known when all is made. Until then each sample has room for the
+longest one; then the gaps are closed, so the batch is the same as with measured lengths.
 """
 
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +19,7 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place, packed_fetches
-from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
+from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.fetching.packed import rows_of, write_packed
 from gyre_daemon.fetching.portions import PortionPlan, PortionReader, ReadPortion, Staging
 from gyre_daemon.order.shuffle.permutation import Int64Array
@@ -26,6 +30,24 @@ from gyre_daemon.storage.delays import Delays
 from gyre_daemon.transforms.declared import TransformedDataset
 
 _Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class _Into:
+    """Where a portion goes.
+
+    Attributes:
+        fetch: the batch group.
+        begin: the portion's first sample, counted over the batches of the group.
+        slot: of the group.
+        told: int64 [n, R], gets the elements of each ragged field that is made, where these were
+            not measured.
+    """
+
+    fetch: Fetch
+    begin: int
+    slot: Place
+    told: Int64Array
 
 
 class TransformingFetcher:
@@ -55,6 +77,10 @@ class TransformingFetcher:
             if column >= len(dataset.made)
         ]
         self._indexed = [spec.name for spec in indexed_fields(dataset.source.fields)]
+        # the columns of the ragged fields that are made, and the bytes of an element
+        self._ragged = [
+            (column, spec.element_bytes) for column, spec in enumerate(dataset.made) if spec.ragged
+        ]
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """See `Fetcher.prepare`."""
@@ -166,7 +192,7 @@ class TransformingFetcher:
         flow: Flow,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
-    ) -> None:
+    ) -> GroupLayout:
         """Read and transform a batch group into its slot; see `Fetcher.fill`.
 
         Raises:
@@ -174,76 +200,112 @@ class TransformingFetcher:
             Overloaded: no process can be started.
         """
         claims = Claims(flow, fetch.plan.first_step)
-        await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
+        return await self.fill_for(claims, fetch, slot, ahead, delays or Delays())
 
     async def fill_for(
         self, claims: Claims, fetch: Fetch, slot: Place, ahead: Ahead, delays: Delays
-    ) -> None:
+    ) -> GroupLayout:
         """The same, at the first turns of the jobs that need it; see `Fetcher.fill_for`."""
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
         draws = fetch.draws or Draws.first(len(ids))
-        lengths = self._lengths(ids)
+        lengths = np.empty((len(ids), 0), np.int64)
+        if self._dataset.measured:
+            lengths = self._dataset.measured.lengths[ids].astype(np.int64)
+        told = np.zeros_like(lengths)
         async with asyncio.TaskGroup() as tasks:
             for some in self._portions.cut(fetch.extents, lengths):
                 extents = fetch.extents.part(some)
                 its, step = draws.part(some), plan.first_step
                 part = PortionPlan(ids[some], its, extents, step, lengths[some])
-                fill = self._fill_portion(claims, part, fetch, some.start, slot, ahead, delays)
-                tasks.create_task(fill)
-        work = partial(self._write_own, fetch, slot)
-        await self._threads.run_of(claims, 0, work)
+                into = _Into(fetch, some.start, slot, told[some])
+                tasks.create_task(self._fill_portion(claims, part, into, ahead, delays))
+        work = partial(self._write_own, fetch, slot, told)
+        layout = await self._threads.run_of(claims, 0, work)
         if delays.num_requests:
             delays.storage_s = delays.read_s
         delays.finish_s = time.monotonic() - began - delays.read_s
+        return layout
 
-    def _write_own(self, fetch: Fetch, slot: Place) -> None:
+    def _write_own(self, fetch: Fetch, slot: Place, told: Int64Array) -> GroupLayout:
+        layout = fetch.layout
         with slot.arena.lease():
             if self._dataset.packed and fetch.rows:
                 packed = self._dataset.packed
-                write_packed(packed, fetch.rows, fetch.plan, fetch.layout, slot.memory)
-                return
+                write_packed(packed, fetch.rows, fetch.plan, layout, slot.memory)
+                return layout
+            if self._dataset.has_limits:
+                layout = self._without_gaps(fetch, slot, told)
             indexed = dict(zip(self._indexed, fetch.extents.indexed, strict=True))
-            write_own_tensors(fetch.plan, fetch.layout, slot.memory, indexed)
+            write_own_tensors(fetch.plan, layout, slot.memory, indexed)
+        return layout
+
+    def _without_gaps(self, fetch: Fetch, slot: Place, told: Int64Array) -> GroupLayout:
+        """Move samples together that are shorter than their limits.
+
+        All move to lower addresses, in the order of these, so none overwrites another.
+
+        Args:
+            fetch: the batch group.
+            slot: has the fields where `fetch.layout` says.
+            told: int64 [n, R], the elements of each ragged field that was made.
+        """
+        before = fetch.layout
+        places = before.destinations
+        sizes = places[:, :, 1] - places[:, :, 0]
+        for number, (column, element_bytes) in enumerate(self._ragged):
+            sizes[:, column] = told[:, number] * element_bytes
+        layout = GroupLayout.at(before.offsets, self._layouts.make(fetch.plan, sizes).batches)
+        moves = np.stack((layout.destinations[:, :, 0], places[:, :, 0], sizes), axis=2)
+        into, size = np.frombuffer(slot.memory, np.uint8), fetch.plan.sample_ids.shape[1]
+        for first in range(0, len(moves), size):
+            of_batch = moves[first : first + size].swapaxes(0, 1)  # one field after the other
+            for begin, source, num in of_batch.reshape(-1, 3).tolist():
+                into[begin : begin + num] = into[source : source + num]
+        return layout
 
     async def _fill_portion(
         self,
         claims: Claims,
         part: PortionPlan,
-        fetch: Fetch,
-        begin: int,
-        slot: Place,
+        into: "_Into",
         ahead: Ahead,
         delays: Delays,
     ) -> None:
         async with self._portions.transformed(part, claims, ahead, delays) as portion:
-            copy = self._copy if fetch.rows is None else self._copy_documents
-            work = partial(copy, portion, fetch, begin, slot)
+            if self._dataset.has_limits:
+                into.told[:] = self._portions.lengths_of(portion)
+            copy = self._copy if into.fetch.rows is None else self._copy_documents
+            work = partial(copy, portion, into)
             await self._threads.run_of(claims, portion.request.start, work)
 
-    def _copy(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Place) -> None:
-        """Copy made and passing fields into the slot; runs in a thread.
-
-        Args:
-            portion: with its results.
-            fetch: the batch group.
-            begin: the portion's first sample, counted over the batches of the group.
-            slot: of the group.
-        """
+    def _copy(self, portion: ReadPortion, where: "_Into") -> None:
+        """Copy made and passing fields into the slot; runs in a thread."""
+        fetch, begin, slot = where.fetch, where.begin, where.slot
         with slot.arena.lease():
             into, memory = np.frombuffer(slot.memory, np.uint8), portion.exchange.memory
             destinations, stored = fetch.layout.destinations[begin:], portion.staged.destinations
+            limited = self._ragged if self._dataset.has_limits else []
+            for number, (column, element_bytes) in enumerate(limited):
+                sizes = (where.told[:, number] * element_bytes).tolist()
+                sources = portion.made[column].tolist()
+                for sample, at in enumerate(destinations[: len(sizes), column, 0].tolist()):
+                    source, size = sources[sample], sizes[sample]
+                    into[at : at + size] = memory[source : source + size]
+            alone = {column for column, _ in limited}
             for first, stop in _runs(len(portion.plan), begin, fetch.plan.sample_ids.shape[1]):
                 begins, ends = destinations[first, :, 0], destinations[stop - 1, :, 1]
                 for column, places in enumerate(portion.made):
-                    made = memory[places[first] : places[stop]]
-                    into[begins[column] : ends[column]] = made
+                    if column not in alone:
+                        made = memory[places[first] : places[stop]]
+                        into[begins[column] : ends[column]] = made
                 for column, source in self._passed:
                     at, end = stored[first, source, 0], stored[stop - 1, source, 1]
                     into[begins[column] : ends[column]] = memory[at:end]
 
-    def _copy_documents(self, portion: ReadPortion, fetch: Fetch, begin: int, slot: Place) -> None:
+    def _copy_documents(self, portion: ReadPortion, where: "_Into") -> None:
         """Copy parts of documents into their sequences; see `_copy`."""
+        fetch, begin, slot = where.fetch, where.begin, where.slot
         packed, rows = self._dataset.packed, fetch.rows
         assert packed
         assert rows

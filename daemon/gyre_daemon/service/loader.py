@@ -129,7 +129,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
         declared = requests.declared(request)
-        dataset = await self._opener.open_dataset(name, config, declared, caller)
+        dataset = await self._opener.open_dataset(
+            name, config, declared, caller, needs_lengths=request.lengths
+        )
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
             histograms = partial(length_histograms, dataset.sized, dataset.served)

@@ -66,7 +66,10 @@ class SessionOpener(DatasetOpener):
         self._policy.check_job(owner, name, reader.job)
         self._sessions.count_request(owner, reader.job)
         declared = requests.declared(request)
-        dataset = await self.open_dataset(name, config, declared, owner)
+        needs_lengths = request.order.HasField("balance") or request.order.HasField("bucket")
+        dataset = await self.open_dataset(
+            name, config, declared, owner, needs_lengths=needs_lengths
+        )
         order = requests.fitted(order, request.order, dataset, request.cursor)
         stored = dataset if dataset.packed else dataset.stored
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
@@ -109,7 +112,7 @@ class SessionOpener(DatasetOpener):
         declared: pb.TransformList | None,
         caller: Principal,
         *,
-        is_measured: bool = True,
+        needs_lengths: bool = True,
     ) -> Dataset:
         """See `made`, or `unmeasured`.
 
@@ -118,7 +121,7 @@ class SessionOpener(DatasetOpener):
             config: from `resolve`.
             declared: the client's transforms; None for those of the dataset's definition.
             caller: who declares them.
-            is_measured: whether the lengths of samples must be known.
+            needs_lengths: see `made`.
 
         Raises:
             Overloaded: the caller declares too many different ones; or as `made`.
@@ -128,8 +131,10 @@ class SessionOpener(DatasetOpener):
             chain = name.encode() + b"\0" + declared.SerializeToString(deterministic=True)
             self._sessions.resources.limits.count_chain(caller.name, chain)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
-        open_ = self.made if is_measured else self.unmeasured
-        return await open_(name, config, tables, by_client=declared is not None)
+        by_client = declared is not None
+        return await self.made(
+            name, config, tables, by_client=by_client, needs_lengths=needs_lengths
+        )
 
     async def compute(self, caller: Principal, work: Callable[[], Result]) -> Result:
         """See `SessionTable.compute`."""

@@ -43,6 +43,9 @@ _MAX_KEPT = 64
 # Of one field of a sample. A process may allocate twice as much; with more, each sample would end
 # the process that makes it, and another one would have to start.
 _MAX_MADE_BYTES = 1 << 30
+# Fields of a sample whose lengths have limits get memory for the longest one. With more than this,
+# lengths are measured instead: a few long samples would multiply the memory of each batch.
+_MAX_LIMIT_BYTES = 256 << 10
 _NOT_COUNTED = ("python", "payload")  # where a function's file is; its digest counts
 _DTYPES = frozenset(
     np.dtype(f"{kind}{size}").str
@@ -76,7 +79,9 @@ class TransformedDataset(Dataset):
         cost: of one sample.
         pool: the processes that transform them.
         engines: programs that may transform them faster, the fastest first.
+        limits: the most elements of each ragged output field; 0 where that is unknown.
         measured: the lengths of the ragged output fields; None while unknown.
+        has_limits: `measured` has the limits, because no length was measured.
         random: the names of transforms that may draw random numbers.
         held: records that were made when it was measured; None for none.
     """
@@ -88,7 +93,9 @@ class TransformedDataset(Dataset):
     cost: Cost
     pool: TransformPool
     engines: Sequence[str] = ()
+    limits: Sequence[int] = ()
     measured: MeasuredIndex | None = None
+    has_limits: bool = False
     random: Sequence[str] = ()
     held: Held | None = None
 
@@ -126,6 +133,18 @@ class TransformedDataset(Dataset):
         stored = stored_fields(self.source.fields)
         index = MeasuredIndex(self.source.index, stored, self.made, passed, lengths)
         return replace(self, measured=index)
+
+    def with_limits(self) -> "TransformedDataset | None":
+        """The dataset with limits in place of lengths; None where they are unknown or large."""
+        specs = self.made_ragged
+        pairs = zip(specs, self.limits, strict=True)
+        if not specs or not all(self.limits):
+            return None
+        if sum(spec.element_bytes * most for spec, most in pairs) > _MAX_LIMIT_BYTES:
+            return None
+        shape = self.source.index.num_samples, len(specs)
+        lengths = np.broadcast_to(np.array(self.limits, np.int32), shape)
+        return replace(self.with_lengths(lengths), has_limits=True)
 
     def sized_fully(self) -> "TransformedDataset":
         """The dataset with an index of its own fields, if none of its outputs must be measured."""
@@ -292,6 +311,7 @@ class Transforms:
             cost=described.cost,
             pool=pool,
             engines=described.engines,
+            limits=[each.max_length for each in described.made if None in each.shape],
             random=[steps[place].name for place in described.random],
         )
 

@@ -72,12 +72,17 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class MadeField(msgspec.Struct, frozen=True):
-    """A field that a chain makes; where the first length is None, samples differ in it."""
+    """A field that a chain makes; where the first length is None, samples differ in it.
+
+    Attributes:
+        name, dtype, shape, image, max_length: see `Field`.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     dtype: Annotated[str, Meta(max_length=10)]
     shape: Annotated[tuple[_Length | None, ...], Meta(max_length=_MAX_DIMS)]
     image: Annotated[str, Meta(max_length=200)] = ""
+    max_length: Annotated[int, Meta(ge=0, le=_MAX_LENGTH)] = 0
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -131,6 +136,8 @@ class Output(msgspec.Struct, frozen=True):
         offset: in bytes.
         ends: int64 [n + 1], the element at which each sample begins, and the end of the last; empty
             if samples do not differ in length.
+        lengths: the byte of the exchange from which on the process writes the elements of each
+            sample, int32 [n]; its place has room for more. -1 where its place fits exactly.
     """
 
     name: str
@@ -138,6 +145,7 @@ class Output(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     offset: int
     ends: bytes = b""
+    lengths: int = -1
 
 
 class Portion(msgspec.Struct, frozen=True):

@@ -43,8 +43,10 @@ class Truncate(Transform):
         before = fields[self.field]
         if not before.shape:
             raise ValueError(f"{self.field!r:.100} is one number per sample, no sequence")
-        length = None if before.shape[0] is None else min(before.shape[0], self.length)
-        return {self.field: _cut(before, length)}
+        if before.shape[0] is not None:
+            return {self.field: _cut(before, min(before.shape[0], self.length))}
+        most = min(before.max_length or self.length, self.length)
+        return {self.field: _cut(before, None, most)}
 
     def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
         """See `Transform.apply`."""
@@ -89,7 +91,8 @@ class CropOrPad(Truncate):
         into[len(kept) :] = self.value
 
 
-def _cut(field: Field, length: int | None) -> Field:
+def _cut(field: Field, length: int | None, max_length: int = 0) -> Field:
     """Boxes stay those of their image; an image no longer has all pixels of its file."""
     is_whole = field.is_whole and len(field.shape) != 3
-    return replace(field, shape=(length, *field.shape[1:]), is_whole=is_whole)
+    shape = (length, *field.shape[1:])
+    return replace(field, shape=shape, is_whole=is_whole, max_length=max_length)

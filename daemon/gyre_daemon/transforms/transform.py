@@ -27,6 +27,8 @@ class Field:
         is_index: of an image: whether its pixels are numbers, such as those of classes.
         is_final: of boxes: whether they no longer move with their image.
         is_normalized: of boxes: whether they are parts of its width and height.
+        max_length: the most elements of a sample where samples differ in length; 0 if unknown.
+            With it, no length has to be measured before a job begins.
     """
 
     dtype: np.dtype[np.generic]
@@ -36,6 +38,7 @@ class Field:
     is_index: bool = False
     is_final: bool = False
     is_normalized: bool = False
+    max_length: int = 0
 
 
 class Transform(ABC):

@@ -94,6 +94,7 @@ class Transforming:
                     name_of(field.dtype),
                     field.shape,
                     "" if field.is_normalized else field.image,
+                    field.max_length,
                 )
                 for name, field in chain.made.items()
             ]
@@ -254,17 +255,32 @@ class _InputColumn:
 
 
 class _RaggedColumn:
-    """One ragged output field of the samples of a portion; their lengths were measured."""
+    """One ragged output field of the samples of a portion.
+
+    Their lengths were measured, or have limits and are told.
+    """
 
     def __init__(self, field: Output, memory: mmap.mmap) -> None:
         self._name = field.name
         self._ends = np.frombuffer(field.ends, np.int64).tolist()
         shape = (self._ends[-1], *field.shape)
         self._elements = np.ndarray(shape, dtype_of(field.dtype), memory, field.offset)
+        self._lengths: np.ndarray[Any, Any] | None = None
+        if field.lengths >= 0:
+            self._lengths = np.ndarray(len(self._ends) - 1, "<i4", memory, field.lengths)
 
     def put(self, number: int, value: np.ndarray[Any, Any]) -> None:
         begin, end = self._ends[number], self._ends[number + 1]
-        if len(value) != end - begin:
+        if self._lengths is not None:
+            if len(value) > end - begin:
+                raise TransformFailed(
+                    "",
+                    f"{self._name!r:.100} has {len(value)} elements, and its transform declares at "
+                    f"most {end - begin}",
+                )
+            self._lengths[number] = len(value)
+            end = begin + len(value)
+        elif len(value) != end - begin:
             raise TransformFailed(
                 "",
                 f"{self._name!r:.100} has {len(value)} elements, and {end - begin} when it was "

@@ -58,6 +58,7 @@ class DatasetOpener:
         tables: Sequence[Mapping[str, Any]],
         *,
         by_client: bool,
+        needs_lengths: bool = True,
     ) -> Dataset:
         """An open dataset: its samples transformed, measured where they differ in length, packed.
 
@@ -66,6 +67,7 @@ class DatasetOpener:
             config: its definition.
             tables: the transforms; the samples are as they are stored if there are none.
             by_client: whether a client declared them.
+            needs_lengths: whether limits of the lengths do not suffice. Packing needs lengths, too.
 
         Raises:
             GyreError: as `Catalog.open`, `Transforms.apply` and `Measurer.measured`.
@@ -82,7 +84,8 @@ class DatasetOpener:
                 f"those whose samples differ in length they make {there}. Name one of these, or "
                 "leave the transforms out."
             )
-        dataset = await self._measured(dataset, config)
+        needs_lengths = needs_lengths or bool(pack) or config.on_corrupt == "replace"
+        dataset = await self._measured(dataset, config, needs_lengths=needs_lengths)
         return await self._catalog.packed(dataset, pack) if pack else dataset
 
     async def unmeasured(
@@ -125,10 +128,16 @@ class DatasetOpener:
         assert isinstance(dataset, TransformedDataset)
         return dataset
 
-    async def _measured(self, dataset: Made, config: DatasetConfig) -> Made:
-        """See `Measurer.measured`; records of `cache` were measured before."""
+    async def _measured(
+        self, dataset: Made, config: DatasetConfig, *, needs_lengths: bool = True
+    ) -> Made:
+        """See `Measurer.measured`; what `cache` keeps was measured before it became records."""
         if isinstance(dataset, KeptDataset):
             return dataset
+        if not needs_lengths and self._late.lengths_of(dataset) is None:
+            limited = dataset.with_limits()
+            if limited:
+                return limited
         return await self._measured_chain(dataset, config)
 
     async def _measured_chain(
