@@ -20,11 +20,7 @@ from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardCh
 from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
-from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.ray_scans import MAX_IN_RAY, RayScans
-from gyre_daemon.datasets.scans.read_ahead import Beside
-from gyre_daemon.datasets.scans.scanner import Scanner
-from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars.store import Loaded, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import in_thread
@@ -42,6 +38,9 @@ from gyre_daemon.storage.sources.script_driver import CLASS
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
+# Stored indexes that are loaded with one call of a thread. A call takes as long as loading four
+# small ones; with more together, other openings and the first scan wait longer.
+_LOADED_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,38 @@ class OpeningDataset:
         return inspection if isinstance(inspection, Scan) else None
 
 
+class _StoredScans:
+    """The stored scans of an opening's shards, loaded some at a time when the first is wanted."""
+
+    def __init__(self, sidecars: SidecarStore, opening: OpeningDataset, scan: Scan) -> None:
+        self._sidecars, self._opening, self._scan = sidecars, opening, scan
+        # what a check needs of a compressed shard is known once it is unpacked
+        self._together = 1 if opening.unpacked else _LOADED_TOGETHER
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        self._loaded: dict[int, Loaded | None] = {}
+
+    def sidecar_of(self, shard: int) -> SidecarOf:
+        """Where the scan of a shard is stored."""
+        opening, source = self._opening, self._opening.source
+        listed, version = source.shards[shard], self._scan.version
+        key = SidecarKey(opening.location, listed.name, listed.size_bytes, listed.version, version)
+        check = partial(_check, opening, self._scan, shard)
+        return SidecarOf(key, source.local_file(shard), check)
+
+    async def take(self, shard: int) -> Loaded | None:
+        """See `SidecarStore.load_latest`; to be asked for once."""
+        number = shard // self._together
+        if number not in self._loading:
+            self._loading[number] = asyncio.create_task(self._load(number))
+        await self._loading[number]
+        return self._loaded.pop(shard)
+
+    async def _load(self, number: int) -> None:
+        shards = range(len(self._opening.scans))[number * self._together :][: self._together]
+        found = await self._sidecars.load_all([self.sidecar_of(shard) for shard in shards])
+        self._loaded.update(zip(shards, found, strict=True))
+
+
 class ShardIndexer:
     """Indexes shards of all datasets of a daemon, fairly between these."""
 
@@ -173,7 +204,8 @@ class ShardIndexer:
         )
         results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
         shards = iter(range(len(opening.scans)))
-        work = partial(self._index_shards, opening, changes, shards, results)
+        stored = _StoredScans(self._sidecars, opening, opening.scan) if opening.scan else None
+        work = partial(self._index_shards, opening, changes, stored, shards, results)
         num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
         shared_turns = self._shared_turns
         if ray_scans:
@@ -198,6 +230,7 @@ class ShardIndexer:
         self,
         opening: OpeningDataset,
         changes: ShardChanges | None,
+        stored: _StoredScans | None,
         shards: Iterator[int],
         results: asyncio.Queue[IndexedShard | Exception],
         ray_scans: RayScans | None,
@@ -211,7 +244,8 @@ class ShardIndexer:
 
         Args:
             opening: the dataset.
-            changes: compares each shard with its last state; None for no comparison.
+            changes: compares each shard with what it was; None for no comparison.
+            stored: what earlier scans found; None where the format does not scan.
             shards: their numbers; several workers take from it.
             results: takes findings, or why a shard failed.
             ray_scans: see `run`.
@@ -228,7 +262,9 @@ class ShardIndexer:
                             if (shard := next(shards, None)) is None:
                                 return
                             try:
-                                found = await self._index_shard(opening, shard, changes, scanner)
+                                found = await self._index_shard(
+                                    opening, shard, changes, stored, scanner
+                                )
                             except CorruptSample as error:
                                 if opening.damaged is None:
                                     raise
@@ -244,6 +280,7 @@ class ShardIndexer:
         opening: OpeningDataset,
         shard: int,
         changes: ShardChanges | None,
+        stored: _StoredScans | None,
         scanner: Scanner,
     ) -> IndexedShard:
         """Unpack a shard if it is compressed, and load or make its index.
@@ -258,25 +295,16 @@ class ShardIndexer:
             opening.paths[shard] = await (
                 MOUNTS.run(local.root.folder, work) if local else in_thread(work, "gyre-unpack")
             )
-        found: tuple[Arrays, bool] | None = None
-        if opening.scan:
-            key = SidecarKey(
-                opening.location,
-                listed.name,
-                listed.size_bytes,
-                listed.version,
-                opening.scan.version,
-            )
-            check = partial(_check, opening, opening.scan, shard)
-        if opening.scan and opening.damaged is None:
-            found = await self._sidecars.load_latest(key, local, check)
+        found: Loaded | None = None
+        if stored and opening.damaged is None:
+            found = await stored.take(shard)
         is_fresh = opening.scan is None or (found is not None and found[1])
         change: Change | None = None
         if changes:
             was_indexed = found is not None
             change = await changes.of(shard, was_indexed, is_fresh, opening.stopped)
         reused = is_fresh and change in (None, "kept")
-        if opening.scan is None:
+        if opening.scan is None or stored is None:
             return IndexedShard(shard, 0, reused, change)
         if found and is_fresh:
             arrays = found[0]
@@ -287,7 +315,7 @@ class ShardIndexer:
             )
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
-            await save(key, local, arrays)
+            await save(stored.sidecar_of(shard).key, local, arrays)
         num_samples = opening.scan.num_samples(arrays)
         facts = {"dataset": opening.name, "shard": listed.name, "samples": num_samples}
         debug_event("shard indexed", facts | {"was_kept": bool(found and is_fresh)})

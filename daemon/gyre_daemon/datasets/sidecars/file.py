@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -81,7 +82,8 @@ def decode(data: bytes) -> tuple[str, Arrays]:
     header = _decode_header(content[_LENGTH.size : _LENGTH.size + num_bytes])
     arrays, position = {}, _PREFIX_BYTES + num_bytes
     for name, dtype_name, shape in header.arrays:
-        dtype = _checked_dtype(dtype_name, shape)
+        _check_shape(shape)
+        dtype = _checked_dtype(dtype_name)
         position += -position % _ALIGNMENT_BYTES
         end = position + math.prod(shape) * dtype.itemsize
         if name in arrays or end > len(data):
@@ -103,13 +105,15 @@ def _decode_header(text: memoryview) -> _Header:
     return header
 
 
-def _checked_dtype(name: str, shape: list[int]) -> np.dtype[np.generic]:
-    if not _DTYPE.fullmatch(name):
-        raise ValueError(f"it has an array of {name!r:.50}")
+def _check_shape(shape: list[int]) -> None:
     if len(shape) > _MAX_DIMS or not all(0 <= size <= _MAX_DIM for size in shape):
         raise ValueError(f"it has an array of shape {shape!r:.100}")
-    dtype = np.dtype(name)
-    if not dtype.itemsize:
+
+
+@lru_cache
+def _checked_dtype(name: str) -> np.dtype[np.generic]:
+    dtype = np.dtype(name) if _DTYPE.fullmatch(name) else None
+    if dtype is None or not dtype.itemsize:
         raise ValueError(f"it has an array of {name!r:.50}")
     return dtype
 

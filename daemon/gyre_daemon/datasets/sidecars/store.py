@@ -37,6 +37,7 @@ _ALWAYS_ALLOWED_BYTES, _PER_SHARD_BYTE = 64 << 20, 4
 
 # Takes arrays and raises ValueError if no inspection finds them.
 Check = Callable[[Arrays], object]
+Loaded = tuple[Arrays, bool]  # the arrays of a sidecar, and whether its whole key fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,15 @@ class SidecarKey:
     def max_bytes(self) -> int:
         """The most bytes that its sidecar may have."""
         return max(_ALWAYS_ALLOWED_BYTES, self.size_bytes * _PER_SHARD_BYTE)
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarOf:
+    """A shard whose sidecar is wanted; see `SidecarStore.load`."""
+
+    key: SidecarKey
+    local: LocalFile | None
+    check: Check
 
 
 class SidecarStore:
@@ -105,7 +115,7 @@ class SidecarStore:
 
     async def load_latest(
         self, key: SidecarKey, local: LocalFile | None, check: Check
-    ) -> tuple[Arrays, bool] | None:
+    ) -> Loaded | None:
         """The arrays of this kind last stored for a shard, and whether the whole key fits.
 
         None if there are none for any size and version of the shard. Only the arrays of a key that
@@ -116,21 +126,35 @@ class SidecarStore:
             local: as for `load`.
             check: as for `load`.
         """
-        outdated: Arrays | None = None
-        for place in self._candidates(key, local):
-            try:
-                found = await _in_thread(place, self._loaded, place, key, check)
-            except TimeoutError as error:
-                self._warn(place, error)
-                continue
-            if found and found[1]:
-                return found
-            outdated = found[0] if found and outdated is None else outdated
-        return None if outdated is None else (outdated, False)
+        return (await self.load_all([SidecarOf(key, local, check)]))[0]
 
-    def _loaded(
-        self, place: SidecarPlace, key: SidecarKey, check: Check
-    ) -> tuple[Arrays, bool] | None:
+    async def load_all(self, wanted: Sequence[SidecarOf]) -> list[Loaded | None]:
+        """Do as `load_latest` for each of some shards, with a call of a thread for each folder."""
+        found: list[Loaded | None] = [None] * len(wanted)
+        places = [self._candidates(each.key, each.local) for each in wanted]
+        for rank in range(max(map(len, places), default=0)):
+            by_folder: dict[tuple[bool, Path], list[int]] = {}
+            for number, its in enumerate(places):
+                known = found[number]
+                if rank < len(its) and not (known and known[1]):
+                    folder = isinstance(its[rank], InFolder), Path(str(its[rank])).parent
+                    by_folder.setdefault(folder, []).append(number)
+            for numbers in by_folder.values():
+                some = [(places[number][rank], wanted[number]) for number in numbers]
+                try:
+                    loaded = await _in_thread(some[0][0], self._loaded, some)
+                except TimeoutError as error:
+                    self._warn(some[0][0], error)
+                    continue
+                for number, its_own in zip(numbers, loaded, strict=True):
+                    found[number] = its_own if its_own and its_own[1] else found[number] or its_own
+        return found
+
+    def _loaded(self, wanted: Sequence[tuple[SidecarPlace, SidecarOf]]) -> list[Loaded | None]:
+        """As `load_all`, from one place for each; waits for the disk."""
+        return [self._one_loaded(place, each.key, each.check) for place, each in wanted]
+
+    def _one_loaded(self, place: SidecarPlace, key: SidecarKey, check: Check) -> Loaded | None:
         """As `load_latest`, from one place; waits for the disk."""
         try:
             stored, arrays = decode(_read(place, key.max_bytes))
