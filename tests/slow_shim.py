@@ -49,7 +49,12 @@ static void wait_here(void) {
   long now = __sync_add_and_fetch(&page->now, 1), most = page->most;
   while (now > most && !__sync_bool_compare_and_swap(&page->most, most, now)) most = page->most;
   __sync_add_and_fetch(&page->reads, 1);
-  usleep((useconds_t)((is_late ? page->tail_s : page->delay_s) * 1e6));
+  double left = is_late ? page->tail_s : page->delay_s;
+  do {  // in naps, so that no read outlasts its delay for long
+    double nap = left < 0.2 ? left : 0.2;
+    usleep((useconds_t)(nap * 1e6));
+    left -= nap;
+  } while (left > 0 && page->delay_s > 0);
   __sync_sub_and_fetch(&page->now, 1);
 }
 

@@ -44,6 +44,7 @@ NUM_SEQUENCES, SEQUENCE = 20_000, 1_024  # uint16
 NUM_IMAGES, NUM_DIFFERENT = 6_000, 100
 TAIL_S, TAIL_SHARE = 1.0, 0.01
 VERY_SLOW_S = 0.2
+MOST_S = 300.0  # a job that takes longer never ends
 WARM_S = 1.0  # a session's memory is touched for the first time
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": SEQUENCE}
 CROPS: list[Mapping[str, object]] = [
@@ -129,8 +130,12 @@ def start(contender: str, kind: str, where: str, seconds: float) -> "subprocess.
 
 
 def result(process: "subprocess.Popen[str]") -> Result:
-    """Wait for such a process."""
-    told, _ = process.communicate()
+    """Wait for such a process, but not for ever."""
+    try:
+        told, _ = process.communicate(timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     found: Result = json.loads(told)
     return found
 
@@ -231,7 +236,11 @@ def beside(slow: FuseFolder | SlowShim, server: Daemon, run: argparse.Namespace)
         for where, delay_s in delays_s.items():
             before = slow.behave(delay_s=delay_s)["read"]
             neighbour = start("gyre", "files", server.address, run.seconds + 3)
+            deadline = time.monotonic() + MOST_S
             while slow.behave()["read"] < before + 4 * BATCH:  # it has started by then
+                if neighbour.poll() is not None or time.monotonic() > deadline:
+                    neighbour.kill()
+                    raise RuntimeError(f"the job on the slow mount does not read at {where}")
                 time.sleep(0.05)
             if where == "hung":
                 hang(slow)
@@ -278,7 +287,7 @@ def hang(slow: FuseFolder | SlowShim) -> None:
 
 
 def release(slow: FuseFolder | SlowShim) -> None:
-    """Answer again; reads that a preloaded library delays go on waiting."""
+    """Answer again."""
     if isinstance(slow, FuseFolder):
         slow.go_on()
     slow.behave(delay_s=0)
