@@ -68,14 +68,17 @@ def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
     return {each.order: Asked(each.num_requests, each.num_bytes) for each in answer.estimates}
 
 
-def measured(daemon: Daemon, dataset: str, epochs: int = EPOCHS, **options: Any) -> Asked:
-    """What reading the epochs asks for."""
+def measured(
+    daemon: Daemon, dataset: str, epochs: int = EPOCHS, num_nodes: int = 1, **options: Any
+) -> Asked:
+    """What one of so many nodes asks for when it reads the epochs; it has one rank."""
     before = asked(daemon)
     # nothing is read beyond them
     where: dict[str, Any] = {"address": daemon.address, "epochs": epochs, "restart": True}
+    options |= {"rank": 0, "world_size": num_nodes} if num_nodes > 1 else {}
     with Loader(dataset, batch_size=BATCH, seed=5, tail="drop", **where, **options) as loader:
         num_samples = sum(len(batch["sample_id"]) for batch in loader)
-    assert num_samples == epochs * (sum(SHARD_SAMPLES) // BATCH) * BATCH
+    assert num_samples == epochs * (sum(SHARD_SAMPLES) // BATCH) * BATCH // num_nodes
     after = asked(daemon)
     return Asked(after.num_requests - before.num_requests, after.num_bytes - before.num_bytes)
 
@@ -98,3 +101,24 @@ def test_estimated_requests_are_those_that_are_made(daemon: Daemon) -> None:
         "a cache of all the data keeps what it can"
     )
     assert once.num_bytes / EPOCHS <= block.num_bytes <= once.num_bytes
+
+
+def test_one_of_four_nodes_reads_a_fourth_by_full_and_all_by_block(daemon: Daemon) -> None:
+    for dataset in ("plain", "blocks", "kept"):  # opens it, so that only samples are counted
+        foreseen = estimates(daemon, dataset)
+    steps = sum(SHARD_SAMPLES) // BATCH
+    full = measured(daemon, "plain", epochs=1, num_nodes=4)
+    assert full.num_bytes == steps * BATCH // 4 * SEQUENCE * 2
+    kept = measured(daemon, "kept", num_nodes=4)
+    assert kept == foreseen["full with the cache"], "a cache of all the data is filled once"
+    block = measured(
+        daemon,
+        "blocks",
+        epochs=1,
+        num_nodes=4,
+        order="block",
+        io_block_bytes=IO_BLOCK,
+        window_blocks=WINDOW,
+    )
+    once = foreseen["block"].num_bytes / EPOCHS
+    assert 0.95 * once <= block.num_bytes <= once
