@@ -2,8 +2,9 @@
 
     python -m tests.kept.read_kept ADDRESS < CASES
 
-writes `{"client": FILE, "batches": {CASE: BATCHES}}`: the batches of each step, one of each reader.
-A batch is its sample ids and a digest of all its tensors; of a case that is refused, the error.
+writes `{"client": FILE, "batches": {CASE: BATCHES}, "states": {CASE: STATE}}`: the batches of each
+step, one of each reader, and the state after them. A batch is its sample ids and a digest of all
+its tensors; of a case that is refused, the error. A case with `num_steps` is read for as many.
 """
 
 import base64
@@ -53,12 +54,15 @@ def read(address: str, case: Case, num_steps: int) -> tuple[Seen, str]:
 def main() -> None:
     """Read all cases of standard input."""
     batches: dict[str, Any] = {}
+    states: dict[str, str] = {}
     for name, case in json.load(sys.stdin).items():
         try:
-            batches[name], _ = read(sys.argv[1], case, len(case["batches"]))
+            num_steps = case.get("num_steps", len(case["batches"]))
+            batches[name], states[name] = read(sys.argv[1], case, num_steps)
         except GyreError as error:
             batches[name] = str(error)
-    json.dump({"client": gyre_client.__file__, "batches": batches}, sys.stdout)
+    found = {"client": gyre_client.__file__, "batches": batches, "states": states}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

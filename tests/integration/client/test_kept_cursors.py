@@ -9,35 +9,67 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import StartDaemon
+from tests.conftest import Daemon, StartDaemon
 
 KEPT = Path(__file__).parents[2] / "kept"
 (WHEEL,) = KEPT.glob("gyre_client-*.whl")
 
 
-@pytest.mark.parametrize("client", ["today's", "kept"])
-def test_kept_cursors_go_on_with_the_same_batches(gyred: StartDaemon, client: str) -> None:
-    kept: dict[str, Any] = json.loads((KEPT / "cursors.json").read_text())
-    del kept["cases"]["joined"]["arguments"]["join"]  # today's Loader has no such argument
-    for table in kept["datasets"].values():
+CLIENTS = ("today's", "kept")
+
+
+@pytest.fixture
+def kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((KEPT / "cursors.json").read_text())
+    del found["cases"]["joined"]["arguments"]["join"]  # today's Loader has no such argument
+    for table in found["datasets"].values():
         table["uri"] = str(KEPT / "data" / table["uri"])
-    daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
+    return found
+
+
+def read(daemon: Daemon, client: str, cases: dict[str, Any]) -> dict[str, Any]:
     path = [str(WHEEL)] if client == "kept" else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.kept.read_kept", daemon.address],
-        input=json.dumps(kept["cases"]),
+        input=json.dumps(cases),
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
         timeout=240,
         check=True,
     )
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     assert (str(WHEEL) in found["client"]) == (client == "kept")
+    return found
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_kept_cursors_go_on_with_the_same_batches(
+    gyred: StartDaemon, kept: dict[str, Any], client: str
+) -> None:
+    daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
+    found = read(daemon, client, kept["cases"])
     wanted = {name: case["batches"] for name, case in kept["cases"].items()}
     del wanted["joined"]
     assert 'join="rotate"' in found["batches"].pop("joined")  # refused; no job joins any more
     assert found["batches"] == wanted
+
+
+@pytest.mark.parametrize(("saver", "client"), [CLIENTS, CLIENTS[::-1]])
+def test_each_client_goes_on_from_the_other_s_state(
+    gyred: StartDaemon, kept: dict[str, Any], saver: str, client: str
+) -> None:
+    daemon = gyred({"datasets": kept["datasets"], "mixtures": kept["mixtures"]})
+    cases = {name: case for name, case in kept["cases"].items() if name != "joined"}
+    first = {name: {**case, "num_steps": 2} for name, case in cases.items()}
+    states = read(daemon, saver, first)["states"]
+    assert states.keys() == cases.keys()
+    rest = {
+        name: {**case, "state": states[name], "batches": case["batches"][2:]}
+        for name, case in cases.items()
+    }
+    found = read(daemon, client, rest)["batches"]
+    assert found == {name: case["batches"] for name, case in rest.items()}
 
 
 def test_a_kept_client_is_told_that_weights_no_longer_change_in_a_running_job(
