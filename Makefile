@@ -14,9 +14,10 @@ PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints
 SHOW_INSTALL := set -o pipefail; $(subst --quiet,,$(PIP_INSTALL))
 PIP_LINES := | sed -unE 's/^ *((Downloading|Processing|Installing|Successfully) .{0,80}).*/  \1/p'
 
-.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz servers kubernetes frameworks clean
+.PHONY: setup demo test test-all test-touched test-models soak lint docs protos bench fuzz browser servers frameworks clean
 DEMO_STAMP := $(VENV)/.gyre-demo-setup
 FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
+BROWSER_STAMP := $(VENV)/.gyre-browser-setup
 TORCHAO := $(VENV)/torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 FRAMEWORKS := $(VENV)/frameworks
@@ -140,6 +141,13 @@ fuzz: $(FUZZ_STAMP)
 
 $(FUZZ_STAMP): $(STAMP)
 	$(PIP_INSTALL) --group fuzz
+	touch $@
+
+# What tests/integration/commands/test_page_in_chromium.py and docs/images/draw_page.py drive Debian's chromium with.
+browser: $(BROWSER_STAMP)
+
+$(BROWSER_STAMP): $(STAMP)
+	$(PIP_INSTALL) --group browser
 	touch $@
 
 clean:

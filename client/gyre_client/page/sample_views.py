@@ -217,10 +217,13 @@ def _tokens(ids: Sequence[int], mask: Value | None, decode: Decode | None) -> di
 def _picture(value: Value) -> bytes | None:
     """Returns a tensor that looks like an image as PNG: [H, W, C] or [C, H, W], C of 1 or 3.
 
-    Numbers other than bytes are stretched from their least to their greatest.
+    So is a spectrum over time, float [H, W]. Numbers other than bytes are stretched from their
+    least to their greatest.
     """
-    shape = list(value.shape)
-    if len(shape) != 3 or isinstance(value.data, bytes):
+    shape, data = list(value.shape), value.data
+    if len(shape) == 2 and "float" in value.dtype:
+        shape, data = [1, *shape], [data]
+    if len(shape) != 3 or isinstance(data, bytes):
         return None
     is_last = shape[2] in (1, 3)
     if not is_last and shape[0] not in (1, 3):
@@ -229,10 +232,10 @@ def _picture(value: Value) -> bytes | None:
     if min(height, width) < 8 or height * width > _MAX_PIXELS:
         return None
     if is_last:
-        rows = [list(chain.from_iterable(row)) for row in value.data]
+        rows = [list(chain.from_iterable(row)) for row in data]
     else:
         rows = [
-            list(chain.from_iterable(zip(*(plane[row] for plane in value.data), strict=True)))
+            list(chain.from_iterable(zip(*(plane[row] for plane in data), strict=True)))
             for row in range(height)
         ]
     if value.dtype != "uint8":

@@ -21,6 +21,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -314,6 +315,19 @@ def page_app(watch: Watch, decode: Decode | None) -> Door:
     return door
 
 
+class _Server(uvicorn.Server):
+    """A server that ends the streams of events before it waits for the connections to end."""
+
+    def __init__(self, config: uvicorn.Config, watch: Watch) -> None:
+        super().__init__(config)
+        self._watch = watch
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`."""
+        self._watch.is_over = True
+        super().handle_exit(sig, frame)
+
+
 def serve_page(watch: Watch, decode: Decode | None, port: int, say: Callable[[str], None]) -> None:
     """Serves the page until the user ends it.
 
@@ -331,6 +345,7 @@ def serve_page(watch: Watch, decode: Decode | None, port: int, say: Callable[[st
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((HOST, port))
+            listener.listen()  # who opens the address at once waits
         except OSError as error:
             raise InvalidRequest(
                 f"--port {port}: {error.strerror}. Give another one, or none for any that is free."
@@ -341,6 +356,6 @@ def serve_page(watch: Watch, decode: Decode | None, port: int, say: Callable[[st
             log_level="warning",
             access_log=False,  # it would have the token
             server_header=False,
-            timeout_graceful_shutdown=1,  # streams of events have no end
+            timeout_graceful_shutdown=10,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, watch).run(sockets=[listener])

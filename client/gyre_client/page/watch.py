@@ -258,10 +258,15 @@ class _Reads:
 
 
 class Watch:
-    """All daemons and runs of the page, and one text about them each second."""
+    """All daemons and runs of the page, and one text about them each second.
+
+    Attributes:
+        is_over: Ends `texts` with the next one; no other way ends the streams of browsers.
+    """
 
     def __init__(self, daemons: Sequence[WatchedDaemon], runs: Sequence[TrainingRun]) -> None:
         self.daemons, self.runs = daemons, runs
+        self.is_over = False
         self._text = ""
         self._number = 0
         self._changed = asyncio.Condition()
@@ -288,7 +293,7 @@ class Watch:
     async def texts(self) -> AsyncIterator[str]:
         """Yields the newest text, and each one after it; slow readers miss some."""
         seen = 0
-        while True:
+        while not self.is_over:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._number > seen)  # noqa: B023
                 seen, text = self._number, self._text

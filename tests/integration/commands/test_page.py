@@ -60,6 +60,13 @@ def start_page(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
+def stop_page(process: "subprocess.Popen[str]") -> None:
+    """Ends it as Ctrl-C does, although a browser still listens."""
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors, errors
+
+
 def enter(process: subprocess.Popen[str], address: str) -> Opened:
     browser = httpx.Client(timeout=120, trust_env=False)
     answer = browser.get(address)
@@ -81,9 +88,7 @@ def open_page() -> Iterator[Callable[..., Opened]]:
     yield start
     for each in opened:
         each.browser.close()
-        each.process.send_signal(signal.SIGINT)
-        _, errors = each.process.communicate(timeout=60)
-        assert "Traceback" not in errors, errors
+        stop_page(each.process)
 
 
 @pytest.fixture

@@ -190,6 +190,7 @@ def test_tensors_that_look_like_images_are_images() -> None:
         {
             "last": Value("uint8", [12, 10, 3], flat),
             "first": Value("float32", [3, 12, 10], planes),
+            "mel": Value("float32", [16, 9], [[1.0 * x for x in range(9)]] * 16),
             "jpg": Value("uint8", [4], b"\xff\xd8\xff\xe0"),
             "text": Value("uint8", [9], b"<b>hi</b>"),
             "wide": Value("float32", [3, 4, 4], [[[0.0] * 4] * 4] * 3),
@@ -200,6 +201,7 @@ def test_tensors_that_look_like_images_are_images() -> None:
     assert kinds == {
         "last": "image",
         "first": "image",
+        "mel": "image",
         "jpg": "image",
         "text": "text",
         "wide": "words",

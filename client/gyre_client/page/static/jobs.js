@@ -105,8 +105,8 @@ function jobDetail(page) {
     toSamples.onclick = () => page.go("samples", { job: job.key, step: Math.max(0, job.step - 1) });
     toOrder.onclick = () => page.go("order", { job: job.key });
     strip.set(job);
-    const rows = job.ranks.map((each) => [`${each.rank} of ${job.world_size}${each.peer === null || ranksOf(job) === job.num_ranks ? "" : `, peer ${each.peer}`}`, `${each.ready} of ${each.window}`, whole(each.in_flight), whole(each.held), percent(each.starved), whole(each.step), `${bytes(each.memory_bytes)} of ${bytes(each.memory_limit_bytes)}`, each.shared_memory ? "shared memory" : "gRPC"]);
-    const now = JSON.stringify(rows);
+    const rows = job.ranks.map((each) => [el("span", { class: "nowrap" }, `${each.rank} of ${job.world_size}${each.peer === null || ranksOf(job) === job.num_ranks ? "" : `, peer ${each.peer}`}`), `${each.ready} of ${each.window}`, whole(each.in_flight), whole(each.held), percent(each.starved), whole(each.step), `${bytes(each.memory_bytes)} of ${bytes(each.memory_limit_bytes)}`, each.shared_memory ? "shared memory" : "gRPC"]);
+    const now = JSON.stringify(job.ranks);
     if (now !== before) ranks.replaceChildren(table(["Rank", "#Window ready", "#In flight", "#Held", "#Starved", "#Step", "#Memory", "By"], rows));
     before = now;
     const chips = [job.where, ...job.transforms.map((each) => `transform ${each}`), job.filled === null ? "" : `${percent(job.filled)} of the sequences filled`, job.num_substitutes ? `${count(job.num_substitutes, "corrupt sample")} replaced` : ""].filter(Boolean);
