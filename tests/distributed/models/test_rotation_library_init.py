@@ -33,13 +33,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4},
     ),
     "ViT": ("ForImageClassification", _VIT | {"patch_size": 4, "num_attention_heads": 4}),
-    "Bart": (
-        "ForConditionalGeneration",
-        _ENCODER
-        | {f"{part}_{size}": 4 for part in ("encoder", "decoder") for size in ("ffn_dim", "layers")}
-        | {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
-        | {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1},
-    ),
 }
 ALL = FAMILIES | OTHERS
 
@@ -75,7 +68,7 @@ def output_of(family: str, model: Any) -> Tensor:
     arguments: dict[str, Tensor] = {"input_ids": tokens}
     if family == "ViT":
         arguments = {"pixel_values": torch.linspace(-1, 1, 192).view(1, 3, 8, 8)}
-    if family in ("T5", "Bart"):
+    if family == "T5":
         arguments["decoder_input_ids"] = tokens
     with torch.no_grad():
         logits: Tensor = model.eval()(**arguments).logits

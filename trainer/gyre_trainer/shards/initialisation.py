@@ -22,10 +22,9 @@ cell's coordinates. A rank generates only the cells that its shard touches.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from math import prod, sqrt
@@ -59,13 +58,11 @@ class _Target:
         parameter: as the rank keeps it.
         twin: of its shape and dtype, on `meta`.
         places: the modules that have it, by their paths, and its name in each.
-        first: the names of the first place, and of those that the model's constructor ties to it.
     """
 
     parameter: nn.Parameter
     twin: nn.Parameter
     places: list[tuple[str, nn.Module, str]]
-    first: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -77,8 +74,8 @@ class _Target:
             module._parameters[name] = parameter
 
     def is_first_in(self, path: str) -> bool:
-        """Whether its first place, or one tied to it since, is in the module of this path."""
-        return not path or any(name.startswith(f"{path}.") for name in self.first)
+        """Whether its first place is in the module of this path."""
+        return not path or self.name.startswith(f"{path}.")
 
 
 def _joined(path: str, name: str) -> str:
@@ -94,9 +91,8 @@ def has_own_init(model: nn.Module) -> bool:
 def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
     """Fill this rank's shards with the values of `_init_weights`, after `torch.manual_seed(seed)`.
 
-    A tied parameter has the values of its first place, as if it had been tied afterwards. Of places
-    that the model's constructor ties, as BART's does, the last one's values stay, as they do where
-    the library draws them. Random numbers are drawn on the CPU, and later ones are as if none had
+    A tied parameter has the values of its first place, as if it had been tied afterwards. Random
+    numbers are drawn on the CPU, and later ones are as if none had
     been drawn here.
 
     Returns:
@@ -131,42 +127,7 @@ def _targets(model: nn.Module) -> list[_Target]:
                 meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 found[parameter] = _Target(parameter, nn.Parameter(meta), [])
             found[parameter].places.append((path, module, name))
-    _find_first(model, list(found.values()))
     return list(found.values())
-
-
-def _find_first(model: nn.Module, targets: Sequence[_Target]) -> None:
-    """Note for each target which of its places are tied to the first one from the beginning."""
-    is_tied = any(len(target.places) > 1 for target in targets)
-    beginnings = _parameters_of_constructor(model) if is_tied else {}
-    for target in targets:
-        target.first.add(target.name)
-        first = beginnings.get(target.name)
-        names = [_joined(path, name) for path, _, name in target.places]
-        target.first.update(n for n in names if first is not None and beginnings.get(n) is first)
-
-
-def _parameters_of_constructor(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, on `meta`, of another model of the same configuration, before its ties.
-
-    Most models are tied after they were initialised, by a method `tie_weights`; the constructor of
-    some does it. None are returned where a configuration alone does not make the model.
-    """
-    cls: Any = next(c for c in type(model).__mro__ if "gyre_trainer." not in c.__module__)
-    without_init = next(
-        (
-            context
-            for each in cls.__mro__
-            if (context := getattr(sys.modules.get(each.__module__), "no_init_weights", None))
-        ),
-        nullcontext,
-    )
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]), without_init():
-            made: nn.Module = cls(model.config)
-    except Exception:  # foreign code, that may take other arguments
-        return {}
-    return dict(made.named_parameters(remove_duplicate=False))
 
 
 @contextmanager
