@@ -19,8 +19,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
+
+from gyre_trainer.torch_internals import profiler_enabled
 
 _NOTHING = nullcontext()
 _PATHS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -52,14 +53,14 @@ def slice_span(
 
     The slice has made ``hop`` hops to reach this rank; 0 is the own slice.
     """
-    if not _profiler_enabled():
+    if not profiler_enabled():
         return _NOTHING
     return record_function(f"{path_of(module)} {phase}: slice {index}, hop {hop}")
 
 
 def span(what: str) -> AbstractContextManager[object]:
     """A range of that name."""
-    return record_function(what) if _profiler_enabled() else _NOTHING
+    return record_function(what) if profiler_enabled() else _NOTHING
 
 
 # Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than

@@ -43,7 +43,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -52,6 +51,7 @@ from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.identity import Modules, StepChecks, differ_in_trained, span
 from gyre_trainer.comm.mesh import replica_group, ring_group
 from gyre_trainer.errors import RingError, RotationError
+from gyre_trainer.torch_internals import profiler_enabled, without_dispatch
 
 
 class Stream(IntEnum):
@@ -159,7 +159,7 @@ class ProcessGroupTransport:
         # timeout, and closes no other connection, on which a third rank may wait.
         for step in range(1, dist.get_world_size(self._group)):
             other = (dist.get_rank(self._group) + step) % dist.get_world_size(self._group)
-            with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
+            with without_dispatch(), suppress(RuntimeError):
                 work = dist.irecv(torch.zeros(1), None, self._group, _NEVER_SENT_TAG, other)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
@@ -250,7 +250,7 @@ for _name in ("send", "recv"):
 
 def _tell(legs: Sequence[Leg]) -> None:
     """Let the present tools see sends and receives."""
-    if torch._C._len_torch_dispatch_stack() or _profiler_enabled():
+    if torch._C._len_torch_dispatch_stack() or profiler_enabled():
         for leg in legs:
             (torch.ops.gyre.recv if leg.arrives else torch.ops.gyre.send)(leg.tensor)
 
@@ -444,7 +444,7 @@ class Ring:
         if not self.transport.moves:
             return Hop(self._start(legs, stream), self)
         _tell(legs)
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             frames = [
                 _Frame.arriving(leg.tensor)
                 if leg.arrives

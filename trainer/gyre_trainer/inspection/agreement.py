@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +27,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import digest_of
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.torch_internals import is_fake
 
 _Here = TypeVar("_Here")
 
@@ -49,7 +49,7 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     for group in groups_of(mesh):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     # A dry run has no other ranks.
-    if isinstance(extremes, FakeTensor) or extremes.sum().item() == 0:
+    if is_fake(extremes) or extremes.sum().item() == 0:
         return
     everyone = _gathered((dist.get_rank(), here), mesh)
     _count_alike(mesh)
@@ -187,7 +187,7 @@ def refuse_together(rotation: Rotation, reason: str) -> None:
         RotationError: on the ranks without a reason, where another one has one.
     """
     flat = rotation.sharded.flat
-    if isinstance(flat, FakeTensor):
+    if is_fake(flat):
         return
     parameter = rotation.sharded.parameters[0]
     assert isinstance(parameter, DTensor)

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.recomputed_layers import RecomputedLayer
 from gyre_trainer.rotation.rotated_module import RotatedModule, behaviours_of, own_class
 from gyre_trainer.shards.layout import local_of, place_of
+from gyre_trainer.torch_internals import buffers_of, parameters_of
 
 
 def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
@@ -213,12 +214,12 @@ def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry
         rotation = module.rotation
         cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
         yield from _entry(path, module, cut, "rotated", type(rotation.rule).__name__, seen)
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    own = {name: p for name, p in parameters_of(module).items() if p is not None}
     read = {name: p for name, p in own.items() if _is_sharded(p)}
     yield from _entry(path, module, read, "rotated", "ReadRule", seen)
     whole = {name: p for name, p in own.items() if name not in read}
     yield from _entry(path, module, whole, "replicated", "", seen)
-    buffers = {name: b for name, b in module._buffers.items() if b is not None}
+    buffers = {name: b for name, b in buffers_of(module).items() if b is not None}
     yield from _entry(path, module, buffers, "local", "", seen)
 
 

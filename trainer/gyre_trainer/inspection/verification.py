@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -47,6 +46,7 @@ from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
 from gyre_trainer.shards.layout import local_of
+from gyre_trainer.torch_internals import is_fake
 
 _DROPOUTS = frozenset(
     (
@@ -285,7 +285,7 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
         RotationError: on every rank of the ring, where one sees a difference; the message names
             what differs.
     """
-    if isinstance(rotation.sharded.flat, FakeTensor):
+    if is_fake(rotation.sharded.flat):
         return
     generators = generators_of(rotation.sharded.flat.device)
     states = [generator.get_state() for generator in generators]

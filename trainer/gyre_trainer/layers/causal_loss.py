@@ -24,11 +24,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.head import LogitTransform, linear_cross_entropy, wide
 from gyre_trainer.rotation.rotated_module import RotatedModule, num_hooks_of, own_class, uncompiled
+from gyre_trainer.torch_internals import is_fake
 from gyre_trainer.whole.replicated import ReplicatedModule
 
 _log = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class LibraryModel:
         head = self._head.head
         ids_BT = (torch.arange(_NUM_TOKENS, device=head.weight.device) + 2)[None]
         ids_BT %= head.out_features
-        if isinstance(ids_BT, FakeTensor):
+        if is_fake(ids_BT):
             return None
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()

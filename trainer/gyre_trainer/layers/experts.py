@@ -44,7 +44,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -58,6 +57,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_clas
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.initialisation import Uniform
 from gyre_trainer.shards.layout import Cut
+from gyre_trainer.torch_internals import is_fake
 
 
 class CallOrder:
@@ -98,7 +98,7 @@ class CallOrder:
             return
         called = torch.zeros(self._num_others + 2, device=self._mesh.device_type)
         called[number] = 1
-        if isinstance(called, FakeTensor):
+        if is_fake(called):
             self._is_known = True
             return
         with ring_of(self._mesh).hang_diagnosis.collective("comparing what is called of experts"):

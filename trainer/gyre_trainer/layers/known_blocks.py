@@ -63,6 +63,7 @@ from gyre_trainer.rotation.rotated_module import (
     wrap,
 )
 from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.torch_internals import parameters_of
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # Functions of one entry each, so that slices of a width compute with them as the whole width does.
@@ -99,7 +100,7 @@ def is_elementwise(value: Any) -> bool:
     if not isinstance(value, nn.Module):
         return value in _ELEMENTWISE_FUNCTIONS
     cls = own_class(value)
-    is_of_library = cls.__module__ == "transformers.activations" and not value._parameters
+    is_of_library = cls.__module__ == "transformers.activations" and not parameters_of(value)
     return cls in _ELEMENTWISE or is_of_library
 
 
@@ -373,7 +374,7 @@ def computes_weights(module: nn.Module) -> bool:
     Such a hook is that of `nn.utils.weight_norm` or `nn.utils.spectral_norm`.
     """
     return is_parametrized(module) or (
-        isinstance(module, _LAYERS) and "weight" not in module._parameters
+        isinstance(module, _LAYERS) and "weight" not in parameters_of(module)
     )
 
 
@@ -562,12 +563,12 @@ class KnownBlocks:
 def _rows(module: nn.Module) -> Iterator[Rule]:
     """The rows whose layers a module has."""
     if isinstance(module, nn.Linear) and _has_own_forward(module, nn.Linear):
-        if module._parameters.keys() == {"weight", "bias"}:
+        if parameters_of(module).keys() == {"weight", "bias"}:
             yield LinearRule()
     elif isinstance(module, nn.Embedding) and _has_own_forward(module, nn.Embedding):
         yield OwnEmbeddingRule(module.num_embeddings, module.padding_idx)
-    elif any(each is not None for each in module._parameters.values()):
-        own = set(module._parameters)
+    elif any(each is not None for each in parameters_of(module).values()):
+        own = set(parameters_of(module))
         yield from (row for row in _EXPERTS if own == set(row.weights))
     children = dict(module.named_children())
     blocks: tuple[BlockRule, ...] = (*_MLPS, *_ATTENTIONS)
@@ -586,7 +587,7 @@ def _has_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    if module._parameters.get("weight") is None:  # it is computed from others
+    if parameters_of(module).get("weight") is None:  # it is computed from others
         return False
     return isinstance(module, nn.Linear) or is_transposed_linear(module)
 
@@ -650,7 +651,7 @@ def _num_places(model: nn.Module) -> Counter[int]:
         modules = {
             id(each) for each in module.children() if next(each.parameters(), None) is not None
         }
-        found.update(modules | {id(each) for each in module._parameters.values()})
+        found.update(modules | {id(each) for each in parameters_of(module).values()})
     return found
 
 

@@ -52,6 +52,7 @@ from gyre_trainer.shards.quantized import (
     typed,
 )
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.torch_internals import parameters_of
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -105,7 +106,7 @@ def projections(
         closes, transposed = name == output, is_transposed_linear(layer)
         if transposed:
             mix_in(layer, SliceTransposed, "Slice")
-        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        weight, bias = layer.get_parameter("weight"), parameters_of(layer)["bias"]
         own = () if closes else sections
         dim = int(closes != transposed)
         weights.append(Cut(f"{name}.weight", tuple(weight.shape), dim, sections=own))
@@ -454,7 +455,7 @@ def num_weights(model: nn.Module) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in filter(is_quantized, model.modules()):
         layer: Any = module
-        codes, scales = layer._parameters["weight"], layer._parameters[SCALE]
+        codes, scales = parameters_of(layer)["weight"], parameters_of(layer)[SCALE]
         total += layer.in_features * layer.out_features - codes.numel() - scales.numel()
     return int(total)
 
@@ -466,7 +467,7 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
         RotationError: a weight trains, or is not finite.
     """
     layer: Any = module
-    for name, parameter in layer._parameters.items():
+    for name, parameter in parameters_of(layer).items():
         if parameter is not None and parameter.requires_grad:
             raise RotationError(
                 f"{path}.{name} trains, and only frozen weights can be {to}. Freeze it "
@@ -481,7 +482,7 @@ def quantize_linear(module: RotatedModule, path: str, to: Format) -> None:
     plain = module.rotation
     sharded = QuantizedShards(plain.sharded, [*bias, (SCALE, scales), ("weight", codes)])
     for cut, parameter in zip(sharded.layout.cuts, sharded.parameters, strict=True):
-        layer._parameters[cut.name] = parameter
+        parameters_of(layer)[cut.name] = parameter
     module.rotation = replace(
         plain,
         forward=partial(

@@ -35,6 +35,7 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
+from gyre_trainer.torch_internals import parameters_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -53,7 +54,9 @@ class RecomputedNorm:
         """The module's output, as without recomputation."""
         assert isinstance(self, nn.Module)
         weights = [
-            local_of(parameter) for parameter in self._parameters.values() if parameter is not None
+            local_of(parameter)
+            for parameter in parameters_of(self).values()
+            if parameter is not None
         ]
         if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -61,7 +64,7 @@ class RecomputedNorm:
 
     def _compute(self, x: Tensor, *weights: Tensor) -> Tensor:
         assert isinstance(self, nn.Module)
-        names = [name for name, parameter in self._parameters.items() if parameter is not None]
+        names = [name for name, parameter in parameters_of(self).items() if parameter is not None]
         with swapped(self, dict(zip(names, weights, strict=True))):
             output: Tensor = super().forward(x)  # type: ignore[misc]
         return output
@@ -263,7 +266,7 @@ def _warn_of(module: nn.Module, argument: object) -> None:
 
 def _parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for each in module.modules():
-        parameters: dict[str, Any] = each._parameters
+        parameters: dict[str, Any] = parameters_of(each)
         for name, parameter in parameters.items():
             yield parameters, name, parameter
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.comm.buffer_pool import with_room
@@ -36,6 +35,7 @@ from gyre_trainer.rotation.output_reduction import DeferredGrads
 from gyre_trainer.rotation.rule import ModuleSlice, Rotation, RowsRule, parameter_at, swapped
 from gyre_trainer.shards.layout import Cut, Layout, local_of, spec_of, with_spec
 from gyre_trainer.shards.travel import meet
+from gyre_trainer.torch_internals import is_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def wanted_rows(layout: Layout, tokens: Tensor, padding_idx: int | None) -> Want
     (cut,) = layout.cuts
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens of an embedding must be int64 or int32, not {tokens.dtype}")
-    if isinstance(tokens, FakeTensor):
+    if is_fake(tokens):
         return _assumed(layout, cut, tokens)
     _require_rows(tokens, cut.shape[0])
     tokens = tokens.to(torch.int64).contiguous()
@@ -172,7 +172,7 @@ class RowExchange:
         ring, ids = self._ring, self.wanted.ids
         numel = -(-self._num_rows // dtype.itemsize)
         outgoing, before = with_room(numel, dtype, ids.device).zero_(), None
-        if not isinstance(ids, FakeTensor):
+        if not is_fake(ids):
             outgoing.view(torch.uint8).index_fill_(0, ids, 1)
         asked = [self._of_own(outgoing)] * ring.size
         for step in range(1, ring.size):
@@ -190,7 +190,7 @@ class RowExchange:
     def _of_own(self, flags: Tensor) -> Tensor:
         """The rows of the own slice whose flag is set."""
         start, stop = self._own
-        if isinstance(flags, FakeTensor):
+        if is_fake(flags):
             return self.wanted.of(self.wanted.ids, self._ring.rank).clone()
         return flags.view(torch.uint8)[start:stop].nonzero().view(-1)
 

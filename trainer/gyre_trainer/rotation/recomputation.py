@@ -64,6 +64,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.comm.ring import Ring
+from gyre_trainer.torch_internals import without_dispatch
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -77,13 +78,13 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
     """The states of generators, as `set_states` takes them."""
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         return [generator.get_state() for generator in generators]
 
 
 def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
     """Give generators their states of another moment."""
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
@@ -116,7 +117,7 @@ MASKS_ARGUMENT = "_dropout_masks"  # the keyword argument that takes a call's ma
 
 def new_key() -> int:
     """The key of one call, drawn from torch's CPU generator."""
-    with torch._C._DisableTorchDispatch():  # a fake tensor has no value
+    with without_dispatch():  # a fake tensor has no value
         return int(torch.randint(2**62, ()))
 
 

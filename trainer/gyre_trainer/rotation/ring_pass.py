@@ -36,7 +36,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import (
     GradientEdge,
@@ -55,6 +54,7 @@ from gyre_trainer.rotation.recomputation import Randomness, replay_of_layer
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards
+from gyre_trainer.torch_internals import at_end_of_backward, storage_number
 
 
 class SlicesInFlight:
@@ -110,7 +110,7 @@ class Prefetch:
         if self._last is not None:
             self._next_rotation[self._last] = ref(rotation)
         self._last = rotation
-        Variable._execution_engine.queue_callback(self._backward_ended)
+        at_end_of_backward(self._backward_ended)
 
     def slices(self, rotation: Rotation, round_: int) -> SlicesInFlight:
         """The slices that were started ahead of time, or new ones."""
@@ -206,7 +206,7 @@ class SavedTensors:
     def __init__(self, flat: Tensor, name: str) -> None:
         """``flat`` is the slice's weights, and ``name`` the module's, for messages."""
         self.flat: Tensor | None = flat
-        self._storage = flat.untyped_storage()._cdata
+        self._storage = storage_number(flat)
         self._name = name
 
     def recording(self) -> saved_tensors_hooks:
@@ -215,7 +215,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _WeightView | _SavedTensor:
         # the caller holds the slice while it records, so no other storage has this number
-        if tensor.untyped_storage()._cdata == self._storage:
+        if storage_number(tensor) == self._storage:
             return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
         return _SavedTensor(tensor.detach(), tensor._version)
 

@@ -32,6 +32,7 @@ from gyre_trainer.shards.sharded_parameters import (
     shard_parameters,
     sharded_parameters_of,
 )
+from gyre_trainer.torch_internals import parameters_of
 
 _KERNELS = {"attention kernel": "_attn_implementation", "experts kernel": "_experts_implementation"}
 MIXED = "_mixed_in"  # marks classes that `mix_in` made
@@ -302,12 +303,12 @@ class _Place(NamedTuple):
 
     def put(self, parameter: nn.Parameter | None) -> None:
         """Put another parameter there."""
-        self.owner._parameters[self.last] = parameter
+        parameters_of(self.owner)[self.last] = parameter
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
     for path, child in module.named_modules():
-        for last, parameter in child._parameters.items():
+        for last, parameter in parameters_of(child).items():
             if isinstance(parameter, DTensor):
                 name = f"{type(module).__name__}.{path}.{last}".replace("..", ".")
                 yield _Place(child, last, name, parameter)

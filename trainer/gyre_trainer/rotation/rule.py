@@ -36,6 +36,7 @@ from gyre_trainer.rotation.recomputation import Masks, Undropped, dropout_inside
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 from gyre_trainer.shards.travel import meet, to_slice
+from gyre_trainer.torch_internals import parameters_of
 
 _CALLS: WeakKeyDictionary[type, FunctionType] = WeakKeyDictionary()
 
@@ -238,13 +239,13 @@ def _parameters_at(module: nn.Module, path: str, last: str) -> dict[str, Any]:
     inside: Any = module
     for name in path.split(".") if path else ():
         inside = None if inside is None else inside._modules.get(name)
-    if inside is None or last not in inside._parameters:
+    if inside is None or last not in parameters_of(inside):
         raise RotationError(
             f"{type(module).__name__} was changed after it was rotated, such as by adapters: "
             f"its parameter {path}{'.' if path else ''}{last} is gone. "
             "Change the model first, then rotate it, or rotate it with find_blocks=False."
         )
-    parameters: dict[str, Any] = inside._parameters
+    parameters: dict[str, Any] = parameters_of(inside)
     return parameters
 
 

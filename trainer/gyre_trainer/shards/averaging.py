@@ -32,8 +32,6 @@ import torch
 import torch.distributed as dist
 from gyre_protos.text import counted
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -46,6 +44,7 @@ from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import digest_of, local_of, place_of
+from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
 
 
 def ids_held_by(optimizer: Optimizer) -> list[int]:
@@ -295,7 +294,7 @@ class ReplicaGradients:
                 # a hook with a strong reference would keep both alive
                 parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
             refuse_hooks(parameter)
-        if not self._is_compared and not isinstance(self._flat, FakeTensor):
+        if not self._is_compared and not is_fake(self._flat):
             self._is_compared = True
             self.name = name
             _require_equal_replicas(self._flat, self._ring, name)
@@ -375,11 +374,11 @@ class _Backwards:
 
     def begin(self) -> None:
         """Let the end of the present backward wait for the all-reduces started in it."""
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if backward != self._backward:
             self._backward = backward
             self._order = b""
-            Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
 
     def start(self, grad: Tensor, number: int) -> None:
         """Start to add up ``grad`` over the replicas, in place."""
@@ -450,7 +449,7 @@ class _Backwards:
         Where one has written to its shards outside of a step, compare them.
         """
         ring = self._ring()
-        if isinstance(grad, FakeTensor) or ring is None:
+        if is_fake(grad) or ring is None:
             return
         number = int.from_bytes(self._order, "little")
         like = torch.empty(0, dtype=torch.int64, device=grad.device)

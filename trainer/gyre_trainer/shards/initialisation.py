@@ -35,7 +35,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +45,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.averaging import note_replaced
 from gyre_trainer.shards.layout import place_of
 from gyre_trainer.shards.sharded_parameters import note_rewritten
+from gyre_trainer.torch_internals import buffers_of, is_fake, parameters_of, storage_number
 
 _Init = Callable[[nn.Module], object]
 
@@ -71,7 +71,7 @@ class _Target:
 
     def put(self, parameter: nn.Parameter) -> None:
         for _, module, name in self.places:
-            module._parameters[name] = parameter
+            parameters_of(module)[name] = parameter
 
     def is_first_in(self, path: str) -> bool:
         """Whether its first place is in the module of this path."""
@@ -120,7 +120,7 @@ def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
 def _targets(model: nn.Module) -> list[_Target]:
     found: dict[nn.Parameter, _Target] = {}
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if parameter not in found:
@@ -181,7 +181,7 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
             if argument.is_write and isinstance(value, Tensor):
-                self.storages.add(value.untyped_storage()._cdata)
+                self.storages.add(storage_number(value))
         return func(*args, **kwargs or {})
 
 
@@ -220,7 +220,7 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
                 init(module)
     torch.set_rng_state(state)
     replaced = [
-        t for t in targets for _, owner, n in t.places if owner._parameters[n] is not t.twin
+        t for t in targets for _, owner, n in t.places if parameters_of(owner)[n] is not t.twin
     ]
     if replaced:
         raise RotationError(
@@ -235,7 +235,7 @@ def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> l
 
 
 def _storage(target: _Target) -> int:
-    return int(target.twin.untyped_storage()._cdata)
+    return storage_number(target.twin)
 
 
 def _whole(target: _Target) -> nn.Parameter:
@@ -277,7 +277,7 @@ def make_buffers(model: nn.Module, device: torch.device) -> None:
     """
     constructed: dict[str, nn.Module | Exception] = {}
     for path, module in list(model.named_modules()):
-        kept = {**module._buffers, **vars(module)}
+        kept = {**buffers_of(module), **vars(module)}
         names = [name for name, tensor in kept.items() if _is_on_meta(tensor)]
         if names:
             name = f"{path}.{names[0]}".removeprefix(".")
@@ -379,7 +379,7 @@ def _is_like(module: nn.Module, made: nn.Module) -> bool:
 
 def _has_all(module: nn.Module, made: nn.Module) -> bool:
     """Whether the second module has all buffers of the first one."""
-    return module._buffers.keys() <= made._buffers.keys()
+    return buffers_of(module).keys() <= buffers_of(made).keys()
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
@@ -420,16 +420,16 @@ def _take_tensors(module: nn.Module, made: nn.Module, device: torch.device) -> N
             )
         return moved.setdefault(id(value), value.to(device))
 
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if _is_on_meta(buffer):
-            found = made._buffers.get(name)
+            found = buffers_of(made).get(name)
             assert buffer is not None
             if found is None or (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
                 raise RotationError(
                     f"buffer {name} of {type(module).__name__} is on meta, and its constructor "
                     f"now makes another one of that name. Create it on a real device."
                 )
-            module._buffers[name] = taken(found)
+            buffers_of(module)[name] = taken(found)
     for name, value in vars(module).items():
         if _is_on_meta(value) and isinstance(vars(made).get(name), Tensor):
             vars(module)[name] = taken(vars(made)[name])
@@ -557,7 +557,7 @@ def _require_one_seed(model: nn.Module, seed: int) -> None:
     with collective("comparing the seeds of materialize"):
         for group in groups_of(mesh):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    if isinstance(extremes, FakeTensor) or not extremes.sum(0).any():
+    if is_fake(extremes) or not extremes.sum(0).any():
         return  # a dry run has no other ranks
     raise RotationError(
         f"materialize got the seed {seed} on rank {dist.get_rank()} and another one on another "
@@ -585,7 +585,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     make_buffers(model, device)
     real: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in model.named_modules():
-        for name, parameter in list(child._parameters.items()):
+        for name, parameter in list(parameters_of(child).items()):
             if parameter is not None and parameter.is_meta:
                 if parameter not in real:
                     note_replaced(parameter, f"{path}.{name}".removeprefix("."))

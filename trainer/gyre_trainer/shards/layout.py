@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from gyre_trainer.comm.mesh import ring_axis, unnamed
+from gyre_trainer.torch_internals import is_fake
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -256,7 +256,7 @@ def digest_of(tensor: Tensor) -> int:
 
     Every bit counts; words of 8 bytes are added up in columns, in one pass over the memory.
     """
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return 0
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % _WORD_BYTES:

@@ -45,6 +45,7 @@ from gyre_trainer.shards.layout import (
     local_of,
     with_local,
 )
+from gyre_trainer.torch_internals import storage_number
 
 # Torch counts the writes to a tensor from 0.
 _MORE_THAN_ANY_COUNT = 2**40
@@ -114,7 +115,7 @@ class ShardedParameters:
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether both tensors are views of one storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(storage_number(one) == storage_number(other))
 
 
 def has_sole_storage(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from gyre_trainer.errors import ConfigError, RotationError
 from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, rotate_all
 from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.layout import local_of
+from gyre_trainer.torch_internals import parameters_of
 from gyre_trainer.training.checkpoints import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.models.gpt import GPT, GPTConfig
@@ -41,7 +42,7 @@ def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
         return
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        own = {name: each for name, each in module._parameters.items() if each is not None}
+        own = {name: each for name, each in parameters_of(module).items() if each is not None}
         is_layer = own.keys() <= {"weight", "bias"} and any(p.ndim > 1 for p in own.values())
         if not (rounds or is_layer or any(p.ndim > 2 for p in own.values())):
             continue
@@ -49,7 +50,7 @@ def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:
             if each.is_floating_point():
                 if each not in converted:  # tied ones stay tied
                     converted[each] = nn.Parameter(each.detach().bfloat16(), each.requires_grad)
-                module._parameters[name] = converted[each]
+                parameters_of(module)[name] = converted[each]
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -20,8 +20,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,6 +37,7 @@ from gyre_trainer.shards.averaging import (
 )
 from gyre_trainer.shards.layout import digest_of, local_of, spec_of, with_spec
 from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
 
 # A bucket of gradients is averaged at once: 25 MiB in float32, as in DDP. Smaller ones take more
 # collectives, a larger one more memory.
@@ -153,7 +152,7 @@ class ReplicatedGradients:
             return
         buffers = dict(model.named_buffers())
         values = [local_of(each).detach() for each in (*self._parameters, *buffers.values())]
-        if any(isinstance(each, FakeTensor) for each in values):
+        if any(is_fake(each) for each in values):
             return
         self._is_compared = True
         self._writes.settle()
@@ -209,10 +208,10 @@ class ReplicatedGradients:
         if self.ring.num_parts == 1:
             return  # one rank's gradients are their own mean
         # not a flag: a backward that fails ends without its callbacks
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if self._backward != backward and not self.postponed:
             self._backward = backward
-            Variable._execution_engine.queue_callback(self._average)
+            at_end_of_backward(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -242,7 +241,7 @@ class ReplicatedGradients:
             self.ring.checks.require(is_mixed, 0, lambda _: self._refuse_choice(num_trains))
             self.ring.checks.require(wrote[0].ne(0), 0, lambda _: self._compare_written())
         # a rank reads this only where it lacks a gradient: on CUDA it waits for the device
-        by_any = has if all(has) or isinstance(used, FakeTensor) else used.gt(0).tolist()
+        by_any = has if all(has) or is_fake(used) else used.gt(0).tolist()
         for parameter, grad, total, there, wanted in zip(
             parameters, grads, sums, has, by_any, strict=True
         ):
@@ -266,7 +265,7 @@ class ReplicatedGradients:
     def _is_added_up(self, summed: Tensor) -> bool:
         """Whether the sum has the other ranks' numbers. A group of the backend "fake" adds none."""
         is_added = all(dist.get_backend(group) != "fake" for group in self._groups)
-        return not isinstance(summed, FakeTensor) and is_added
+        return not is_fake(summed) and is_added
 
     def _refuse_choice(self, num_trains: Tensor) -> None:
         """Refuse ranks that train others of the parameters, whose gradients were mixed up."""

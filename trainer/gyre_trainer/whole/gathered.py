@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -32,6 +31,7 @@ from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices
+from gyre_trainer.torch_internals import at_end_of_backward, number_of_backward, storage_number
 
 
 class GatheredParameter:
@@ -224,7 +224,7 @@ def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> It
 
     def pack(tensor: Tensor) -> Any:
         # the caller holds the parameters, so no other storage has such a number
-        found = wholes.get(tensor.untyped_storage()._cdata)
+        found = wholes.get(storage_number(tensor))
         if found is None or found[0].dtype != tensor.dtype:
             return pack_other(tensor)
         gathered = found[1]
@@ -245,18 +245,13 @@ def saved_by_place(wholes: Mapping[int, tuple[Tensor, GatheredParameter]]) -> It
         wholes.clear()  # autograd keeps the hooks
 
 
-def storage_number(tensor: Tensor) -> int:
-    """A number that no other storage has while this one lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _is_in_backward() -> bool:
     """Whether a backward runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return number_of_backward() != -1
 
 
 # Whole parameters in backward, by ring: those of one reader.
@@ -269,7 +264,7 @@ def _hold(ring: Ring, gathered: GatheredParameter) -> None:
     if held and held[0].reader is not gathered.reader:
         _release_all(held)
     if not held:
-        Variable._execution_engine.queue_callback(lambda: _release_all(held))
+        at_end_of_backward(lambda: _release_all(held))
     held.append(gathered)
 
 

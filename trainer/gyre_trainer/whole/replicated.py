@@ -42,9 +42,10 @@ from gyre_trainer.shards.sharded_parameters import (
     sharded_parameters_of,
     successor_of,
 )
+from gyre_trainer.torch_internals import parameters_of, storage_number
 from gyre_trainer.whole.adapters import names_of_read_base, plain_adapters, require_whole
 from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
-from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place, storage_number
+from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
 
 # A parameter of 2^18 elements is 1 MiB in float32. A smaller one would take longer for its hops, in
 # forward and in backward, than its memory is worth; of one that is twice as large, every rank would
@@ -72,7 +73,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     Yields:
         The name in the module, the module that has it, and its name there.
     """
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
             yield name, module, name
     for path, child in module._modules.items():
@@ -154,7 +155,7 @@ def reads_much(module: nn.Module, min_numel: int) -> bool:
         id(parameter)
         for child in module.modules()
         if child is not module and has_forward(child)
-        for parameter in child._parameters.values()
+        for parameter in parameters_of(child).values()
     }
     return not any(id(parameter) in inside for parameter in owned if rule.fits(parameter))
 
@@ -251,10 +252,10 @@ class ReplicatedModule(ShardedModule):
             yield from self.named_parameters()
             return
         for name, owner, last in own_parameters(self):
-            yield name, owner._parameters[last]  # type: ignore[misc]
+            yield name, parameters_of(owner)[last]
         for name, each in self.gathered.items():
             if each.owner is not self and has_forward(each.owner):
-                yield name, each.owner._parameters[each.last]  # type: ignore[misc]
+                yield name, parameters_of(each.owner)[each.last]
 
     def _by_storage(
         self, wholes: Mapping[str, Tensor]
@@ -400,7 +401,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
     for path, child in list(module.named_modules()):
         loose = {
             name: p
-            for name, p in child._parameters.items()
+            for name, p in parameters_of(child).items()
             if p is not None and not isinstance(p, DTensor)
         }
         if outer_dtype is None:
@@ -507,9 +508,9 @@ class _PlainParameters:
         if self._places is None:
             self._places = [
                 # modules that are called cast their parameters themselves
-                (module._parameters, name, None if has_forward(module) else self._dtype)
+                (parameters_of(module), name, None if has_forward(module) else self._dtype)
                 for module in model.modules()
-                for name, parameter in list[tuple[str, Any]](module._parameters.items())
+                for name, parameter in list[tuple[str, Any]](parameters_of(module).items())
                 if isinstance(parameter, DTensor) and place_of(parameter) is None
             ]
         for parameters, name, dtype in self._places:
