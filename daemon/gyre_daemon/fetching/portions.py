@@ -300,6 +300,22 @@ class PortionReader:
         self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)
         return answers
 
+    async def measure(self, portion: ReadPortion, claims: Claims) -> tuple[Int64Array, int]:
+        """The lengths of the made samples of a portion, int64 [n, R]; how many are in its room.
+
+        Raises:
+            CorruptSample: as `work`.
+            Overloaded: as `work`, or a process gave a wrong answer.
+        """
+        answers = await self.work(Kind.MEASURE, portion, claims)
+        shape = len(portion.plan), len(self._dataset.made_ragged)
+        found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
+        if len(found) != shape[0] * shape[1] or (found < 0).any():
+            raise Overloaded("a process that measures samples gave a wrong answer; try again")
+        # one by one, they all lie at the same place
+        num_kept = answers[0].num_kept if len(answers) == 1 else 0
+        return found.reshape(shape).astype(np.int64), num_kept
+
     def lengths_of(self, portion: ReadPortion) -> Int64Array:
         """How long the samples of a transformed portion are, int64 [n, R], within their limits.
 

@@ -106,11 +106,10 @@ class TransformingFetcher:
 
     def _sizes(self, lengths: Int64Array, extents: Extents) -> Int64Array:
         """Int64 [n, F], the bytes of the ragged fields, of those that are made and of others."""
-        made = self._dataset.made
-        sizes = np.zeros((len(lengths), len(made) + len(self._passed)), np.int64)
-        ragged = [column for column, spec in enumerate(made) if spec.ragged]
+        sizes = np.zeros((len(lengths), len(self._dataset.made) + len(self._passed)), np.int64)
         if lengths.shape[1]:
-            sizes[:, ragged] = lengths * [made[column].element_bytes for column in ragged]
+            for number, (column, element_bytes) in enumerate(self._ragged):
+                sizes[:, column] = lengths[:, number] * element_bytes
         for column, stored in self._passed:
             sizes[:, column] = extents.tensor_bytes[:, stored]
         return sizes
@@ -147,9 +146,9 @@ class TransformingFetcher:
             its = slice(num_copied + some.start, num_copied + some.stop)
             args = ids[its], draws.part(its), extents.part(its), plan.first_step, lengths[its]
             left, begin = PortionPlan(*args), its.start
-            fill = self._fill_portion
-            await fill(claims, left, fetch, begin, place, NOTHING_AHEAD, Delays())
-        self._write_own(fetch, place)
+            into = _Into(fetch, begin, place, lengths[its])
+            await self._fill_portion(claims, left, into, NOTHING_AHEAD, Delays())
+        self._write_own(fetch, place, lengths)
         return fetch, memory
 
     def _copy_kept(
@@ -209,9 +208,7 @@ class TransformingFetcher:
         began = time.monotonic()
         plan, ids = fetch.plan, fetch.ids
         draws = fetch.draws or Draws.first(len(ids))
-        lengths = np.empty((len(ids), 0), np.int64)
-        if self._dataset.measured:
-            lengths = self._dataset.measured.lengths[ids].astype(np.int64)
+        lengths = self._lengths(ids)
         told = np.zeros_like(lengths)
         async with asyncio.TaskGroup() as tasks:
             for some in self._portions.cut(fetch.extents, lengths):

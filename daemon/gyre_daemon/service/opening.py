@@ -113,6 +113,7 @@ class SessionOpener(DatasetOpener):
         caller: Principal,
         *,
         needs_lengths: bool = True,
+        is_measured: bool = True,
     ) -> Dataset:
         """See `made`, or `unmeasured`.
 
@@ -122,6 +123,7 @@ class SessionOpener(DatasetOpener):
             declared: the client's transforms; None for those of the dataset's definition.
             caller: who declares them.
             needs_lengths: see `made`.
+            is_measured: whether lengths, or their limits, must be known.
 
         Raises:
             Overloaded: the caller declares too many different ones; or as `made`.
@@ -132,6 +134,8 @@ class SessionOpener(DatasetOpener):
             self._sessions.resources.limits.count_chain(caller.name, chain)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
         by_client = declared is not None
+        if not is_measured:
+            return await self.unmeasured(name, config, tables, by_client=by_client)
         return await self.made(
             name, config, tables, by_client=by_client, needs_lengths=needs_lengths
         )

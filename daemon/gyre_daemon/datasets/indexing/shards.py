@@ -20,6 +20,10 @@ from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardCh
 from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
+from gyre_daemon.datasets.scans.processes import ScanProcesses
+from gyre_daemon.datasets.scans.ray_scans import MAX_IN_RAY, RayScans
+from gyre_daemon.datasets.scans.read_ahead import Beside
+from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.datasets.sidecars.store import Loaded, SidecarKey, SidecarOf, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest
 from gyre_daemon.runtime.events import debug_event
