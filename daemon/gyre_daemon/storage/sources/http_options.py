@@ -12,6 +12,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
 
 CA_FILE = "ca_file"
+_MAX_HOSTS = 64  # of which the latest connection is kept, to resume its session
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -36,6 +37,33 @@ class HttpOptions:
         return [ssl.PEM_cert_to_DER_cert(each) for each in _CERTIFICATE.findall(self.roots)]
 
 
+class ResumingContext(ssl.SSLContext):
+    """Resumes the TLS session of an earlier connection to the same host.
+
+    A handshake then takes half of the processor time: no certificate is sent and checked again.
+    The event loop asks for each connection with `wrap_bio`, and hands no session over itself.
+    """
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """See `SSLContext.wrap_bio`."""
+        latest: dict[str | bytes | None, ssl.SSLObject] = self.__dict__.setdefault("_latest", {})
+        before = latest.pop(server_hostname, None)
+        # one of TLS 1.3 has a session only once it has received data
+        resumed = session or (before.session if before else None)
+        found = super().wrap_bio(incoming, outgoing, server_side, server_hostname, resumed)
+        if len(latest) >= _MAX_HOSTS:
+            latest.clear()
+        latest[server_hostname] = found
+        return found
+
+
 def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
     """Split storage settings into the driver's own and ours. Reads files.
 
@@ -52,11 +80,7 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
     try:
         # between certificates a file may say anything
         roots = "\n".join(_CERTIFICATE.findall(Path(ca_file).read_text("latin-1")))
-        tls = ssl.create_default_context()
-        # As Python does since 3.13. Its other new default refuses roots without key identifiers,
-        # which private authorities often lack.
-        tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        tls = _resuming_tls()
         tls.load_verify_locations(cadata=roots)
     except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(
@@ -68,7 +92,17 @@ def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Http
 
 @functools.cache
 def _system_tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
+    return _resuming_tls()
+
+
+def _resuming_tls() -> ssl.SSLContext:
+    tls = ResumingContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and host names
+    tls.load_default_certs()
+    # As Python does since 3.13. Its other new default refuses roots without key identifiers,
+    # which private authorities often lack.
+    tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return tls
 
 
 def _reason(error: Exception) -> str:
