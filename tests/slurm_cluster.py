@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -149,7 +149,12 @@ class Cluster:
         return dict(line.split() for line in found.splitlines())
 
     def run(
-        self, command: Sequence[str], *, user: str = "root", check: bool = True, **more: str
+        self,
+        command: Sequence[str],
+        *,
+        user: str = "root",
+        check: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> str:
         """Returns what a command printed in the cluster, outside of its nodes.
 
@@ -157,7 +162,7 @@ class Cluster:
             command: With its arguments.
             user: Who runs it.
             check: Whether it must end with status 0.
-            more: Environment variables.
+            environment: More variables.
         """
         become: list[str] = []
         if user in _USERS:
@@ -165,7 +170,7 @@ class Cluster:
             become = ["setpriv", f"--reuid={number}", f"--regid={number}", "--init-groups"]
         done = subprocess.run(
             self._inside([*become, *command]),
-            env={**os.environ, **more},
+            env={**os.environ, **(environment or {})},
             cwd="/",
             stdout=subprocess.PIPE,
             text=True,

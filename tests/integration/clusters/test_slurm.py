@@ -28,7 +28,7 @@ SLURM = REPOSITORY / "docker" / "slurm"
 SCRIPT = str(Path(training.__file__))
 NUM_SAMPLES = 200
 DATASET = {"format": "tokens", "dtype": "int32", "sequence_length": training.SAMPLE_LENGTH}
-ENVIRONMENT: dict[str, Any] = {
+ENVIRONMENT = {
     "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
     "HOME": "/srv/job",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -53,9 +53,10 @@ class Jobs:
         self.configuration = '[datasets.numbers]\nuri = "/srv/job/numbers.bin"\n' + "".join(lines)
         (self.folder / "gyre.toml").write_text(self.configuration)
 
-    def submit(self, *arguments: str, **more: Any) -> str:
+    def submit(self, *arguments: str, **more: str) -> str:
         command = ["sbatch", "--parsable", "--chdir=/srv/job", *SMALL, *arguments]
-        return self.cluster.run(command, user="alice", **ENVIRONMENT, **more).strip()
+        environment = ENVIRONMENT | more
+        return self.cluster.run(command, user="alice", environment=environment).strip()
 
     def state(self, job: str) -> str:
         found = self.cluster.run(["scontrol", "show", "job", job])
@@ -73,7 +74,11 @@ class Jobs:
 
     def steps(self, num_nodes: int, rank: int) -> list[dict[str, Any]]:
         path = self.folder / f"steps-{num_nodes}-{rank}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return steps_in(path) if path.exists() else []
+
+
+def steps_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -94,15 +99,14 @@ def operated() -> Iterator[Jobs]:
         yield jobs
 
 
-def undisturbed(jobs: Jobs, gyred: StartDaemon, folder: Path) -> dict[int, dict[str, Any]]:
+def undisturbed(jobs: Jobs, gyred: StartDaemon, folder: Path) -> list[dict[str, Any]]:
     """The steps of one process without Slurm."""
     numbers = {"uri": str(jobs.folder / "numbers.bin"), **DATASET}
     daemon = gyred({"datasets": {"numbers": numbers}})
     environment = {**os.environ, "GYRE_ADDRESS": daemon.address}
     command = [sys.executable, SCRIPT, str(folder)]
     subprocess.run(command, env=environment, check=True, timeout=DEADLINE_S)
-    lines = (folder / "steps-1-0").read_text().splitlines()
-    return {step["step"]: step for step in map(json.loads, lines)}
+    return steps_in(folder / "steps-1-0")
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"])
@@ -166,7 +170,7 @@ def test_jobs_of_a_node_share_the_daemon_of_its_prolog(operated: Jobs) -> None:
     jobs.wait_for(lambda: jobs.state(first) == "CANCELLED")
     assert num_events() == [2, 2]
 
-    whole = [json.loads(line) for line in (jobs.folder / "second" / "steps-1-0").open()]
+    whole = steps_in(jobs.folder / "second" / "steps-1-0")
     assert len(whole) == training.NUM_STEPS
     by_rank = [jobs.steps(2, rank) for rank in range(4)]
     for found, wanted in zip(zip(*by_rank, strict=True), whole, strict=False):
@@ -180,6 +184,13 @@ def test_jobs_of_a_node_share_the_daemon_of_its_prolog(operated: Jobs) -> None:
     assert nodes.files("n2").count(f"gyre-{ALICE}") == 1
     assert f"gyre-{ALICE}/{third}" not in nodes.files("n2")
     assert num_events() == [3, 3]
+
+    nodes.run(["sh", "-c", "echo nonsense >/etc/gyre/gyre.toml"])
+    fourth = jobs.submit("--nodes=1", "--nodelist=n2", "--wrap=true")
+    jobs.wait_for(lambda: nodes.states()["n2"] == "drain")
+    jobs.wait_for(lambda: jobs.state(fourth) == "PENDING")
+    held = nodes.run(["squeue", "--noheader", "--format=%r", f"--jobs={fourth}"])
+    assert held.strip() == "launch failed requeued held"
 
 
 # A Loader is refused; with a process group, it reads from the private daemon of its node.
@@ -214,7 +225,8 @@ print(json.dumps([rank, num_local, daemons, samples, refusal]))
 def test_tasks_of_srun_find_each_other(alone: Jobs, gyred: StartDaemon, tmp_path: Path) -> None:
     """Without torchrun."""
     step = ["srun", "--nodes=2", "--ntasks=3", "--cpus-per-task=2", "--mem=2G", "--chdir=/srv/job"]
-    printed = alone.cluster.run([*step, "python", "-c", _TASK], user="alice", **ENVIRONMENT)
+    command = [*step, "python", "-c", _TASK]
+    printed = alone.cluster.run(command, user="alice", environment=ENVIRONMENT)
     tasks = sorted(map(json.loads, printed.splitlines()))
     assert [task[:3] for task in tasks] == [[0, 2, 1], [1, 2, 1], [2, 1, 1]]
     assert all("init_process_group" in task[4] for task in tasks)
