@@ -118,7 +118,7 @@ def verdict_of(
     if idle and shares["trainer"] > 0.5:
         return _verdict("idle", "The trainer takes no batch now: it evaluates, saves or waits.", "")
     if starved < _STARVED:
-        text = "The trainer sets the pace: its next batch is ready when it asks."
+        text = "The next batch is ready when the trainer asks."
         return _verdict("trainer", text, "More speed would have to come from the trainer.")
     if shares["processor"] > shares["storage"]:
         text = (

@@ -7,26 +7,95 @@ const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, index) =>
 const SLIDERS = [
   ["batch_size", "Global batch", powers(0, 14), 256, (value) => `${whole(value)} samples`],
   ["epochs", "Epochs", [1, 2, 3, 5, 10, 20, 50, 100], 3, (value) => whole(value)],
-  ["cache", "Cache of the node", [0, ...powers(28, 44)], 0, (value) => (value ? bytes(value) : "the data's size")],
+  [
+    "cache",
+    "Node cache",
+    [0, ...powers(28, 44)],
+    0,
+    (value) => (value ? bytes(value) : "the data's size"),
+  ],
   ["io_block", "Block", [0, ...powers(16, 28)], 0, (value) => (value ? bytes(value) : "automatic")],
   ["window", "Blocks mixed", [0, ...powers(1, 14)], 0, (value) => (value ? whole(value) : "automatic")],
 ];
 
 export function costView(root, page, values) {
-  let datasets = [], timer = null, isStarted = false, daemon = "0";
-  const latest = new Latest(), chosen = { ...Object.fromEntries(SLIDERS.map(([name, , , start]) => [name, start])), ...values };
+  let datasets = [],
+    timer = null,
+    isStarted = false,
+    daemon = "0";
+  const latest = new Latest(),
+    chosen = { ...Object.fromEntries(SLIDERS.map(([name, , , start]) => [name, start])), ...values };
   const names = el("datalist", { id: "datasets" });
-  const dataset = el("input", { type: "search", list: "datasets", placeholder: "Dataset  ( / )", "aria-label": "Dataset", value: values.dataset ?? "", on: { change: ask_, input: () => datasets.some((each) => each.name === dataset.value) && ask_() } });
-  const pick = el("select", { "aria-label": "Daemon", on: { change: () => { daemon = pick.value; start(); } } });
-  const price = el("input", { type: "number", min: 0, step: "any", placeholder: "0.0004", "aria-label": "Price of 1,000 requests", on: { input: ask_ } });
-  const egress = el("input", { type: "number", min: 0, step: "any", placeholder: "0.09", "aria-label": "Price of a GB read", on: { input: ask_ } });
+  const dataset = el("input", {
+    type: "search",
+    list: "datasets",
+    placeholder: "Dataset  ( / )",
+    "aria-label": "Dataset",
+    value: values.dataset ?? "",
+    on: { change: ask_, input: () => datasets.some((each) => each.name === dataset.value) && ask_() },
+  });
+  const pick = el("select", {
+    "aria-label": "Daemon",
+    on: {
+      change: () => {
+        daemon = pick.value;
+        start();
+      },
+    },
+  });
+  const price = el("input", {
+    type: "number",
+    min: 0,
+    step: "any",
+    placeholder: "0.0004",
+    "aria-label": "Price of 1,000 requests",
+    on: { input: ask_ },
+  });
+  const egress = el("input", {
+    type: "number",
+    min: 0,
+    step: "any",
+    placeholder: "0.09",
+    "aria-label": "Price of a GB read",
+    on: { input: ask_ },
+  });
   const sliders = SLIDERS.map(([name, title, steps, , words]) => {
     const says = el("output", {}, words(Number(chosen[name])));
-    const range = el("input", { type: "range", min: 0, max: steps.length - 1, value: Math.max(0, steps.indexOf(Number(chosen[name]))), "aria-label": title, on: { input: () => { chosen[name] = steps[range.value]; says.textContent = words(chosen[name]); range.setAttribute("aria-valuetext", says.textContent); ask_(); } } });
+    const range = el("input", {
+      type: "range",
+      min: 0,
+      max: steps.length - 1,
+      value: Math.max(0, steps.indexOf(Number(chosen[name]))),
+      "aria-label": title,
+      on: {
+        input: () => {
+          chosen[name] = steps[range.value];
+          says.textContent = words(chosen[name]);
+          range.setAttribute("aria-valuetext", says.textContent);
+          ask_();
+        },
+      },
+    });
     return el("label", { class: "slider" }, el("span", {}, title, says), range);
   });
   const body = el("div", { class: "stack" });
-  root.append(el("section", { class: "card stack" }, el("div", { class: "row" }, el("h2", {}, "What reading costs, in each order"), pick), el("div", { class: "row" }, dataset, names, el("label", {}, "1,000 requests cost ", price), el("label", {}, "a GB costs ", egress)), el("div", { class: "sliders" }, sliders)), body);
+  root.append(
+    el(
+      "section",
+      { class: "card stack" },
+      el("div", { class: "row" }, el("h2", {}, "What reading costs, in each order"), pick),
+      el(
+        "div",
+        { class: "row" },
+        dataset,
+        names,
+        el("label", {}, "1,000 requests cost ", price),
+        el("label", {}, "a GB costs ", egress),
+      ),
+      el("div", { class: "sliders" }, sliders),
+    ),
+    body,
+  );
 
   function ask_() {
     clearTimeout(timer);
@@ -34,11 +103,22 @@ export function costView(root, page, values) {
   }
 
   async function load() {
-    if (!dataset.value) return body.replaceChildren(empty(datasets.length ? "Choose a dataset." : "This daemon serves no dataset by name."));
+    if (!dataset.value)
+      return body.replaceChildren(
+        empty(datasets.length ? "Choose a dataset." : "This daemon serves no dataset by name."),
+      );
     page.keep({ ...chosen, dataset: dataset.value });
     body.classList.add("busy");
     try {
-      draw(await latest.run("cost", { ...chosen, daemon, dataset: dataset.value, request_price: price.value, egress_price: egress.value }));
+      draw(
+        await latest.run("cost", {
+          ...chosen,
+          daemon,
+          dataset: dataset.value,
+          request_price: price.value,
+          egress_price: egress.value,
+        }),
+      );
     } catch (error) {
       if (isAborted(error)) return;
       body.replaceChildren(failure(error));
@@ -47,15 +127,70 @@ export function costView(root, page, values) {
   }
 
   function draw(found) {
-    const most = Math.max(...found.estimates.map((each) => each.num_bytes), 1), hasMoney = found.estimates.some((each) => each.money !== null), decodes = found.estimates.some((each) => each.num_chunks_decoded), opens = found.estimates.some((each) => each.num_opens);
-    const best = /Take `([^`]*)`( with the cache)?/.exec(found.recommendation), name = best ? `${best[1]}${best[2] ?? ""}` : "";
+    const most = Math.max(...found.estimates.map((each) => each.num_bytes), 1),
+      hasMoney = found.estimates.some((each) => each.money !== null),
+      decodes = found.estimates.some((each) => each.num_chunks_decoded),
+      opens = found.estimates.some((each) => each.num_opens);
+    const best = /Take `([^`]*)`( with the cache)?/.exec(found.recommendation),
+      name = best ? `${best[1]}${best[2] ?? ""}` : "";
     const rows = found.estimates.map((each) => {
       const bar = shareBar(["accent"], "thin");
       bar.set([each.num_bytes / most], bytes(each.num_bytes));
-      return [el("div", { class: "stack tight" }, el("b", {}, each.order), each.window_blocks ? el("span", { class: "small soft" }, `${whole(each.window_blocks)} blocks of ${bytes(each.io_block_bytes)}`) : null), whole(each.num_requests), ...(opens ? [whole(each.num_opens)] : []), el("div", { class: "stack tight" }, bytes(each.num_bytes), bar), ...(decodes ? [whole(each.num_chunks_decoded)] : []), `${short(each.amplification)} ×`, bytes(each.memory_bytes), each.quality.displacement.toFixed(2), each.quality.spread.toFixed(2), each.quality.mixing.toFixed(2), ...(hasMoney ? [each.money === null ? "–" : short(each.money)] : [])];
+      return [
+        el(
+          "div",
+          { class: "stack tight" },
+          el("b", {}, each.order),
+          each.window_blocks
+            ? el(
+                "span",
+                { class: "small soft" },
+                `${whole(each.window_blocks)} blocks of ${bytes(each.io_block_bytes)}`,
+              )
+            : null,
+        ),
+        whole(each.num_requests),
+        ...(opens ? [whole(each.num_opens)] : []),
+        el("div", { class: "stack tight" }, bytes(each.num_bytes), bar),
+        ...(decodes ? [whole(each.num_chunks_decoded)] : []),
+        `${short(each.amplification)} ×`,
+        bytes(each.memory_bytes),
+        each.quality.displacement.toFixed(2),
+        each.quality.spread.toFixed(2),
+        each.quality.mixing.toFixed(2),
+        ...(hasMoney ? [each.money === null ? "–" : short(each.money)] : []),
+      ];
     });
-    const heads = ["Order", "#Requests", ...(opens ? ["#Files opened"] : []), "#Bytes read", ...(decodes ? ["#Chunks decoded"] : []), "#Read per byte", "#Memory", "#Displacement", "#Spread", "#Mixing", ...(hasMoney ? ["#Money"] : [])];
-    body.replaceChildren(el("section", { class: "card stack" }, el("p", {}, el("b", {}, found.recommendation.replaceAll("`", ""))), table(heads, rows, found.estimates.map((each) => (each.order === name ? "best" : null))), el("p", { class: "small soft" }, `${whole(found.num_samples)} samples, ${bytes(found.num_bytes_served)} served by all epochs together. Estimated from the index; no sample is read.`)));
+    const heads = [
+      "Order",
+      "#Requests",
+      ...(opens ? ["#Files opened"] : []),
+      "#Bytes read",
+      ...(decodes ? ["#Chunks decoded"] : []),
+      "#Read per byte",
+      "#Memory",
+      "#Displacement",
+      "#Spread",
+      "#Mixing",
+      ...(hasMoney ? ["#Money"] : []),
+    ];
+    body.replaceChildren(
+      el(
+        "section",
+        { class: "card stack" },
+        el("p", {}, el("b", {}, found.recommendation.replaceAll("`", ""))),
+        table(
+          heads,
+          rows,
+          found.estimates.map((each) => (each.order === name ? "best" : null)),
+        ),
+        el(
+          "p",
+          { class: "small soft" },
+          `${whole(found.num_samples)} samples, ${bytes(found.num_bytes_served)} served by all epochs together. Estimated from the index; no sample is read.`,
+        ),
+      ),
+    );
   }
 
   async function start() {
@@ -63,7 +198,8 @@ export function costView(root, page, values) {
     try {
       datasets = await ask("datasets", { daemon });
       names.replaceChildren(...datasets.map((each) => el("option", { value: each.name }, each.uri)));
-      if (!datasets.some((each) => each.name === dataset.value)) dataset.value = (datasets.find((each) => each.open) ?? datasets[0])?.name ?? "";
+      if (!datasets.some((each) => each.name === dataset.value))
+        dataset.value = (datasets.find((each) => each.open) ?? datasets[0])?.name ?? "";
       load();
     } catch (error) {
       body.replaceChildren(failure(error));
@@ -73,7 +209,8 @@ export function costView(root, page, values) {
   return {
     update(state) {
       pick.hidden = state.daemons.length < 2;
-      if (pick.options.length !== state.daemons.length) pick.replaceChildren(...state.daemons.map((each) => el("option", { value: each.number }, each.name)));
+      if (pick.options.length !== state.daemons.length)
+        pick.replaceChildren(...state.daemons.map((each) => el("option", { value: each.number }, each.name)));
       if (!isStarted) start();
     },
     close: () => clearTimeout(timer),

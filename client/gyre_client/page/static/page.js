@@ -8,15 +8,28 @@ import { storageView } from "./storage.js";
 import { trainingView } from "./training.js";
 
 const VIEWS = [
-  ["jobs", "Jobs", jobsView], ["samples", "Samples", samplesView], ["order", "Order", orderView],
-  ["cost", "Cost", costView], ["storage", "Storage", storageView], ["training", "Training", trainingView],
+  ["jobs", "Jobs", jobsView],
+  ["samples", "Samples", samplesView],
+  ["order", "Order", orderView],
+  ["cost", "Cost", costView],
+  ["storage", "Storage", storageView],
+  ["training", "Training", trainingView],
 ];
 const KEYS = [
-  ["1 – 6", "the views, from Jobs to Training"], ["/", "filter"], ["j  k", "next and previous job"], ["Enter", "open the job, or close it"],
-  ["← →", "previous and next step of the samples, or in the strip"], ["t", "light or dark"], ["?", "these keys"],
+  ["1 – 6", "the views, from Jobs to Training"],
+  ["/", "filter"],
+  ["j  k", "next and previous job"],
+  ["Enter", "open the job, or close it"],
+  ["← →", "previous and next step of the samples, or in the strip"],
+  ["t", "light or dark"],
+  ["?", "these keys"],
 ];
-const main = document.getElementById("view"), tabs = document.getElementById("tabs"), link = document.getElementById("link");
-const lost = document.getElementById("lost"), help = document.getElementById("help"), theme = document.getElementById("theme");
+const main = document.getElementById("view"),
+  tabs = document.getElementById("tabs"),
+  link = document.getElementById("link");
+const lost = document.getElementById("lost"),
+  help = document.getElementById("help"),
+  theme = document.getElementById("theme");
 
 /** What the views know of the page: the last state, and how to go elsewhere. */
 const page = {
@@ -42,10 +55,16 @@ function show() {
   view?.close?.();
   main.replaceChildren();
   document.title = `${found[1]} · Gyre`;
-  keyed(tabs, VIEWS, (each) => each[0], (each) => el("a", { href: `#${each[0]}` }, each[1]), (tab, each) => {
-    if (each === found) tab.setAttribute("aria-current", "page");
-    else tab.removeAttribute("aria-current");
-  });
+  keyed(
+    tabs,
+    VIEWS,
+    (each) => each[0],
+    (each) => el("a", { href: `#${each[0]}` }, each[1]),
+    (tab, each) => {
+      if (each === found) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    },
+  );
   view = found[2](main, page, values);
   if (page.state) view.update(page.state);
 }
@@ -57,7 +76,14 @@ function listen() {
     lost.hidden = true;
     const away = page.state.daemons.filter((each) => each.error).length;
     link.className = away ? "link off" : "link live";
-    say(link, away ? `${away} of ${page.state.daemons.length} daemons silent` : page.state.daemons.length > 1 ? `live · ${page.state.daemons.length} daemons` : "live");
+    say(
+      link,
+      away
+        ? `${away} of ${page.state.daemons.length} daemons silent`
+        : page.state.daemons.length > 1
+          ? `live · ${page.state.daemons.length} daemons`
+          : "live",
+    );
     view.update(page.state);
   };
   events.onerror = () => {
@@ -68,7 +94,9 @@ function listen() {
   };
 }
 
-const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const isDark = () =>
+  (document.documentElement.dataset.theme ??
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 const sayTheme = () => say(theme, isDark() ? "☀" : "☾");
 
 function switchTheme() {
@@ -91,9 +119,14 @@ document.addEventListener("keydown", (event) => {
   else if (!view.key?.(event)) return;
   event.preventDefault();
 });
-document.getElementById("keys").append(...KEYS.flatMap(([key, what]) => [el("dt", {}, key), el("dd", {}, what)]));
+document
+  .getElementById("keys")
+  .append(...KEYS.flatMap(([key, what]) => [el("dt", {}, key), el("dd", {}, what)]));
 theme.addEventListener("click", switchTheme);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { sayTheme(); view.paint?.(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  sayTheme();
+  view.paint?.();
+});
 addEventListener("hashchange", show);
 sayTheme();
 show();

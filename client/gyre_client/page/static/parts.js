@@ -5,12 +5,16 @@ export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined) continue;
-    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
-    else if (name.includes("-") || name === "role" || name === "for" || name === "list") node.setAttribute(name, value);
+    if (name === "on")
+      for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name.includes("-") || name === "role" || name === "for" || name === "list")
+      node.setAttribute(name, value);
     else if (name === "class") node.className = value;
     else node[name] = value;
   }
-  node.append(...children.flat(Infinity).filter((each) => each !== null && each !== undefined && each !== false));
+  node.append(
+    ...children.flat(Infinity).filter((each) => each !== null && each !== undefined && each !== false),
+  );
   return node;
 }
 
@@ -71,7 +75,8 @@ export const failure = (error) => el("p", { class: "error", role: "alert" }, err
 export const empty = (...text) => el("p", { class: "empty" }, ...text);
 
 export const whole = (number) => Math.round(number ?? 0).toLocaleString("en");
-export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
+export const percent = (share) =>
+  share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`;
 export const count = (number, word) => `${whole(number)} ${word}${number === 1 ? "" : "s"}`;
 
 export function short(number, digits = 3) {
@@ -83,7 +88,8 @@ export function short(number, digits = 3) {
 export function bytes(number) {
   let value = number ?? 0;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (value < 1024) return unit === "B" ? `${whole(value)} B` : `${value < 10 ? value.toFixed(1) : whole(value)} ${unit}`;
+    if (value < 1024)
+      return unit === "B" ? `${whole(value)} B` : `${value < 10 ? value.toFixed(1) : whole(value)} ${unit}`;
     value /= 1024;
   }
   return `${value.toFixed(1)} TiB`;
@@ -99,14 +105,20 @@ export function seconds(value) {
   return `${whole(value / 86400)} days`;
 }
 
-export const STALLS = [["storage", "waiting for storage"], ["processor", "waiting for processors"], ["trainer", "batches wait for the trainer"]];
+export const STALLS = [
+  ["storage", "waiting for storage"],
+  ["processor", "waiting for processors"],
+  ["trainer", "batches wait for the trainer"],
+];
 
 /** Returns a bar of shares of 1; `set` changes them. */
 export function shareBar(names, extra = "") {
   const parts = names.map((name) => el("i", { class: name }));
   const bar = el("div", { class: `bar ${extra}`, role: "img" }, parts);
   bar.set = (shares, label) => {
-    parts.forEach((part, index) => { part.style.width = `${100 * (shares[index] ?? 0)}%`; });
+    parts.forEach((part, index) => {
+      part.style.width = `${100 * (shares[index] ?? 0)}%`;
+    });
     bar.setAttribute("aria-label", label);
     bar.title = label;
   };
@@ -114,22 +126,57 @@ export function shareBar(names, extra = "") {
 }
 
 export function tile(label) {
-  const value = el("b", {}, "–"), words = el("span", {}, label);
+  const value = el("b", {}, "–"),
+    words = el("span", {}, label);
   const node = el("div", { class: "tile" }, value, words);
-  node.set = (text, its = label) => { say(value, text); say(words, its); };
+  node.set = (text, its = label) => {
+    say(value, text);
+    say(words, its);
+  };
   return node;
 }
 
 /** Returns a table; a head that begins with # is of numbers. */
 export function table(heads, rows, classes = []) {
   const name = (head) => (head.startsWith("#") ? "num" : null);
-  return el("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": heads[0].replace("#", "") },
-    el("table", {},
-      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { class: name(head), scope: "col" }, head.replace("#", ""))))),
-      el("tbody", {}, rows.map((row, index) => el("tr", { class: classes[index] ?? null }, row.map((cell, column) => el("td", { class: name(heads[column]) }, cell)))))));
+  return el(
+    "div",
+    { class: "scroll", tabIndex: 0, role: "region", "aria-label": heads[0].replace("#", "") },
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          heads.map((head) => el("th", { class: name(head), scope: "col" }, head.replace("#", ""))),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((row, index) =>
+          el(
+            "tr",
+            { class: classes[index] ?? null },
+            row.map((cell, column) => el("td", { class: name(heads[column]) }, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
-export const facts = (pairs) => el("dl", { class: "facts" }, pairs.filter((pair) => pair[1] !== null && pair[1] !== "").map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+export const facts = (pairs) =>
+  el(
+    "dl",
+    { class: "facts" },
+    pairs
+      .filter((pair) => pair[1] !== null && pair[1] !== "")
+      .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
+  );
 
 /** Returns a picker of jobs; `set` gives it the jobs, and `value` is the chosen one's key. */
 export function jobPicker(onChange) {
@@ -138,11 +185,13 @@ export function jobPicker(onChange) {
   select.set = (jobs, chosen) => {
     const named = jobs.map((job) => [job.key, `${job.job}  ·  ${job.dataset}`]);
     const now = JSON.stringify(named);
-    if (now !== before) select.replaceChildren(...named.map(([key, text]) => el("option", { value: key }, text)));
+    if (now !== before)
+      select.replaceChildren(...named.map(([key, text]) => el("option", { value: key }, text)));
     before = now;
     if (chosen && jobs.some((job) => job.key === chosen)) select.value = chosen;
   };
   return select;
 }
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
