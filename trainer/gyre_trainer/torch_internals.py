@@ -14,7 +14,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
-# A check that costs nothing where nobody traces; torch has no public one.
+# A check that costs nothing without a trace; torch has no public one.
 profiler_enabled: Callable[[], bool] = _profiler_enabled
 
 

@@ -30,7 +30,7 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
     about = "show token ids as text: a file of the library tokenizers, or bytes"
     tokenizer = parser.add_argument("--tokenizer", metavar="FILE", help=about)
     tokenizer.complete = shtab.FILE  # type: ignore[attr-defined]
-    about = "of 127.0.0.1; any that is free if absent"
+    about = "of 127.0.0.1; any free one if absent"
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help=about)
 
 

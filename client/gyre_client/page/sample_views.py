@@ -25,7 +25,7 @@ MAX_ROWS = 16  # of one request; the page asks for more where someone wants them
 _MAX_TEXT_CHARS, _MAX_TOKENS = 20_000, 8192
 # Larger images and sounds are named, so that one step does not fill the browser.
 _MAX_MEDIUM_BYTES, _MAX_MEDIA_BYTES = 8 << 20, 48 << 20
-_MAX_PIXELS = 1 << 21  # of an image that is encoded here
+_MAX_PIXELS = 1 << 21  # of an image encoded here
 _MAX_SOURCES, _MAX_PLACES = 24, 64
 _MASK = "loss_mask"
 _OF_PACKING = frozenset(("position", "cu_seqlens", "document_id"))  # whole numbers, no token ids

@@ -348,7 +348,7 @@ def serve_page(watch: Watch, decode: Decode | None, port: int, say: Callable[[st
             listener.listen()  # who opens the address at once waits
         except OSError as error:
             raise InvalidRequest(
-                f"--port {port}: {error.strerror}. Give another one, or none for any that is free."
+                f"--port {port}: {error.strerror}. Give another one, or none for any free one."
             ) from error
         say(f"http://{HOST}:{listener.getsockname()[1]}/?token={app.token}")
         config = uvicorn.Config(

@@ -11,7 +11,7 @@ from gyre_client.display.rates import SessionRates, session_rates
 
 # Sessions that read samples for the page; they are no jobs.
 OWN_JOBS = "gyre-page-"
-# A trainer that lacks a batch for less of its time than this loses nothing that is worth a search.
+# A trainer that lacks a batch for less of its time than this loses nothing worth a search.
 _STARVED = 0.05
 _MAX_RANKS = 256  # shown of a job
 

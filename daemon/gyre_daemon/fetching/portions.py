@@ -312,7 +312,7 @@ class PortionReader:
         found = np.frombuffer(b"".join(each.lengths for each in answers), "<i4")
         if len(found) != shape[0] * shape[1] or (found < 0).any():
             raise Overloaded("a process that measures samples gave a wrong answer; try again")
-        # one by one, they all lie at the same place
+        # one by one, they all have the same place
         num_kept = answers[0].num_kept if len(answers) == 1 else 0
         return found.reshape(shape).astype(np.int64), num_kept
 

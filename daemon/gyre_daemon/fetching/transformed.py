@@ -77,7 +77,7 @@ class TransformingFetcher:
             if column >= len(dataset.made)
         ]
         self._indexed = [spec.name for spec in indexed_fields(dataset.source.fields)]
-        # the columns of the ragged fields that are made, and the bytes of an element
+        # the columns of made ragged fields, and the bytes of an element
         self._ragged = [
             (column, spec.element_bytes) for column, spec in enumerate(dataset.made) if spec.ragged
         ]

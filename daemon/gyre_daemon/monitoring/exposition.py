@@ -56,7 +56,7 @@ class Census:
         "gyre_memory_abandoned_bytes",
         "Arenas that the daemon has closed and clients still map; part of the budget.",
     )
-    num_sessions: int = gauge("gyre_sessions", "Sessions that are open.")
+    num_sessions: int = gauge("gyre_sessions", "Open sessions.")
     totals: Mapping[JobKey, SessionTotals] = labelled("user", "job_name")
     jobs: Mapping[JobKey, SessionGauges] = labelled("user", "job_name")
     qualities: Mapping[tuple[str, str, str], float] = labelled(

@@ -83,9 +83,7 @@ class SessionGauges:
     """
 
     num_sessions: int = gauge("gyre_job_sessions", "Sessions of a job: its ranks on this node.")
-    num_ready: int = gauge(
-        "gyre_job_window_ready_batches", "Batches that are ready and were not sent."
-    )
+    num_ready: int = gauge("gyre_job_window_ready_batches", "Ready batches that were not sent.")
     num_held: int = gauge(
         "gyre_job_held_batches", "Batches that trainers have and did not release."
     )

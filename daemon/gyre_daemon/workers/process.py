@@ -64,7 +64,7 @@ def serve(connection: socket.socket, work: Work) -> NoReturn:
                     signal.pidfd_send_signal(child, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.wait()  # returns when all have ended, as SIGCHLD is ignored
-            os.killpg(0, signal.SIGKILL)  # and what users' functions started
+            os.killpg(0, signal.SIGKILL)  # and processes that users' functions started
         os._exit(status)
 
 

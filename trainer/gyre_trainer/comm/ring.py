@@ -134,9 +134,9 @@ class ProcessGroupTransport:
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
         """Start the legs as one batch of point-to-point operations."""
         try:
-            # Sends come first. Gloo writes at once what the other side already waits for, and holds
+            # Sends come first. Gloo writes at once if the other side already waits, and holds
             # a lock meanwhile on which its own thread spins if the two share a core. That thread
-            # itself writes later data that has no reader yet.
+            # itself writes later data without a reader.
             works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error

@@ -267,7 +267,7 @@ class _DropoutInside(TorchFunctionMode):
     ) -> Tensor:
         rate = p if (training if train is None else train) else 0.0
         if not 0.0 < rate <= 1.0:
-            return func(input, p, False)  # torch refuses what is no probability
+            return func(input, p, False)  # torch refuses a wrong probability
         place = Place.BEFORE if id(input) in self._given else self._place
         if isinstance(self._masks, Undropped):
             self._see(place, tuple(input.shape), rate, input.requires_grad)

@@ -306,7 +306,7 @@ def spec_of(parameter: Tensor) -> DTensorSpec | None:
 
 
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor that is cut so, of which ``local`` is this rank's part; it takes no gradient."""
+    """A DTensor cut so, with ``local`` as this rank's part; it takes no gradient."""
     return DTensor(local.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -328,7 +328,7 @@ def with_local(parameter: DTensor, local: Tensor) -> nn.Parameter:
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of that shape, of which ``local`` is this rank's part; no rank asks another."""
+    """A DTensor of that shape, with ``local`` as this rank's part; no rank asks another."""
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides

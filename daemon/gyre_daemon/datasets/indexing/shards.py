@@ -42,7 +42,7 @@ from gyre_daemon.storage.sources.script_driver import CLASS
 # at most three of them: more would take more cores from the jobs. One that an operator orders to be
 # indexed has as many as there are cores.
 _MAX_DATASETS, _MAX_FURTHER = 32, 3
-# Stored indexes that are loaded with one call of a thread. A call takes as long as loading four
+# Stored indexes loaded with one call of a thread. A call takes as long as loading four
 # small ones; with more together, other openings and the first scan wait longer.
 _LOADED_TOGETHER = 32
 
@@ -123,7 +123,7 @@ class _StoredScans:
 
     def __init__(self, sidecars: SidecarStore, opening: OpeningDataset, scan: Scan) -> None:
         self._sidecars, self._opening, self._scan = sidecars, opening, scan
-        # what a check needs of a compressed shard is known once it is unpacked
+        # a compressed shard can be checked once it is unpacked
         self._together = 1 if opening.unpacked else _LOADED_TOGETHER
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._loaded: dict[int, Loaded | None] = {}

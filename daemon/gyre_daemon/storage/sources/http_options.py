@@ -12,7 +12,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
 
 CA_FILE = "ca_file"
-_MAX_HOSTS = 64  # of which the latest connection is kept, to resume its session
+_MAX_HOSTS = 64  # with the latest connection kept, to resume its session
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
