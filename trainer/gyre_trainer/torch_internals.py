@@ -14,7 +14,35 @@ from torch._C._autograd import _profiler_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
-# A check that costs nothing without a trace; torch has no public one.
+# Torch exports no functions for nested values that know the containers of libraries.
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = [
+    "TreeSpec",
+    "at_end_of_backward",
+    "buffers_of",
+    "is_fake",
+    "number_of_backward",
+    "parameters_of",
+    "profiler_enabled",
+    "storage_number",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_of",
+    "without_dispatch",
+]
+
+# A check that costs nothing where nobody traces; torch has no public one.
 profiler_enabled: Callable[[], bool] = _profiler_enabled
 
 
@@ -26,7 +54,7 @@ def is_fake(tensor: Tensor) -> bool:
 def without_dispatch() -> AbstractContextManager[object]:
     """A context whose operators no `TorchDispatchMode` sees, such as a counter or fake tensors.
 
-    `torch.utils._python_dispatch` takes modes off one by one, at a hundred times the cost.
+    Torch's own context takes modes off one by one, in Python.
     """
     context: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
     return context
@@ -48,6 +76,11 @@ def storage_number(tensor: Tensor) -> int:
     `data_ptr()` is 0 for empty and for fake tensors.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; torch keeps the count for autograd alone."""
+    return tensor._version
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gyre_trainer.accounting.baselines import Strategy, add_fake_adapters, distribute
 from gyre_trainer.accounting.counters import tensors_in
@@ -36,6 +35,7 @@ from gyre_trainer.errors import ConfigError, TrainError
 from gyre_trainer.layers.head import few_for_all
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.shards.initialisation import allocate
+from gyre_trainer.torch_internals import tree_leaves, tree_map_only
 from gyre_trainer.training.build import encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig

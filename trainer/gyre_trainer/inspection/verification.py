@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring import ring_of
@@ -46,7 +45,7 @@ from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import Rotation, Rule, parameter_at, swapped
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.torch_internals import is_fake
+from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_map, tree_map_only
 
 _DROPOUTS = frozenset(
     (

@@ -46,7 +46,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring import ring_of
@@ -57,7 +56,7 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_clas
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.initialisation import Uniform
 from gyre_trainer.shards.layout import Cut
-from gyre_trainer.torch_internals import is_fake
+from gyre_trainer.torch_internals import is_fake, tree_flatten, tree_unflatten
 
 
 class CallOrder:

@@ -35,7 +35,7 @@ from gyre_trainer.rotation.rotated_module import (
 )
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.torch_internals import parameters_of
+from gyre_trainer.torch_internals import parameters_of, version_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -150,7 +150,7 @@ def _attributes_of(module: nn.Module) -> _Attributes:
 
 def _count_of(value: object) -> int:
     if isinstance(value, Tensor):
-        return 0 if value.is_inference() else value._version
+        return 0 if value.is_inference() else version_of(value)
     return len(value) if isinstance(value, list | dict | set) else 0
 
 
@@ -236,7 +236,7 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
             return forward(*args, **kwargs)
 
     written = [*tensors, *module.buffers()]
-    versions, before = [each._version for each in written], _attributes_of(module)
+    versions, before = [version_of(each) for each in written], _attributes_of(module)
     output = checkpoint(
         compute,
         *tensors,
@@ -245,7 +245,7 @@ def _checkpointed(module: Any, forward: Callable[..., Any], arguments: Arguments
         early_stop=not module.has_experts,
     )
     changed = _changed(before, _attributes_of(module))
-    if changed is not None or versions != [each._version for each in written]:
+    if changed is not None or versions != [version_of(each) for each in written]:
         what = f"its attribute {changed}" if changed else "one of its buffers"
         raise RotationError(
             f"{path_of(module)} ({own_class(module).__name__}) writes to an argument or to {what}, "

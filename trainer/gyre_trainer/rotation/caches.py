@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gyre_trainer.errors import RotationError
+from gyre_trainer.torch_internals import tree_leaves, tree_map
 
 # What a cache reads of keys to tell how long they are. None of it takes part in a gradient.
 _ALLOWED = frozenset(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
@@ -33,6 +32,7 @@ from gyre_trainer.rotation.recomputation import (
 )
 from gyre_trainer.rotation.rule import ArgumentCut, ModuleSlice, Rotation, parameter_at, swapped
 from gyre_trainer.shards.layout import local_of, spec_of, with_spec
+from gyre_trainer.torch_internals import TreeSpec, tree_flatten, tree_unflatten, version_of
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str)
 
@@ -248,12 +248,12 @@ class _KeptInput:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_KeptInput":
-        return cls(tensor, None if tensor.is_inference() else tensor._version)
+        return cls(tensor, None if tensor.is_inference() else version_of(tensor))
 
     @property
     def is_changed(self) -> bool:
         """Whether somebody has written to it."""
-        return self.version is not None and self.tensor._version != self.version
+        return self.version is not None and version_of(self.tensor) != self.version
 
 
 class Call:

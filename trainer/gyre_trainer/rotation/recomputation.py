@@ -61,10 +61,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.torch_internals import without_dispatch
+from gyre_trainer.torch_internals import tree_leaves, version_of, without_dispatch
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -338,7 +337,7 @@ def recomputed(compute: Compute, *inputs: Tensor, by_rows: bool = False) -> Tens
     """
     output: Tensor = _Recomputed.apply(compute, by_rows, *inputs)  # type: ignore[no-untyped-call]
     if output.grad_fn is not None:
-        output.grad_fn.version = output._version  # type: ignore[attr-defined]  # the node is the context of `_Recomputed`
+        output.grad_fn.version = version_of(output)  # type: ignore[attr-defined]  # the node is the context of `_Recomputed`
     return output
 
 
@@ -474,7 +473,7 @@ def recomputation_of(tensor: Tensor) -> Recomputation | None:
     node: Any = whole.grad_fn
     if (
         not isinstance(node, _Recomputed._backward_cls)
-        or node.version != whole._version  # type: ignore[attr-defined]
+        or node.version != version_of(whole)  # type: ignore[attr-defined]
         or tensor.dtype != whole.dtype
     ):
         return None

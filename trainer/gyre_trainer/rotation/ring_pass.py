@@ -54,7 +54,7 @@ from gyre_trainer.rotation.recomputation import Randomness, replay_of_layer
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards
-from gyre_trainer.torch_internals import at_end_of_backward, storage_number
+from gyre_trainer.torch_internals import at_end_of_backward, storage_number, version_of
 
 
 class SlicesInFlight:
@@ -217,7 +217,7 @@ class SavedTensors:
         # the caller holds the slice while it records, so no other storage has this number
         if storage_number(tensor) == self._storage:
             return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
-        return _SavedTensor(tensor.detach(), tensor._version)
+        return _SavedTensor(tensor.detach(), version_of(tensor))
 
     def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
         if isinstance(saved, _WeightView):
@@ -228,7 +228,7 @@ class SavedTensors:
                     "the module's output, such as an attribute, a list or a cache"
                 )
             return self.flat.as_strided(saved.size, saved.stride, saved.offset)
-        if saved.tensor._version != saved.version:
+        if version_of(saved.tensor) != saved.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs "
                 "was modified in place after forward"

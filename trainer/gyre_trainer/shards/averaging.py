@@ -44,7 +44,7 @@ from gyre_trainer.comm.identity import on_device
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import digest_of, local_of, place_of
-from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward
+from gyre_trainer.torch_internals import at_end_of_backward, is_fake, number_of_backward, version_of
 
 
 def ids_held_by(optimizer: Optimizer) -> list[int]:
@@ -210,8 +210,8 @@ class OutsideWrites:
 
 def _num_writes(parameter: Tensor) -> int:
     """The writes to a parameter, or to its shard as a tensor of its own."""
-    local = parameter._local_tensor._version if isinstance(parameter, DTensor) else 0
-    return parameter._version + local
+    local = version_of(parameter._local_tensor) if isinstance(parameter, DTensor) else 0
+    return version_of(parameter) + local
 
 
 class _Steps:

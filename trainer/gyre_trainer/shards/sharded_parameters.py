@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.buffer_pool import copy_with_room, with_room
@@ -45,7 +44,7 @@ from gyre_trainer.shards.layout import (
     local_of,
     with_local,
 )
-from gyre_trainer.torch_internals import storage_number
+from gyre_trainer.torch_internals import storage_number, tree_map, version_of
 
 # Torch counts the writes to a tensor from 0.
 _MORE_THAN_ANY_COUNT = 2**40
@@ -90,7 +89,7 @@ class ShardedParameters:
     @property
     def version(self) -> int:
         """A number that grows with every write to a parameter."""
-        return self._first_version + sum(parameter._version for parameter in self.parameters)
+        return self._first_version + sum(version_of(parameter) for parameter in self.parameters)
 
     def note_rewritten(self) -> None:
         """Raise the version after a write that torch does not count, or with other parameters."""

@@ -31,7 +31,12 @@ from gyre_trainer.shards.sharded_parameters import (
     ShardedParameters,
 )
 from gyre_trainer.shards.travel import GradientRing, RemoteSlices
-from gyre_trainer.torch_internals import at_end_of_backward, number_of_backward, storage_number
+from gyre_trainer.torch_internals import (
+    at_end_of_backward,
+    number_of_backward,
+    storage_number,
+    version_of,
+)
 
 
 class GatheredParameter:
@@ -92,7 +97,7 @@ class GatheredParameter:
         if sharded.replica_gradients is not None and torch.is_grad_enabled():
             sharded.replica_gradients.before_training(self.name)
         whole: Tensor = _Gather.apply(parameter, self)  # type: ignore[no-untyped-call]
-        self._version = 0 if whole.is_inference() else whole._version
+        self._version = 0 if whole.is_inference() else version_of(whole)
         if self.reader.training in self._unseen_modes:
             self._unseen_modes.discard(self.reader.training)
             self._digest = digest_of(whole.detach())
@@ -148,7 +153,7 @@ class GatheredParameter:
             RotationError: the values, or their version, are others than those that were gathered.
         """
         digest, self._digest = self._digest, None
-        version = 0 if whole.is_inference() else whole._version
+        version = 0 if whole.is_inference() else version_of(whole)
         if version != self._version or digest not in (None, digest_of(whole.detach())):
             raise RotationError(
                 f"{self.name} is written to by a forward, but each rank has only its shard of it; "

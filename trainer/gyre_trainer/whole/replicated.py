@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import cast
@@ -42,7 +41,7 @@ from gyre_trainer.shards.sharded_parameters import (
     sharded_parameters_of,
     successor_of,
 )
-from gyre_trainer.torch_internals import parameters_of, storage_number
+from gyre_trainer.torch_internals import parameters_of, storage_number, tree_leaves, tree_map_only
 from gyre_trainer.whole.adapters import names_of_read_base, plain_adapters, require_whole
 from gyre_trainer.whole.averaged_gradients import ReplicatedGradients, take_first_ranks_values
 from gyre_trainer.whole.gathered import GatheredParameter, saved_by_place
