@@ -3,7 +3,7 @@
 `PYTHONPATH=. python docs/images/draw_page.py [--keep]`, in an environment with Playwright and
 Debian's chromium. A daemon serves four jobs on data that is drawn here: pictures behind an object
 server that answers late, sounds that are decoded slowly, conversations, and a model that
-`gyre-train` trains on text of which a few samples are noise. With --keep the daemon goes on until
+`gyre-train` trains on text with a few samples of noise. With --keep the daemon goes on until
 Enter, to look at the page.
 """
 

@@ -28,9 +28,11 @@ _MAX_READ_BYTES = 32 << 20  # of the history in one look
 _MAX_STEPS = 500_000  # kept of a run, the newest
 _MAX_POINTS = 1500  # of a curve: two in each pixel of a narrow window
 # A spike: a loss this many deviations above the median of the steps before it, and this much of it.
-# Lower bounds call noise a spike; higher ones miss the step that a bad batch raised a little.
-_DEVIATIONS, _RISE = 6.0, 0.05
-_WINDOW, _LEAST_BEFORE = 64, 16
+# This finds 89 % of jumps of seven deviations 80 steps after the start, and none in 20,000 steps of
+# Gaussian noise. 64 steps found 15 %, as they reach back to where the loss fell; 32 found 94 %, and
+# three spikes in the noise.
+_DEVIATIONS, _RISE = 5.0, 0.05
+_WINDOW, _LEAST_BEFORE = 48, 16
 _MAX_SPIKES, _SAME_SPIKE_STEPS = 20, 4
 _STALE_S = 120.0  # without a new status file a run looks dead, or its steps are that long
 
