@@ -93,6 +93,7 @@ def measured(checkout: Path, task: list[object]) -> dict[str, float]:
     roots = [str(checkout / root) for root in ROOTS[:-1]] + [str(REPOSITORY)]
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--task", json.dumps(task)]
     environment = os.environ | {"PYTHONPATH": ":".join(roots)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     answer = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, env=environment, cwd=REPOSITORY
     ).stdout
@@ -114,19 +115,20 @@ def main() -> None:
     load_before = load_average()
     with tempfile.TemporaryDirectory(prefix="gyre-start-") as name:
         folder = Path(name)
-        write_tokens(folder / "tokens.bin", 1 << 20)
-        os.environ["XDG_CACHE_HOME"] = name
+        os.environ["XDG_CACHE_HOME"] = os.environ["PYTHONPYCACHEPREFIX"] = name
         tokens = {"format": "tokens", "options": {"dtype": "int32", "sequence_length": 512}}
-        tasks: dict[str, list[object]] = {
-            "one file": [str(folder / "tokens.bin"), tokens],
-            "1,000 tars": [str(write_tars(folder / "tars")), {}],
-        }
-        for task in tasks.values():
-            measured(REPOSITORY, task)  # makes the index
+        tasks: dict[tuple[str, str], list[object]] = {}
+        for which, checkout in checkouts.items():  # each has its data: indexes may differ
+            own = folder / which
+            own.mkdir()
+            write_tokens(own / "tokens.bin", 1 << 20)
+            tasks["one file", which] = [str(own / "tokens.bin"), tokens]
+            tasks["1,000 tars", which] = [str(write_tars(own / "tars")), {}]
+            for what in ("one file", "1,000 tars"):
+                measured(checkout, tasks[what, which])  # makes the index, and bytecode
         for _ in range(args.rounds):
-            for what, task in tasks.items():
-                for which, checkout in checkouts.items():
-                    results.setdefault((what, which), []).append(measured(checkout, task))
+            for (what, which), task in tasks.items():
+                results.setdefault((what, which), []).append(measured(checkouts[which], task))
     columns = list(results)
     print("| | " + " | ".join(", ".join(column) for column in columns) + " |")
     print("|---|" + "---:|" * len(columns))
