@@ -42,7 +42,7 @@ __all__ = [
     "without_dispatch",
 ]
 
-# A check that costs nothing where nobody traces; torch has no public one.
+# A check that costs nothing without a trace; torch has no public one.
 profiler_enabled: Callable[[], bool] = _profiler_enabled
 
 
