@@ -22,7 +22,6 @@ from gyre_client.transport.connection import Connection
 
 FORMATS = ("webdataset", "mds", "parquet", "tokens")
 _DTYPES = ("uint16", "uint32", "int32", "int64")
-_INDEX_DIR = "GYRE_INDEX_DIR"
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 def _share_index(args: argparse.Namespace) -> None:
     """Lets the daemons of all nodes, and the one here, share the index of the dataset."""
     units = importlib.import_module("gyre_client.prepare.conversion")
-    os.environ.setdefault(_INDEX_DIR, str(units.unfinished_folder(args.target) / "index"))
+    os.environ.setdefault("GYRE_INDEX_DIR", str(units.unfinished_folder(args.target) / "index"))
 
 
 def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:

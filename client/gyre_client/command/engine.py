@@ -3,9 +3,13 @@
 import argparse
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of
+from gyre_client.display.progress import Bar
 from gyre_client.messages.requests import is_location
 from gyre_client.transport.connection import Connection
 
@@ -16,7 +20,7 @@ _CACHE_BYTES = str(64 << 20)
 
 
 def add_engine_argument(
-    parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace], None]
+    parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace], None] | None = None
 ) -> None:
     """Adds --engine.
 
@@ -34,7 +38,8 @@ def add_engine_argument(
     def check(args: argparse.Namespace) -> None:
         if args.engine != LOCAL:
             importlib.import_module("gyre_client.prepare.units").check_engine(args.engine)
-            prepare(args)
+            if prepare:
+                prepare(args)
 
     parser.set_defaults(prepare=check)
 
@@ -46,3 +51,19 @@ def daemons_of(connection: Connection, args: argparse.Namespace) -> Any:
         return units.Daemons(connection.address.text, args.daemon_user)
     ours = {name: os.environ[name] for name in os.environ if name.startswith("GYRE_")}
     return units.Daemons("", None, {"GYRE_CACHE_MEMORY": _CACHE_BYTES, **ours})
+
+
+def on_shards(
+    works: Sequence[str],
+    connection: Connection,
+    args: argparse.Namespace,
+    transforms: pb.TransformList | None,
+    bar: Bar,
+) -> Mapping[int, Any]:
+    """Has the shards of the dataset worked on by the engine; see `prepare.shards.run_on_shards`."""
+    shards = importlib.import_module("gyre_client.prepare.shards")
+    daemons, dataset = daemons_of(connection, args), dataset_of(args)
+    found: Mapping[int, Any] = shards.run_on_shards(
+        works, connection, dataset, transforms, args.engine, daemons, bar.update
+    )
+    return found

@@ -1,4 +1,7 @@
-"""`gyre index`: builds a dataset's index, and says which shards changed and which cursors fit."""
+"""`gyre index` builds a dataset's index, `gyre measure` measures its transformed samples.
+
+The first says which shards changed and which cursors fit, the second how long samples are.
+"""
 
 import argparse
 from collections import Counter
@@ -10,7 +13,10 @@ from gyre_protos.text import counted
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.display.formatting import CommandOutput, facts, table
+from gyre_client.command.engine import LOCAL, add_engine_argument, on_shards
+from gyre_client.command.transforms_file import add_transforms_argument, transforms_of
+from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, table
+from gyre_client.display.histograms import as_text
 from gyre_client.display.progress import Bar, progress_bar
 from gyre_client.transport.connection import Connection
 
@@ -36,20 +42,41 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read all local shards now, so that one that is touched later can be told",
     )
-    parser.add_argument(
-        "--engine",
-        default="local",
-        metavar="local|ray|ray://HOST:PORT",
-        help="scan the shards with the daemon's processes, a Ray on its machine, or a Ray cluster",
-    )
+    add_engine_argument(parser)
 
 
 def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Builds the missing parts of a dataset's index, and shows the progress."""
-    progress = connection.index(dataset_of(args), with_checksums=args.checksums, engine=args.engine)
     with progress_bar("shards") as bar:
-        indexed = Indexed.of(progress, bar)
+        if args.engine != LOCAL:
+            on_shards(("index", "measure"), connection, args, None, bar)
+        indexed = Indexed.of(connection.index(dataset_of(args), with_checksums=args.checksums), bar)
     return CommandOutput(indexed.to_plain(), indexed.to_text())
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `gyre measure`."""
+    add_transforms_argument(parser)
+    add_engine_argument(parser)
+
+
+def measure(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Measures the samples under a chain of transforms, and returns their lengths."""
+    dataset, transforms = dataset_of(args), transforms_of(args)
+    with progress_bar("shards") as bar:
+        if args.engine != LOCAL:
+            on_shards(("index", "measure"), connection, args, transforms, bar)
+        indexed = Indexed.of(connection.index(dataset, transforms=transforms), bar)
+    description = connection.describe(dataset, with_lengths=True, transforms=transforms)
+    lengths = list(description.lengths)
+    value = {
+        "num_samples": description.num_samples,
+        "num_measured": indexed.measured.shards_done if indexed.measured else 0,
+        "num_reused": indexed.measured.num_reused if indexed.measured else 0,
+        "lengths": {each.field: plain(each) for each in lengths},
+    }
+    text = "\n\n".join(as_text(each, page_width()) for each in lengths)
+    return CommandOutput(value, text or "no field differs in length")
 
 
 @dataclass(slots=True)

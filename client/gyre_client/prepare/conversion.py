@@ -15,7 +15,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client import __version__
 from gyre_client.errors import InvalidRequest
 from gyre_client.prepare.rows import Column, columns_of, read_range
-from gyre_client.prepare.units import Daemons, UnitFolder, run_units, write_whole
+from gyre_client.prepare.units import Daemons, UnitFolder, opened, run_units, write_whole
 from gyre_client.prepare.writers import WRITERS
 from gyre_client.transport.connection import Connection
 
@@ -128,7 +128,7 @@ def convert_dataset(
         connection: To the daemon of this process.
         conversion: The dataset and its new form.
         target: The folder, which must not exist.
-        engine: See `run_units`.
+        engine: See `units.opened`.
         daemons: See `run_units`.
         show: Is told how many samples are written, how many there are, and how many elements come
             a second.
@@ -175,7 +175,8 @@ def convert_dataset(
         progress = _Progress(
             show, num_samples, sum(r["samples"] for r in folder.results().values())
         )
-        run_units(parts, folder, engine, connection, daemons, progress.advance)
+        with opened(engine) as doing:
+            run_units(parts, folder, doing, connection, daemons, progress.advance)
         return _finished(folder, len(parts), conversion.kind, target)
 
 

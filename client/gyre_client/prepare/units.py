@@ -44,8 +44,9 @@ from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.connection import Connection
 
 LOCAL, RAY = "local", "ray"
-# What a task asks Ray for, so that a node gets no more tasks than its memory holds. A task and its
-# share of the node's daemon took 0.5 GiB at most with a tokenizer of 50,000 ids.
+# A task asks Ray for this much, so that a node gets no more tasks than its memory holds. On two
+# cores, two tasks took 100 MiB each and their daemon 160 MiB, with a tokenizer of 320 ids. Each
+# core's process loads the tokenizer once, and up to 128 MiB of samples are in work.
 TASK_MEMORY_BYTES = 1 << 30
 # How often Ray repeats a task whose worker or node died. A unit that kills its workers has killed
 # four then, as it would with any number.
@@ -195,7 +196,7 @@ def check_engine(engine: str) -> str:
 def run_units(
     units: Sequence[Unit],
     folder: UnitFolder,
-    engine: str,
+    engine: "Engine",
     connection: Connection,
     daemons: Daemons,
     advance: Callable[[int, int], None],
@@ -205,7 +206,7 @@ def run_units(
     Args:
         units: All of a job.
         folder: Of the job.
-        engine: From `check_engine`.
+        engine: From `opened`.
         connection: To the daemon of this process, for `local`.
         daemons: For tasks of Ray.
         advance: Is told of more samples and elements that are done.
@@ -215,9 +216,9 @@ def run_units(
     """
     done = folder.results()
     left = [unit for unit in units if unit.number not in done]
-    if engine == LOCAL:
+    if engine.ray is None:
         _run_here(left, folder.path, connection, advance)
-    elif left:
+    else:
         _run_by_ray(left, folder.path, engine, daemons, advance)
 
 
@@ -264,38 +265,53 @@ def _keep(path: Path, number: int, result: Result) -> None:
 def _run_by_ray(
     units: Sequence[Unit],
     path: Path,
-    engine: str,
+    engine: "Engine",
     daemons: Daemons,
     advance: Callable[[int, int], None],
 ) -> None:
-    with contextlib.ExitStack() as cleanup:
-        ray = cleanup.enter_context(_connected(engine))
-        task = ray.remote(num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=MAX_RETRIES)(
-            _run_on_node
-        )
-        waiting, running = iter(units), dict[Any, int]()
-        while True:
-            for unit in waiting:
-                running[task.remote(unit, str(path), daemons)] = unit.number
-                if len(running) >= MAX_IN_RAY:
-                    break
-            if not running:
-                return
-            ended, _ = ray.wait(list(running), num_returns=1)
-            for each in ended:
-                number = running.pop(each)
-                try:
-                    reason, message, result = ray.get(each)
-                except ray.exceptions.RayError as error:
-                    raise _failure(ray, error, engine, number) from error
-                if reason:
-                    raise getattr(errors, reason, GyreError)(message)
-                advance(result.get("samples", 0), result.get("elements", 0))
+    ray: Any = engine.ray
+    task = ray.remote(num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=MAX_RETRIES)(_run_on_node)
+    waiting, running = iter(units), dict[Any, int]()
+    while True:
+        while len(running) < MAX_IN_RAY and (unit := next(waiting, None)) is not None:
+            running[task.remote(unit, str(path), daemons)] = unit.number
+        if not running:
+            return
+        ended, _ = ray.wait(list(running), num_returns=1)
+        for each in ended:
+            number = running.pop(each)
+            try:
+                reason, message, result = ray.get(each)
+            except ray.exceptions.RayError as error:
+                raise _failure(ray, error, engine.name, number) from error
+            if reason:
+                raise getattr(errors, reason, GyreError)(message)
+            advance(result.get("samples", 0), result.get("elements", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What does the units.
+
+    Attributes:
+        name: From `check_engine`.
+        ray: The module, connected; None for threads of this process.
+    """
+
+    name: str
+    ray: Any = None
 
 
 @contextlib.contextmanager
-def _connected(engine: str) -> Iterator[Any]:
-    """Ray, connected to a cluster, or to one of this machine that ends with the context."""
+def opened(engine: str) -> Iterator[Engine]:
+    """An engine; Ray is connected to a cluster, or to one that ends with the context.
+
+    Raises:
+        InvalidRequest: Ray cannot be used.
+    """
+    if engine == LOCAL:
+        yield Engine(engine)
+        return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     address = os.environ.get("RAY_ADDRESS") if engine == RAY else engine
     folder = ""
@@ -324,7 +340,7 @@ def _connected(engine: str) -> Iterator[Any]:
             f"Ray at {address or engine} cannot be used: {_last_line(error)}"
         ) from error
     try:
-        yield ray
+        yield Engine(engine, ray)
     finally:
         ray.shutdown()
         if folder:

@@ -204,18 +204,37 @@ class Connection:
         return description
 
     def index(
-        self, dataset: pb.DatasetRef, *, with_checksums: bool = False, engine: str = ""
+        self,
+        dataset: pb.DatasetRef,
+        *,
+        with_checksums: bool = False,
+        transforms: pb.TransformList | None = None,
+        shards: pb.ShardRange | None = None,
+        measures: bool = False,
     ) -> Iterator[pb.IndexProgress]:
         """Builds the missing parts of the dataset's index and checksums; yields once per shard.
 
-        Then it yields as columns are read that its filter compares, and as samples are measured.
+        Then it yields as columns are read that its filter compares, and as samples are measured,
+        under these transforms or those of its definition. With `shards`, these alone are indexed,
+        and measured if it `measures`.
         """
-        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums, engine=engine)
+        request = pb.IndexDatasetRequest(
+            dataset=dataset,
+            checksums=with_checksums,
+            transforms=transforms,
+            shards=shards,
+            measure=measures,
+        )
         return checked_progress(self._messages(self._stub.IndexDataset, request))
 
-    def lint(self, dataset: pb.DatasetRef) -> Iterator[pb.LintProgress]:
-        """Has every shard and every sample of a dataset checked; yields twice per shard."""
-        request = pb.LintDatasetRequest(dataset=dataset)
+    def lint(
+        self, dataset: pb.DatasetRef, shards: pb.ShardRange | None = None
+    ) -> Iterator[pb.LintProgress]:
+        """Has every shard and every sample of a dataset checked; yields twice per shard.
+
+        With `shards`, these alone.
+        """
+        request = pb.LintDatasetRequest(dataset=dataset, shards=shards)
         return checked_findings(self._messages(self._stub.LintDataset, request))
 
     def read_samples(self, request: pb.ReadSamplesRequest) -> Iterator[pb.SamplesChunk]:

@@ -2,21 +2,21 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog.catalog import Catalog
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.indexing.progress import IndexProgress
 from gyre_daemon.datasets.unheld import unheld
-from gyre_daemon.errors import NotAllowed, Overloaded
+from gyre_daemon.errors import Overloaded
 from gyre_daemon.fetching.measuring.columns import ColumnReading
 from gyre_daemon.fetching.measuring.lengths import Measuring
+from gyre_daemon.service import requests
 from gyre_daemon.service.opening import SessionOpener
 
 _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
@@ -27,17 +27,21 @@ _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
 }
 
 
+Exempt = Callable[[Principal], bool]
+
+
 class LongCalls:
     """Calls that read whole datasets, by user and dataset."""
 
-    def __init__(self, most: int, doing: str) -> None:
+    def __init__(self, most: int, doing: str, exempt: Exempt | None = None) -> None:
         """Count nothing yet.
 
         Args:
             most: the calls that a user may have at once on one dataset.
             doing: a verb, for messages.
+            exempt: whether a caller may have any number; None where no caller may.
         """
-        self._most, self._doing = most, doing
+        self._most, self._doing, self._exempt = most, doing, exempt
         self._num: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
@@ -48,7 +52,8 @@ class LongCalls:
             Overloaded: the caller has as many on this dataset as it may.
         """
         key = caller.name, dataset
-        if self._num[key] >= self._most:
+        is_exempt = self._exempt is not None and self._exempt(caller)
+        if self._num[key] >= self._most and not is_exempt:
             raise Overloaded(
                 f"{caller.name} has {self._most} calls that {self._doing} `{dataset:.200}`, and "
                 "may have no more; wait until one is over, or end it",
@@ -66,10 +71,10 @@ class IndexService:
     """Answers the method `IndexDataset`."""
 
     def __init__(
-        self, catalog: Catalog, opener: SessionOpener, policy: Policy, calls: LongCalls
+        self, catalog: Catalog, opener: SessionOpener, calls: LongCalls, range_calls: LongCalls
     ) -> None:
-        self._catalog, self._opener, self._policy = catalog, opener, policy
-        self._calls = calls
+        self._catalog, self._opener = catalog, opener
+        self._calls, self._range_calls = calls, range_calls
 
     async def index(
         self, caller: Principal, request: pb.IndexDatasetRequest
@@ -77,18 +82,13 @@ class IndexService:
         """Index the shards, then read the columns of the filter, then measure samples.
 
         Raises:
-            NotAllowed: the caller is no operator, and asks for Ray.
             Overloaded: see `LongCalls.one`.
             GyreError: as `SessionOpener.resolve_stored`, `Catalog.index`, `SessionOpener.reading`
                 and `SessionOpener.measuring`.
         """
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        if request.engine not in ("", "local") and not self._policy.is_admin(caller):
-            raise NotAllowed(
-                f"{caller.name} is no operator of this daemon, and only those may have shards "
-                "scanned by Ray; leave the engine out"
-            )
-        with self._calls.one(caller, name):
+        calls = self._range_calls if request.HasField("shards") else self._calls
+        with calls.one(caller, name):
             async with contextlib.aclosing(self._progress(name, config, request)) as all_of_it:
                 async for progress in all_of_it:
                     yield progress
@@ -96,17 +96,29 @@ class IndexService:
     async def _progress(
         self, name: str, config: DatasetConfig, request: pb.IndexDatasetRequest
     ) -> AsyncGenerator[pb.IndexProgress, None]:
+        chosen = requests.to_shards(request)
         indexing = self._catalog.index(
-            name, config, with_checksums=request.checksums, engine=request.engine
+            name, config, with_checksums=request.checksums, shards=chosen
         )
         async with contextlib.aclosing(unheld(indexing)) as told:
             async for progress in told:
                 yield _from_progress(progress)
+        declared = requests.declared(request)
+        tables = None if declared is None else requests.to_transforms(declared)
+        if chosen is not None:
+            if request.measure:
+                async for measuring in self._opener.measuring_some(name, config, tables, chosen):
+                    yield _from_measuring(measuring)
+            return
         was_read = False
         async for reading in self._opener.reading(name, config):
             was_read = True
             yield _from_reading(reading)
-        async for measuring in self._opener.measuring(name, config):
+        if tables is None:
+            all_measured = self._opener.measuring(name, config)
+        else:
+            all_measured = self._opener.measuring_some(name, config, tables, None)
+        async for measuring in all_measured:
             yield _from_measuring(measuring)
         if was_read:  # the filter takes the columns, so that nobody keeps them
             await self._catalog.open(name, replace(config, pack=None))

@@ -95,9 +95,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         )
         self._mixtures = MixtureService(sessions, policy)
         self._long_calls = LongCalls(_MAX_LONG_CALLS, "index or check")
-        self._range_calls = LongCalls(_MAX_RANGE_CALLS, "read samples of")
+        self._range_calls = LongCalls(_MAX_RANGE_CALLS, "read parts of", policy.is_admin)
         self._threads = measurer.threads
-        self._indexes = IndexService(catalog, self._opener, policy, self._long_calls)
+        self._indexes = IndexService(catalog, self._opener, self._long_calls, self._range_calls)
         self._planner = StepPlanner(catalog, self._opener)
         self._locator = StepLocator(catalog, self._opener)
         self._checkup = Checkup(config, sessions)
@@ -155,8 +155,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Check every shard and every sample."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve_stored(request.dataset, caller)
-        with self._long_calls.one(caller, name):
-            checking = self._catalog.lint(name, config, check_media)
+        calls = self._range_calls if request.HasField("shards") else self._long_calls
+        with calls.one(caller, name):
+            checking = self._catalog.lint(name, config, check_media, requests.to_shards(request))
             async with contextlib.aclosing(unheld(checking)) as linting:
                 async for progress in linting:
                     yield convert.from_lint_progress(progress)

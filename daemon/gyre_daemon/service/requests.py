@@ -52,6 +52,7 @@ _MAX_OPTION_KEY_CHARS, _MAX_OPTION_VALUES, _MAX_OPTION_DEPTH = 100, 1000, 4
 
 _Transforming = (
     pb.DescribeDatasetRequest
+    | pb.IndexDatasetRequest
     | pb.PlanStepRequest
     | pb.LocateStepRequest
     | pb.OpenSessionRequest
@@ -235,6 +236,13 @@ def to_pack(message: pb.OptionTable) -> PackConfig:
     return parse_pack(_OptionReader().table(message.values, depth=1), "pack")
 
 
+def to_shards(request: pb.IndexDatasetRequest | pb.LintDatasetRequest) -> range | None:
+    """The shards that a call is about; None for all of a dataset."""
+    if not request.HasField("shards"):
+        return None
+    return range(request.shards.first, request.shards.stop)
+
+
 def declared(request: _Transforming) -> pb.TransformList | None:
     """The transforms that a client declares; None for those of the dataset's definition."""
     return request.transforms if request.HasField("transforms") else None
@@ -291,7 +299,8 @@ class _OptionReader:
 
     def table(self, values: Mapping[str, pb.OptionValue], depth: int) -> dict[str, Any]:
         table = {}
-        for key, value in values.items():
+        # A map comes in any order; what is kept under a chain's digest must not depend on it.
+        for key, value in sorted(values.items()):
             if len(key) > _MAX_OPTION_KEY_CHARS:
                 raise InvalidRequest(
                     f"an option has a key of {len(key)} characters; at most "

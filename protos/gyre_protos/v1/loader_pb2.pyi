@@ -780,29 +780,71 @@ class IndexDatasetRequest(_message.Message):
 
     DATASET_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
-    ENGINE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     checksums: _builtins.bool
     """take checksums of every local shard, which reads all of it"""
-    engine: _builtins.str
-    """The engine that scans the shards: empty or `local` for processes of the daemon; `ray` for the daemon's private Ray,
-    `ray://HOST:PORT` for the cluster there, both for operators only.
-    """
+    measure: _builtins.bool
+    """with `shards`: measure the samples of these shards; all must be indexed, or are"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def shards(self) -> Global___ShardRange:
+        """These shards alone are indexed, and the dataset is not opened: for several daemons with one folder of indexes, that share the
+        work. An empty range only counts the shards.
+        """
+
+    @_builtins.property
+    def transforms(self) -> Global___TransformList:
+        """to measure; absent: those of the dataset's definition"""
+
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
         checksums: _builtins.bool = ...,
-        engine: _builtins.str = ...,
+        shards: Global___ShardRange | None = ...,
+        measure: _builtins.bool = ...,
+        transforms: Global___TransformList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "_transforms", b"_transforms", "dataset", b"dataset", "shards", b"shards", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "dataset", b"dataset", "engine", b"engine"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "_transforms", b"_transforms", "checksums", b"checksums", "dataset", b"dataset", "measure", b"measure", "shards", b"shards", "transforms", b"transforms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__shards: _TypeAlias = _typing.Literal["shards"]  # noqa: Y015
+    _WhichOneofArgType__shards: _TypeAlias = _typing.Literal["_shards", b"_shards"]  # noqa: Y015
+    _WhichOneofReturnType__transforms: _TypeAlias = _typing.Literal["transforms"]  # noqa: Y015
+    _WhichOneofArgType__transforms: _TypeAlias = _typing.Literal["_transforms", b"_transforms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shards) -> _WhichOneofReturnType__shards | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transforms) -> _WhichOneofReturnType__transforms | None: ...
+
+Global___IndexDatasetRequest: _TypeAlias = IndexDatasetRequest  # noqa: Y015
+
+@_typing.final
+class ShardRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    stop: _builtins.int
+    """behind the last"""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IndexDatasetRequest: _TypeAlias = IndexDatasetRequest  # noqa: Y015
+Global___ShardRange: _TypeAlias = ShardRange  # noqa: Y015
 
 @_typing.final
 class IndexProgress(_message.Message):
@@ -942,18 +984,28 @@ class LintDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def shards(self) -> Global___ShardRange:
+        """These shards alone are checked. The ids of samples count from the first of them. A format that is not scanned shard by shard is
+        checked with the first one.
+        """
+
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        shards: Global___ShardRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "dataset", b"dataset", "shards", b"shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shards", b"_shards", "dataset", b"dataset", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shards: _TypeAlias = _typing.Literal["shards"]  # noqa: Y015
+    _WhichOneofArgType__shards: _TypeAlias = _typing.Literal["_shards", b"_shards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shards) -> _WhichOneofReturnType__shards | None: ...
 
 Global___LintDatasetRequest: _TypeAlias = LintDatasetRequest  # noqa: Y015
 
@@ -990,6 +1042,7 @@ class LintProgress(_message.Message):
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
     NUM_DECODED_FIELD_NUMBER: _builtins.int
     NOT_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_DAMAGED_FIELD_NUMBER: _builtins.int
     num_scanned: _builtins.int
     """shards whose structure was read so far"""
     num_checked: _builtins.int
@@ -1003,6 +1056,8 @@ class LintProgress(_message.Message):
     """new findings without a name here"""
     num_decoded: _builtins.int
     """images and sounds that were decoded so far"""
+    num_damaged: _builtins.int
+    """shards so far that cannot be read"""
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___LintFinding]:
         """new ones, at most 1,000"""
@@ -1023,10 +1078,11 @@ class LintProgress(_message.Message):
         num_left_out: _builtins.int = ...,
         num_decoded: _builtins.int = ...,
         not_decoded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_damaged: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "not_decoded", b"not_decoded", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_decoded", b"num_decoded", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "not_decoded", b"not_decoded", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_damaged", b"num_damaged", "num_decoded", b"num_decoded", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ def read(path: Path) -> Manifest:
 
     async def once() -> Manifest:
         storage = await opener.open(parse_location(str(path)), {}, "*")
-        return await ManifestReader(ScanProcesses(server), opener.options).read(COCO, storage, {})
+        return await ManifestReader(ScanProcesses(server)).read(COCO, storage)
 
     with ThreadPoolExecutor(3) as threads, closing(ComputeServer()) as server:
         opener = StorageOpener(FairExecutor(threads, 3), EndpointOptions(16, 10.0), Metrics())

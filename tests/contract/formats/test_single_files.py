@@ -75,7 +75,7 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            read = ManifestReader(ScanProcesses(ComputeServer()), opener.options)
+            read = ManifestReader(ScanProcesses(ComputeServer()))
             return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place

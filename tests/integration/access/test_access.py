@@ -109,13 +109,6 @@ def test_a_mixture_needs_the_rights_of_its_sources(node: Node, alice: User, bob:
         node.daemon.reconfigure(to_toml(node.config))
 
 
-def test_only_operators_have_shards_scanned_by_ray(bob: User) -> None:
-    with pytest.raises(Refused) as refused:
-        bob.call("IndexDataset", pb.IndexDatasetRequest(dataset=ref("open"), engine="ray"))
-    assert refused.value.code == "PERMISSION_DENIED"
-    assert "no operator" in refused.value.details
-
-
 def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> None:
     with pytest.raises(Refused) as refused:
         alice.call("OpenSession", open_request("alice", "nightly"))

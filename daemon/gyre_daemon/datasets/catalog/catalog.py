@@ -25,7 +25,6 @@ from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.progress import IndexProgress
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
-from gyre_daemon.datasets.scans.ray_scans import RayScans, ray_address
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.storage.cache.node import NodeCache
@@ -245,7 +244,12 @@ class Catalog:
         return len(then)
 
     async def index(
-        self, name: str, config: DatasetConfig, *, with_checksums: bool = False, engine: str = ""
+        self,
+        name: str,
+        config: DatasetConfig,
+        *,
+        with_checksums: bool = False,
+        shards: range | None = None,
     ) -> AsyncGenerator[IndexProgress, None]:
         """List the shards again, index the stale ones, and report each shard.
 
@@ -255,43 +259,46 @@ class Catalog:
             name: from `resolve`.
             config: from `resolve`.
             with_checksums: take the checksums of every local shard, which reads all of it.
-            engine: the engine of scans, see `ray_address`.
+            shards: index these alone, and leave the dataset as it is; None for all.
 
         Raises:
             Overloaded: an index cannot be stored; otherwise as `open`.
         """
-        address = ray_address(engine)
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock if shards is None else contextlib.nullcontext():
             opening = await self._indexer.begin(self._shown(name), config)
             previous = await load_previous(
                 self._records, name, opening.location, self._open.get(name)
             )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            ray_scans = RayScans(address) if address else None
-            indexing = self._indexer.scan(opening, previous, ray_scans)
-            async with (
-                ray_scans or contextlib.nullcontext(),
-                contextlib.aclosing(indexing) as scanning,
-            ):
+            indexing = self._indexer.scan(opening, previous, shards)
+            async with contextlib.aclosing(indexing) as scanning:
                 async for indexed in scanning:
                     if progress.num_done:
                         yield progress
                     progress = progress.after(opening.source.shards[indexed.number].name, indexed)
+            if shards is not None:
+                yield progress
+                return
             dataset = await self._indexer.finish(opening, refresh=True)
             self._keep(name, config, await self._remembered(dataset))
             was_appended = False
             if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
                 before = await self._indexer.prefix(opening, dataset, len(previous.shards))
                 was_appended = before is not None and before.fingerprint == previous.fingerprint
-            shards = opening.source.shards
-            await save_record(self._records, name, opening.location, shards, dataset.fingerprint)
+            listed = opening.source.shards
+            await save_record(self._records, name, opening.location, listed, dataset.fingerprint)
         if with_checksums:  # may take hours, and nobody needs them to open the dataset
             await self._indexer.take_checksums(dataset)
-        names = {shard.name for shard in shards}
+        names = {shard.name for shard in listed}
         yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
     async def lint(
-        self, name: str, config: DatasetConfig, check_media: CheckMedia
+        self,
+        name: str,
+        config: DatasetConfig,
+        check_media: CheckMedia,
+        shards: range | None = None,
     ) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
 
@@ -299,9 +306,11 @@ class Catalog:
             name: from `resolve`.
             config: from `resolve`.
             check_media: see `lint_dataset`.
+            shards: these alone; None for all.
         """
-        async with self._lint_locks.setdefault(name, asyncio.Lock()):
-            linting = lint_dataset(self._indexer, self._shown(name), config, check_media)
+        lock = self._lint_locks.setdefault(name, asyncio.Lock())
+        async with lock if shards is None else contextlib.nullcontext():
+            linting = lint_dataset(self._indexer, self._shown(name), config, check_media, shards)
             async with contextlib.aclosing(linting) as progress:
                 async for each in progress:
                     yield each

@@ -64,7 +64,6 @@ from gyre_daemon.datasets.indexing.unpacked import (
 from gyre_daemon.datasets.known_formats import FORMATS, make_format
 from gyre_daemon.datasets.scans.manifests import ManifestReader
 from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.ray_scans import RayScans
 from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
@@ -102,8 +101,8 @@ class Indexer:
         self._checksums = ChecksumStore(sidecars)
         self.probes = ProbeRunner(opener, sidecars)
         self._processes = ScanProcesses(compute_server)
-        self._shards = ShardIndexer(sidecars, self._checksums, self._processes, opener.options)
-        self._manifests = ManifestReader(self._processes, opener.options)
+        self._shards = ShardIndexer(sidecars, self._checksums, self._processes)
+        self._manifests = ManifestReader(self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self.decoding = DecodingRoom(Decoders(compute_server), opener.workers)
         self._corrupt = CorruptFinder(self.checker, ChunkFailures(sidecars), self.decoding, reports)
@@ -204,10 +203,10 @@ class Indexer:
         self,
         opening: OpeningDataset,
         previous: PreviousIndex | None,
-        ray_scans: RayScans | None = None,
+        shards: range | None = None,
     ) -> AsyncGenerator[IndexedShard, None]:
         """See `ShardIndexer.run`."""
-        return self._shards.run(opening, previous, ray_scans)
+        return self._shards.run(opening, previous, shards)
 
     async def finish(self, opening: OpeningDataset, *, refresh: bool) -> Dataset:
         """The dataset, once all shards are scanned.

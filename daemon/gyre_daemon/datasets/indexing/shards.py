@@ -21,16 +21,14 @@ from gyre_daemon.datasets.indexing.checksum_store import ChecksumStore
 from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.scans.processes import ScanProcesses
-from gyre_daemon.datasets.scans.ray_scans import MAX_IN_RAY, RayScans
 from gyre_daemon.datasets.scans.read_ahead import Beside
 from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.datasets.sidecars.store import Loaded, SidecarKey, SidecarOf, SidecarStore
-from gyre_daemon.errors import CorruptSample, InvalidRequest
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.events import debug_event
 from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import data_owner
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.shard_files import open_shard, until
@@ -158,7 +156,6 @@ class ShardIndexer:
         sidecars: SidecarStore,
         checksums: ChecksumStore,
         processes: ScanProcesses,
-        options: EndpointOptions,
     ) -> None:
         """Start no process yet.
 
@@ -166,12 +163,10 @@ class ShardIndexer:
             sidecars: for the indexes.
             checksums: tell whether a shard has changed.
             processes: scan the shards.
-            options: of the endpoints of Ray's workers.
         """
         self._sidecars = sidecars
         self._checksums = checksums
         self._processes = processes
-        self._options = options
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
         self._num_cores = len(os.sched_getaffinity(0))
         self._shared_turns = asyncio.Semaphore(max(2 * _MAX_FURTHER, self._num_cores))
@@ -180,7 +175,7 @@ class ShardIndexer:
         self,
         opening: OpeningDataset,
         previous: PreviousIndex | None,
-        ray_scans: RayScans | None = None,
+        chosen: range | None = None,
     ) -> AsyncGenerator[IndexedShard, None]:
         """Unpack and scan the shards of an opening, several at once, as far as that is needed.
 
@@ -188,38 +183,31 @@ class ShardIndexer:
             opening: from `begin`.
             previous: the dataset's last state, if an operator ordered the index: then each shard
                 is compared with it, and an index that cannot be stored is an error. None otherwise.
-            ray_scans: scan the shards in place of this daemon's processes.
+            chosen: the numbers of the shards; None for all.
 
         Raises:
-            InvalidRequest: Ray cannot be used, or the shards are compressed.
             Overloaded: an ordered index cannot be stored, or a compressed shard not be unpacked.
         """
         if opening.scan is None and opening.unpacked is None and previous is None:
             return
-        if ray_scans and opening.unpacked:
-            raise InvalidRequest(
-                f"the shards of dataset `{opening.name}` are compressed, and the daemon unpacks "
-                "and scans those itself; leave the engine out"
-            )
         changes = (
             ShardChanges(opening.location, opening.source, previous, self._checksums)
             if previous
             else None
         )
         results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
-        shards = iter(range(len(opening.scans)))
+        numbers = range(len(opening.scans))
+        numbers = numbers if chosen is None else numbers[chosen.start : chosen.stop]
+        shards = iter(numbers)
         stored = _StoredScans(self._sidecars, opening, opening.scan) if opening.scan else None
         work = partial(self._index_shards, opening, changes, stored, shards, results)
         num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
-        shared_turns = self._shared_turns
-        if ray_scans:
-            num_further, shared_turns = MAX_IN_RAY - 1, asyncio.Semaphore(MAX_IN_RAY)
-        workers = [asyncio.create_task(work(ray_scans, self._own_turns, is_own=True))] + [
-            asyncio.create_task(work(ray_scans, shared_turns, is_own=False))
-            for _ in range(min(num_further, len(opening.scans) - 1))
+        workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
+            asyncio.create_task(work(self._shared_turns, is_own=False))
+            for _ in range(min(num_further, len(numbers) - 1))
         ]
         try:
-            for _ in range(len(opening.scans)):
+            for _ in numbers:
                 result = await results.get()
                 if isinstance(result, Exception):
                     raise result
@@ -237,7 +225,6 @@ class ShardIndexer:
         stored: _StoredScans | None,
         shards: Iterator[int],
         results: asyncio.Queue[IndexedShard | Exception],
-        ray_scans: RayScans | None,
         turns: asyncio.Semaphore,
         *,
         is_own: bool,
@@ -248,16 +235,15 @@ class ShardIndexer:
 
         Args:
             opening: the dataset.
-            changes: compares each shard with what it was; None for no comparison.
+            changes: compares each shard with its last state; None for no comparison.
             stored: what earlier scans found; None where the format does not scan.
             shards: their numbers; several workers take from it.
             results: takes findings, or why a shard failed.
-            ray_scans: see `run`.
             turns: it waits for one of these, and takes a shard only then.
             is_own: whether it keeps its turn for all shards.
         """
         with contextlib.ExitStack() as cleanup:
-            scanner = Scanner(self._processes, ray_scans, self._options)
+            scanner = Scanner(self._processes)
             cleanup.callback(scanner.kill)
             try:
                 async with turns if is_own else contextlib.nullcontext():
@@ -313,9 +299,9 @@ class ShardIndexer:
         if found and is_fresh:
             arrays = found[0]
         else:
-            settings, unpacked = opening.config.storage, opening.paths.get(shard)
+            unpacked = opening.paths.get(shard)
             arrays = await scanner.scan(
-                opening.scan, opening.source, shard, settings, unpacked, opening.beside
+                opening.scan, opening.source, shard, unpacked, opening.beside
             )
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save

@@ -7,7 +7,7 @@ others as long. So a process that scans does that; see `server`.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -27,7 +27,6 @@ from gyre_daemon.datasets.scans.scanner import Scanner
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.runtime.threads import compute
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.opening.shard_files import read_ranges
 
@@ -38,14 +37,12 @@ _LABELS, _TEXTS_AT_ONCE = "labels", 1000
 class ManifestReader:
     """Reads the manifests of all datasets of a daemon."""
 
-    def __init__(self, processes: ScanProcesses, options: EndpointOptions) -> None:
+    def __init__(self, processes: ScanProcesses) -> None:
         """See `Scanner`."""
-        self._processes, self._options = processes, options
+        self._processes = processes
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def read(
-        self, listed: ManifestFormat, storage: Storage, settings: Mapping[str, Any]
-    ) -> Manifest:
+    async def read(self, listed: ManifestFormat, storage: Storage) -> Manifest:
         """The manifest that is the only shard of a storage.
 
         Raises:
@@ -57,11 +54,11 @@ class ManifestReader:
             shard = storage.shards[0]
             (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
             return await compute(listed.read_manifest, shard.name, data)
-        scanner = Scanner(self._processes, None, self._options)
+        scanner = Scanner(self._processes)
         scan = Scan("manifest", partial(_run, listed), lambda _: 0, lambda *_: None)
         try:
             async with self._turns:
-                arrays = await scanner.scan(scan, storage, 0, settings)
+                arrays = await scanner.scan(scan, storage, 0)
         finally:
             scanner.kill()
         return await _received(storage.shards[0].name, arrays)

@@ -1,16 +1,10 @@
-"""Has the shards of one worker scanned, one at a time: by a process of the daemon, or by Ray."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Has the shards of one worker scanned, one at a time, by a process of the daemon."""
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.scans.processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.scans.ray_scans import RayScans
 from gyre_daemon.datasets.scans.read_ahead import Beside
-from gyre_daemon.datasets.scans.tasks import ShardTask
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import check_listed
 from gyre_daemon.storage.mounts import MOUNTS
 from gyre_daemon.storage.opening.shard_files import opened_file, read_ranges
@@ -19,22 +13,9 @@ from gyre_daemon.storage.opening.shard_files import opened_file, read_ranges
 class Scanner:
     """Scans one shard at a time; its process is started when its first shard is scanned."""
 
-    def __init__(
-        self,
-        processes: ScanProcesses,
-        ray_scans: RayScans | None,
-        options: EndpointOptions,
-    ) -> None:
-        """Start no process yet.
-
-        Args:
-            processes: scan the shards,
-            ray_scans: or these do, if there are any.
-            options: of the endpoints of Ray's workers.
-        """
+    def __init__(self, processes: ScanProcesses) -> None:
+        """Start no process yet."""
         self._processes = processes
-        self._ray_scans = ray_scans
-        self._options = options
         self._process: ScanProcess | None = None
 
     async def scan(
@@ -42,7 +23,6 @@ class Scanner:
         scan: Scan,
         source: Storage,
         shard: int,
-        settings: Mapping[str, Any],
         unpacked: LocalFile | None = None,
         beside: Beside | None = None,
     ) -> Arrays:
@@ -52,18 +32,13 @@ class Scanner:
             scan: of the format.
             source: has the shard.
             shard: its number.
-            settings: of the storage.
             unpacked: the shard's file, if it was unpacked.
-            beside: the files beside the shards, if the format reads ahead by them; Ray does not.
+            beside: the files beside the shards, if the format reads ahead by them.
 
         Raises:
             CorruptSample: it is damaged, or a local one was changed meanwhile.
-            InvalidRequest: Ray cannot be used.
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
-        if self._ray_scans:
-            task = ShardTask.of(scan, source, shard, settings, self._options)
-            return await self._ray_scans.scan(task)
         listed, stored = source.shards[shard], source.local_file(shard)
         local = unpacked or stored
         self._process = process = self._process or await self._processes.start()

@@ -36,7 +36,7 @@ Kind = Literal["file", "stream"] | int | str
 # What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
 # made. More would let one file take the memory of the machine.
 MAX_DATA_BYTES = 4 << 30
-# The windows in which a shard is read that is scanned forward. What lies between two headers is
+# The windows of a shard whose scan goes forward. The bytes between two headers are
 # read and dropped up to a size that arrives in the time of one more request; twice as much would
 # read most of a shard of images in vain, half as much ask for each of them.
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES, _MAX_PASSED_BYTES = 64 << 10, 4 << 20, 1 << 20

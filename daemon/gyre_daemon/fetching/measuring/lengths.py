@@ -36,7 +36,7 @@ from gyre_daemon.transforms.declared import TransformedDataset
 from gyre_daemon.transforms.kept import KeptDataset
 from gyre_daemon.transforms.measured import Lengths
 
-_Key = tuple[int, str, str, bool]
+_Key = tuple[int, str, str, bool, range | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,20 @@ class Measurer:
         return [each for each in self._measurings.all if not each.is_over]
 
     async def progress(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+        self,
+        dataset: TransformedDataset,
+        config: DatasetConfig,
+        *,
+        keeps: bool = False,
+        shards: range | None = None,
     ) -> AsyncIterator[Measuring]:
         """The state of the measuring, whenever it has moved; at last its task is done.
 
         Raises:
             GyreError: as `measured`.
         """
-        measuring = self._begun(dataset, goes_on=config.on_corrupt == "replace", keeps=keeps)
+        goes_on = config.on_corrupt == "replace"
+        measuring = self._begun(dataset, goes_on=goes_on, keeps=keeps, shards=shards)
         measuring.num_waiting += 1
         try:
             async for each in measuring.states():
@@ -179,15 +185,24 @@ class Measurer:
         self.columns.close()
         self._measurings.close()
 
-    def _begun(self, dataset: TransformedDataset, *, goes_on: bool, keeps: bool) -> Measuring:
-        key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on
+    def _begun(
+        self,
+        dataset: TransformedDataset,
+        *,
+        goes_on: bool,
+        keeps: bool,
+        shards: range | None,
+    ) -> Measuring:
+        key = id(dataset.storage), dataset.fingerprint, dataset.transforms, goes_on, shards
 
         def begin() -> Measuring:
             measuring = Measuring(len(dataset.shards), goes_on=goes_on, dataset=dataset.name)
             measuring.num_total = dataset.index.num_samples
             if keeps and self._cache:
                 measuring.held = HeldRecords(dataset, self._cache)
-            measuring.begin(self._measure(dataset, measuring), partial(self._ended, key, measuring))
+            measuring.begin(
+                self._measure(dataset, measuring, shards), partial(self._ended, key, measuring)
+            )
             return measuring
 
         return self._measurings.begun(key, begin)
@@ -198,13 +213,18 @@ class Measurer:
         if measuring.has_failed:
             self._measurings.forget(key, measuring)
 
-    async def _measure(self, dataset: TransformedDataset, measuring: Measuring) -> Measured:
+    async def _measure(
+        self, dataset: TransformedDataset, measuring: Measuring, shards: range | None
+    ) -> Measured:
         index, num_shards = dataset.stored.index, len(dataset.shards)
         counts = await compute(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
         reader = PortionReader(dataset, self.threads)
         failures: list[CorruptRecord] = []
         for shard, count in enumerate(counts):
+            if shards is not None and shard not in shards:
+                measuring.num_samples += count
+                continue
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
             part = ShardPart(
@@ -223,7 +243,7 @@ class Measurer:
             if not was_kept:
                 facts = {"dataset": dataset.name, "shard": measuring.shard}
                 log_event("shard measured", {**facts, "done": f"{shard + 1}/{num_shards}"})
-        if measuring.goes_on:
+        if measuring.goes_on and shards is None:
             identity = f"{dataset.uri} {dataset.transforms}"
             path = await self._reports.write(dataset.name, identity, failures)
             if failures:

@@ -190,11 +190,43 @@ class DatasetOpener:
             async for measuring in self._progress(dataset, config):
                 yield measuring
 
+    async def measuring_some(
+        self,
+        name: str,
+        config: DatasetConfig,
+        declared: Sequence[Mapping[str, Any]] | None,
+        shards: range | None,
+    ) -> AsyncIterator[Measuring]:
+        """Measure samples under given transforms, or those of some shards.
+
+        Args:
+            name: of the dataset.
+            config: its definition.
+            declared: the transforms of a client; None for those of the definition.
+            shards: measure these alone; None for all.
+
+        Raises:
+            GyreError: as `open_dataset`.
+        """
+        tables = config.transforms if declared is None else declared
+        documents = replace(config, pack=None)
+        dataset = await self.unmeasured(name, documents, tables, by_client=declared is not None)
+        if isinstance(dataset, TransformedDataset):
+            async for measuring in self._progress(dataset, config, shards=shards):
+                yield measuring
+
     async def _progress(
-        self, dataset: TransformedDataset, config: DatasetConfig, *, keeps: bool = False
+        self,
+        dataset: TransformedDataset,
+        config: DatasetConfig,
+        *,
+        keeps: bool = False,
+        shards: range | None = None,
     ) -> AsyncIterator[Measuring]:
         if is_measured(dataset, config):
-            async for measuring in self._measurer.progress(dataset, config, keeps=keeps):
+            async for measuring in self._measurer.progress(
+                dataset, config, keeps=keeps, shards=shards
+            ):
                 yield measuring
 
     async def _transformed(

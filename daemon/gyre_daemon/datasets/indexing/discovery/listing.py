@@ -1,8 +1,8 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
@@ -33,10 +33,8 @@ _MAX_MANIFEST_BYTES = 1 << 30
 class Manifests(Protocol):
     """The reader of manifests; see `ManifestReader`."""
 
-    async def read(
-        self, listed: ManifestFormat, storage: Storage, settings: Mapping[str, Any]
-    ) -> Manifest:
-        """The manifest that is the only shard of a storage with these settings."""
+    async def read(self, listed: ManifestFormat, storage: Storage) -> Manifest:
+        """The manifest that is the only shard of a storage."""
 
     async def parse(
         self, listed: DescribedFormat, described: Described, texts: Sequence[bytes]
@@ -100,7 +98,7 @@ async def list_files(
             )
         else:
             assert isinstance(listed, ManifestFormat)
-            manifest = await manifests.read(listed, storage, config.storage)
+            manifest = await manifests.read(listed, storage)
         if not len(manifest.names):
             raise ShardMissing(f"{place.path} lists no files")
         location = replace(location, paths=(place.folder,))

@@ -1,0 +1,174 @@
+"""Indexes, measures and checks the shards of a dataset in ranges, as units on Ray."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client import __version__
+from gyre_client.errors import InvalidRequest
+from gyre_client.prepare.units import Daemons, Engine, UnitFolder, opened, run_units
+from gyre_client.transport.connection import Connection
+
+INDEX_DIR = "GYRE_INDEX_DIR"
+# Each unit lists all shards, so that there are not as many units as shards of a large dataset.
+_MAX_UNITS = 1000
+Work = Literal["index", "measure", "lint"]
+Finding = tuple[int, str, int, int | None, str]  # kind, shard, offset, sample id and reason
+
+
+@dataclass(frozen=True, slots=True)
+class ShardUnit:
+    """The shards `[first, stop)` of a dataset; see `units.Unit`."""
+
+    number: int
+    first: int
+    stop: int
+    work: Work
+    dataset: pb.DatasetRef
+    transforms: pb.TransformList | None
+
+    def run(self, connection: Connection, advance: Callable[[int, int], None]) -> dict[str, Any]:
+        """Does the work on the shards, whose result is in files of the daemon, or findings."""
+        shards = pb.ShardRange(first=self.first, stop=self.stop)
+        if self.work == "lint":
+            return self._checked(connection, shards)
+        measures = self.work == "measure"
+        progress = connection.index(
+            self.dataset, shards=shards, transforms=self.transforms, measures=measures
+        )
+        for _ in progress:
+            pass
+        return {"samples": self.stop - self.first}
+
+    def _checked(self, connection: Connection, shards: pb.ShardRange) -> dict[str, Any]:
+        last, findings, num_left_out = pb.LintProgress(), list[Finding](), 0
+        for last in connection.lint(self.dataset, shards):
+            num_left_out += last.num_left_out
+            for each in last.findings:
+                sample_id = each.sample_id if each.HasField("sample_id") else None
+                findings.append((each.kind, each.shard, each.offset, sample_id, each.reason))
+        return {
+            "samples": self.stop - self.first,
+            "checked": last.num_samples,
+            "bytes": last.num_bytes,
+            "decoded": last.num_decoded,
+            "not_decoded": dict(last.not_decoded),
+            "damaged": last.num_damaged,
+            "left_out": num_left_out,
+            "findings": findings,
+        }
+
+
+def run_on_shards(
+    works: tuple[Work, ...],
+    connection: Connection,
+    dataset: pb.DatasetRef,
+    transforms: pb.TransformList | None,
+    engine: str,
+    daemons: Daemons,
+    show: Callable[[int, int, str], None],
+) -> Mapping[int, Any]:
+    """Does one kind of work after the other on all shards, by tasks of Ray.
+
+    Args:
+        works: The kinds.
+        connection: To the daemon of this process, which counts the shards.
+        dataset: The dataset, as requests name it.
+        transforms: To measure; None for those of its definition.
+        engine: See `units.opened`.
+        daemons: See `run_units`.
+        show: Is told how many shards are done, how many there are, and the kind of work.
+
+    Returns:
+        The results of the last kind, by the numbers of its units.
+
+    Raises:
+        InvalidRequest: There is no folder that all nodes see.
+        GyreError: As `run_units`.
+    """
+    path = os.environ.get(INDEX_DIR)
+    if not path:
+        raise InvalidRequest(
+            f"--engine: {INDEX_DIR} is not set. Set it to a folder of indexes that all nodes see."
+        )
+    counted = next(connection.index(dataset, shards=pb.ShardRange()), pb.IndexProgress())
+    results: Mapping[int, Any] = {}
+    with opened(engine) as doing:
+        for work in works:
+
+            def told(num_done: int, work: Work = work) -> None:
+                show(num_done, counted.num_shards, work)
+
+            units = _units(work, counted.num_shards, dataset, transforms)
+            results = _results(units, Path(path).absolute(), doing, connection, daemons, told)
+    return results
+
+
+def _units(
+    work: Work, num_shards: int, dataset: pb.DatasetRef, transforms: pb.TransformList | None
+) -> list[ShardUnit]:
+    step = -(-num_shards // _MAX_UNITS)
+    return [
+        ShardUnit(number, first, min(first + step, num_shards), work, dataset, transforms)
+        for number, first in enumerate(range(0, num_shards, step))
+    ]
+
+
+def _results(
+    units: list[ShardUnit],
+    path: Path,
+    engine: Engine,
+    connection: Connection,
+    daemons: Daemons,
+    show: Callable[[int], None],
+) -> Mapping[int, Any]:
+    """Does the units, and returns their results; until all are done, a folder keeps them."""
+    one = units[-1]
+    chain = one.transforms.SerializeToString(deterministic=True) if one.transforms else b""
+    job = {
+        "command": one.work,
+        "dataset": one.dataset.SerializeToString(deterministic=True).hex(),
+        "transforms": chain.hex(),
+        "shards": one.stop,
+        "gyre": __version__,
+    }
+    digest = hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16]
+    with UnitFolder(path / f"units-{digest}", job) as folder:
+        num_done = sum(each["samples"] for each in folder.results().values())
+
+        def advance(num: int, _: int) -> None:
+            nonlocal num_done
+            num_done += num
+            show(num_done)
+
+        run_units(units, folder, engine, connection, daemons, advance)
+        results = folder.results()
+        folder.remove()
+    return results
+
+
+def merged_findings(results: Mapping[int, Any]) -> pb.LintProgress:
+    """Returns the findings in all shards, as one call about all of them would."""
+    ordered = [results[number] for number in sorted(results)]
+    is_sound = not any(each["damaged"] for each in ordered)
+    num_shards = sum(each["samples"] for each in ordered)
+    whole = pb.LintProgress(num_scanned=num_shards, num_checked=num_shards, num_shards=num_shards)
+    for each in ordered:
+        for kind, shard, offset, sample_id, reason in each["findings"]:
+            finding = whole.findings.add(kind=kind, shard=shard, offset=offset, reason=reason)
+            if sample_id is not None and is_sound:
+                finding.sample_id = whole.num_samples + sample_id
+        whole.num_samples += each["checked"]
+        whole.num_bytes += each["bytes"]
+        whole.num_decoded += each["decoded"]
+        whole.num_left_out += each["left_out"]
+        whole.num_damaged += each["damaged"]
+        for reason, num in each["not_decoded"].items():
+            whole.not_decoded[reason] += num
+    return whole
