@@ -201,7 +201,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(
     run, ended = Part.run, list[int]()
 
     def counted(part: Part, connection: Any, advance: Any) -> dict[str, Any]:
-        if len(ended) == 3:
+        if len(ended) >= 3:  # two parts run at once
             raise Interrupted
         found = run(part, connection, advance)
         ended.append(part.number)
