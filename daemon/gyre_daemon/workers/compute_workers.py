@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -187,23 +187,33 @@ class ComputeWorkers:
             ) from error
 
     async def ask(
-        self, body: bytes, descriptors: Sequence[int], *, max_bytes: int, deadline_s: float
+        self,
+        body: bytes,
+        descriptors: Sequence[int],
+        *,
+        max_bytes: int,
+        deadline_s: float,
+        is_reply: Callable[[bytes], bool] = bool,
     ) -> bytes:
         """The reply of an idle process; see `ComputeWorker.ask`. The caller has a turn.
 
         Raises:
             Overloaded: no process can be started.
-            WorkerLost: the process died or took longer than the deadline.
+            WorkerLost: the process died, took longer than the deadline, or sent no reply of its
+                task, as `is_reply` tells.
         """
         worker = self.idle.pop() if self.idle else await self.start()
-        reply: bytes | None = None
+        is_sound = False
         try:
             async with asyncio.timeout(deadline_s):
                 reply = await worker.ask(body, descriptors, max_bytes)
+            is_sound = is_reply(reply)
+            if not is_sound:
+                raise WorkerLost(is_hung=False)
         except TimeoutError as error:
             raise WorkerLost(is_hung=True) from error
         finally:
-            if reply is not None and not self.is_closed:
+            if is_sound and not self.is_closed:
                 self.idle.append(worker)
             else:
                 worker.kill()

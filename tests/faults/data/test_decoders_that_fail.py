@@ -17,6 +17,7 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.indexes.chunks import Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.scans import server
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
@@ -50,6 +51,8 @@ class Decoder:
             time.sleep(1000)
         if order == ord("m"):
             raise MemoryError
+        if order == ord("g"):
+            setattr(server, "encode", lambda *_: b"no reply")  # noqa: B010  # from the next chunk on
         if order == ord("l"):
             data = data[1:]
         return [Column(np.frombuffer(data, np.uint8))]
@@ -79,14 +82,14 @@ def read(tmp_path: Path, orders: bytes, chunks: Sequence[int], max_decode_s: flo
         return found
 
     with ThreadPoolExecutor(2) as executor:
-        workers, server = FairExecutor(executor, 2), ComputeServer()
+        workers, processes = FairExecutor(executor, 2), ComputeServer()
         opener = StorageOpener(workers, EndpointOptions(16, 10.0), Metrics())
-        room = DecodingRoom(Decoders(server, max_decode_s), workers)
+        room = DecodingRoom(Decoders(processes, max_decode_s), workers)
         try:
             return asyncio.run(run(opener, room))
         finally:
             room.close()
-            server.close()
+            processes.close()
 
 
 @pytest.mark.parametrize(
@@ -113,3 +116,7 @@ def test_a_chunk_that_hangs_its_decoder_is_given_up(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_once_is_replaced(tmp_path: Path) -> None:
     assert read(tmp_path, b"o", [0], max_decode_s=300.0) == [b"o" * ROWS]
+
+
+def test_a_process_that_sends_no_reply_of_its_task_is_replaced(tmp_path: Path) -> None:
+    assert read(tmp_path, b"gb", [0, 1], max_decode_s=300.0) == [b"g" * ROWS, b"b" * ROWS]

@@ -6,6 +6,7 @@ from gyre_daemon.datasets.chunks.decoding import DecodeRequest
 from gyre_daemon.datasets.scans.processes import (
     MAX_REPLY_BYTES,
     SCAN,
+    is_reply,
     scan_request,
     scanned,
 )
@@ -58,6 +59,7 @@ class Decoders:
                         [exchange.file.fileno()],
                         max_bytes=MAX_REPLY_BYTES,
                         deadline_s=self._max_decode_s,
+                        is_reply=is_reply,
                     )
                     await scanned(reply)
                     return

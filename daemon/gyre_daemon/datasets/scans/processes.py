@@ -171,6 +171,14 @@ def scan_request(run: Run, name: str, kind: Kind) -> bytes:
     return pickle.dumps((run, name, kind))
 
 
+def is_reply(reply: bytes) -> bool:
+    """Whether it is a reply with few arrays, such as that of a decoder."""
+    with contextlib.suppress(ValueError):
+        decode(reply)
+        return True
+    return False
+
+
 async def scanned(reply: bytes) -> Arrays:
     """The arrays in a reply.
 
