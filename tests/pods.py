@@ -176,10 +176,12 @@ def container(
     try:
         script = _script(node, pod, spec, image, command, extra_mounts or {}, folder)
         log_path = folder / "log"
-        namespaces = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
+        # the container ends with this process, also if it is killed
+        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork"]
+        unshare += ["--mount", "--pid", "--net", "--ipc"]
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                ["unshare", *namespaces, "sh", "-euc", script],
+                [*unshare, "sh", "-euc", script],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -275,6 +277,7 @@ def _setpriv(context: Mapping[str, Any]) -> list[str]:
     ]
     command += ["--groups", ",".join(map(str, groups))]
     command += ["--bounding-set", bounding, "--inh-caps", "-all"]
+    command += ["--pdeathsig", "KILL"]  # with `unshare`, whose --kill-child a new user undoes
     return command + ([] if context.get("allowPrivilegeEscalation", True) else ["--no-new-privs"])
 
 
