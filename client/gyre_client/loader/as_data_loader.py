@@ -207,7 +207,7 @@ _INSTEAD = {
     "prefetch_factor": "use `prefetch_batches`, or leave it out: the daemon chooses",
     "sampler": "use `order` and `seed`; each rank reads its own part of each batch",
     "shuffle": (
-        "each epoch is shuffled in an order of its own; use order='sequential' for shuffle=False"
+        "each epoch is shuffled in another order; use order='sequential' for shuffle=False"
     ),
     "timeout": "use `reattach_timeout_s`, how long the daemon may be away",
     "worker_init_fn": _READS_AHEAD,

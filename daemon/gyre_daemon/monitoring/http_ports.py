@@ -37,7 +37,7 @@ _MAX_REQUEST_BYTES = 128 << 10
 # Where `accept` fails, for want of descriptors as a rule, the client still waits in the backlog:
 # without a pause the thread would try again all the time.
 _ACCEPT_PAUSE_S = 1.0
-# An event loop that is late by this much hangs. Busy ones are late by tenths of a second; three
+# An event loop hangs if it is late by this much. Busy ones are late by tenths of a second; three
 # probes in ten seconds each then wait as long as WatchdogSec of the systemd unit.
 _HANGS_AFTER_S = 10.0
 

@@ -33,7 +33,7 @@ from gyre_daemon.workers.protocol import Kind, Message, introduced, receive, sen
 _MAX_START_S = 60
 # A copy worker that has not replied after _MAX_REPLY_S hangs. A batch group is copied in some
 # 10 ms, and ranges on a disk are seldom given to a worker; a much shorter deadline would kill
-# workers of a machine that is merely busy. A killed process is gone within _MAX_END_S, unless it
+# workers of a merely busy machine. A killed process is gone within _MAX_END_S, unless it
 # waits for a disk. Then, too, it writes to no arena again: it ends before its next instruction.
 _MAX_REPLY_S = 30
 _MAX_END_S = 2.0

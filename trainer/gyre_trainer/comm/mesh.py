@@ -76,7 +76,7 @@ def require_ring(mesh: DeviceMesh) -> None:
             f"{mesh} is a part of {root}: gradients would not be averaged over its other axes, so "
             "their ranks would train different weights. Pass the whole mesh. Where these ranks "
             "train apart on purpose, pass DeviceMesh.from_group(part.get_group(), "
-            "device_type), which is a mesh of its own, and independent=True."
+            "device_type), which is a separate mesh, and independent=True."
         )
 
 

@@ -281,7 +281,7 @@ class _Calls:
         self._owner = owner
         self._no_tokens: Tensor | None = None  # outside of a forward
         self._next = 0
-        self._without_tokens = False  # while the experts that are left are called
+        self._without_tokens = False  # while the other experts are called
         self._outputs: list[Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":

@@ -100,7 +100,7 @@ class RemoteSlices:
             self._next = self._start_hop(incoming.flat, step + 1)
             yield self._piece(step), incoming.flat
             if self._next is not None:
-                self._next.hop.wait()  # it sends from the buffer that is put back now
+                self._next.hop.wait()  # it sends from the buffer put back now
             self._ring.pool.put(incoming.buffer)
 
     def close(self) -> None:

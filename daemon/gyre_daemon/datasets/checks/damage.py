@@ -21,7 +21,7 @@ _Integers = npt.NDArray[np.int64]
 
 # Reasons kept of one shard. Beyond it, only the numbers of damaged samples are.
 _MAX_REASONS, _MAX_REASON_CHARS = 1000, 300
-# Bytes that are read at once where samples are smaller. More would read the bytes between fields
+# Bytes read at once where samples are smaller. More would read the bytes between fields
 # that are far apart; less costs a call for every few small samples.
 _READ_BYTES = 64 << 10
 

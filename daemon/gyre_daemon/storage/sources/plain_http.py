@@ -34,7 +34,7 @@ _TEXTS = (
     (b"location", "location"),
 )
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
-# The most bytes that the daemon holds of a response that is no data.
+# The most bytes that the daemon holds of a response without data.
 _MAX_HEAD_BYTES, _MAX_DETAIL_BYTES = 64 << 10, 64 << 10
 # Connections being opened at once, and for how long. More at once overrun a server's backlog, and
 # refused ones are tried again later.
