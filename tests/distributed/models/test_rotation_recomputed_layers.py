@@ -65,24 +65,25 @@ def step(
     return found, after_forward, after_backward, ring.bytes_sent - before
 
 
-def compared(family: str) -> tuple[float, int, int, int, str]:
-    """How far values are off; what is kept and sent more; the last line of the plan."""
+def compared(family: str) -> tuple[float, int, int, int, list[str]]:
+    """How far values are off; what is kept and sent more; the lines of the plan."""
     (blocks, kept, left, sent), (layers, *others) = step(family, BLOCKS), step(family, LAYERS)
     assert blocks.keys() == layers.keys()
     off = max(apart(layers[name], blocks[name]) for name in blocks)
     more = [one - other for one, other in zip(others, (kept, left, sent), strict=True)]
     plan = str(plan_of(rotated(family, LAYERS)))
-    return off, more[0], more[1], more[2], plan.splitlines()[-1]
+    return off, more[0], more[1], more[2], plan.splitlines()
 
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_gradients_are_the_same_and_less_is_kept(ranks: StartRanks, family: str) -> None:
-    for off, kept, left, sent, last in ranks(2).run(compared, family):
+    for off, kept, left, sent, lines in ranks(2).run(compared, family):
         assert off <= 1e-12
         assert kept < 0
         assert left <= 0
         assert sent > 0
-        assert last.startswith(f"{CLASSES[family]}: computed again in backward")
+        begin = f"{CLASSES[family]}: computed again in backward"
+        assert any(line.startswith(begin) for line in lines)
 
 
 def dropped() -> float:

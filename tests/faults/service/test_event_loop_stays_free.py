@@ -6,6 +6,7 @@ import itertools
 import tarfile
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -71,7 +72,11 @@ def scanning(daemon: Daemon) -> list[psutil.Process]:
     """The processes that scan for a daemon, without the server that forks them."""
     assert daemon.process
     children = psutil.Process(daemon.process.pid).children(recursive=True)
-    return [child for child in children if child.name() == "gyre-scan"]
+    found = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if child.name() == "gyre-scan" else []
+    return found
 
 
 def reading(daemon: Daemon) -> list[psutil.Process]:
