@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, Rule, rotate_all
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 
 from tests.distributed.comparing import apart
