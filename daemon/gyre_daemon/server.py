@@ -359,8 +359,9 @@ class _Daemon:
             self._catalog.close_idle_files()
             cached = metrics.cache.memory_bytes
             readers = {session.request.owner.pid for session in self._sessions}
-            self._connections.close_strangers()
-            self._connections.close_for_memory(own_bytes() - cached, limit_bytes, readers)
+            with contextlib.suppress(OSError):  # no descriptor is free to look with
+                self._connections.close_strangers()
+                self._connections.close_for_memory(own_bytes() - cached, limit_bytes, readers)
 
     def _ask_to_stop(self) -> float:
         """Drain and end, and return the seconds that this takes at most."""

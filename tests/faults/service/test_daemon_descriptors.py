@@ -5,6 +5,7 @@ import itertools
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,6 +205,20 @@ def test_without_any_descriptor_newcomers_are_told_and_it_recovers(daemon: Daemo
             check_batch(other)
         for _ in range(50):
             check_batch(loader)
+
+
+def test_a_daemon_outlives_seconds_without_a_free_descriptor(daemon: Daemon) -> None:
+    """It looks at its memory each second, and opens a file for that."""
+    assert daemon.process
+    with Loader("local", batch_size=64, address=daemon.address) as loader:
+        check_batch(loader)
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (3, LIMIT))
+        time.sleep(2.5)
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        for _ in range(50):
+            check_batch(loader)
+        with Loader("local", batch_size=64, seed=1, address=daemon.address) as other:
+            check_batch(other)
 
 
 REFUSAL = "refused: the daemon cannot accept connections: Too many open files"

@@ -196,7 +196,7 @@ def test_unsigned_ids_are_widened(tmp_path: Path) -> None:
 
 def test_what_has_no_steps_of_one_length_is_refused(served: Daemon, tmp_path: Path) -> None:
     wrong: dict[str, dict[str, Any]] = {
-        "`pack` has the lengths 32, 64, 128.*use the tail `drop` or `pad`": {"tail": "wrap"},
+        "`pack` has the lengths 32, 64, 128.*Use the tail `drop` or `pad`": {"tail": "wrap"},
         "a packed dataset has no blocks": {"order": "block"},
         "bucket` names the field 'text'.*packed from 'tokens'": {"bucket": {"field": "text"}},
         "does not go with a `pack` of one length": {
