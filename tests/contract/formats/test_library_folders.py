@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,10 @@ def opened(uri: str, settings: Mapping[str, Any], name: str, options: Any) -> Op
     config = DatasetConfig(uri, name, options, storage=dict(settings))
 
     async def begin() -> OpeningDataset:
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(2) as threads, closing(ComputeServer()) as server:
             opener = StorageOpener(FairExecutor(threads, 2), EndpointOptions(16, 10.0), Metrics())
             openers.append(opener)
-            indexer = Indexer(
-                opener, SidecarStore("", Path("/")), None, None, None, ComputeServer()
-            )
+            indexer = Indexer(opener, SidecarStore("", Path("/")), None, None, None, server)
             try:
                 return await indexer.begin(None, config)
             finally:

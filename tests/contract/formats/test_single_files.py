@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ def line_of(tree: Mapping[str, bytes]) -> bytes:
 
 @pytest.fixture
 def listing() -> Iterator[Callable[..., Any]]:
-    with ThreadPoolExecutor(3) as executor:
+    with ThreadPoolExecutor(3) as executor, closing(ComputeServer()) as server:
 
         async def list_place(uri: str, settings: Any = None, **keys: Any) -> FileListing:
             opener = StorageOpener(FairExecutor(executor, 3), EndpointOptions(16, 10.0), Metrics())
@@ -75,7 +76,7 @@ def listing() -> Iterator[Callable[..., Any]]:
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
             listed = make_format("set", config)
             assert isinstance(listed, ListedFormat)
-            read = ManifestReader(ScanProcesses(ComputeServer()))
+            read = ManifestReader(ScanProcesses(server))
             return await list_files(opener, parse_location(uri), config, listed, read)
 
         yield list_place

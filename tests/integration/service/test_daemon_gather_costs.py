@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,11 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
     Each is filled once before.
     """
     counts = []
-    with Calls() as calls, ThreadPoolExecutor(2) as threads:
+    with (
+        Calls() as calls,
+        ThreadPoolExecutor(2) as threads,
+        closing(ComputeServer()) as compute_server,
+    ):
         workers = FairExecutor(threads, 2)
         opener = StorageOpener(workers, EndpointOptions(16, 10.0, False), Metrics())
         catalog = Catalog(
@@ -81,7 +86,7 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
             SidecarStore(str(folder), folder),
             None,
             allow_ad_hoc=False,
-            compute_server=ComputeServer(),
+            compute_server=compute_server,
         )
         dataset = await catalog.open(name, config)
         for size in (64, 1024):
