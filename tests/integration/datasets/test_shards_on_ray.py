@@ -1,4 +1,4 @@
-"""`gyre index`, `measure` and `lint` with `--engine ray`: as on one machine, byte for byte."""
+"""`gyre index` and `measure` with `--engine ray`: as on one machine, byte for byte."""
 
 import contextlib
 import io
@@ -59,7 +59,7 @@ def short_folder() -> Iterator[str]:
 
 def test_shards_on_ray_are_those_of_one_machine(tmp_path: Path, short_folder: str) -> None:
     """Nothing is left but the index; without a folder for it, nothing begins."""
-    for command, bad in (("measure", b"{}"), ("lint", b"{")):
+    for command, bad in (("measure", b"{}"),):
         (tmp_path / command).mkdir()
         for number in range(NUM_SHARDS):
             data = tar(100 * number, 20 + number, bad)
@@ -85,7 +85,15 @@ def test_shards_on_ray_are_those_of_one_machine(tmp_path: Path, short_folder: st
         return done.returncode, json.loads(done.stdout or "null"), done.stderr
 
     refused = subprocess.run(
-        [sys.executable, "-m", "gyre_client", "lint", str(tmp_path), "--engine", "ray"],
+        [
+            sys.executable,
+            "-m",
+            "gyre_client",
+            "measure",
+            str(tmp_path / "measure"),
+            "--engine",
+            "ray",
+        ],
         env=base,
         capture_output=True,
         text=True,
@@ -94,10 +102,7 @@ def test_shards_on_ray_are_those_of_one_machine(tmp_path: Path, short_folder: st
     )
     assert refused.returncode == 2
     assert "GYRE_INDEX_DIR is not set" in refused.stderr
-    for command, more in (
-        ("measure", ["--transforms", str(tmp_path / "chain.json")]),
-        ("lint", []),
-    ):
+    for command, more in (("measure", ["--transforms", str(tmp_path / "chain.json")]),):
         found = [gyre(command, engine, *more) for engine in ("ray", "local")]
         assert found[0][1], found[0][2]
         if command == "measure":
@@ -106,9 +111,6 @@ def test_shards_on_ray_are_those_of_one_machine(tmp_path: Path, short_folder: st
             for _, value, _ in found:
                 del value["num_reused"]
             assert found[0][1]["lengths"]["tokens"]["greatest"] == len("text 400")
-        else:
-            assert found[0][0] == 1
-            assert [each["sample_id"] for each in found[0][1]["findings"]] == [7, 27, 48, 70, 93]
         assert found[0][:2] == found[1][:2]
     stored = [
         {
@@ -119,4 +121,4 @@ def test_shards_on_ray_are_those_of_one_machine(tmp_path: Path, short_folder: st
         for engine in ("ray", "local")
     ]
     assert stored[0] == stored[1]
-    assert len(stored[0]) >= 2 * NUM_SHARDS
+    assert len(stored[0]) >= NUM_SHARDS
