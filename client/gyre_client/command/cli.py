@@ -148,8 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         add(index, dataset, "build missing parts of a dataset's index, list changes")
     )
     add_measure_arguments(add(measure, dataset, "measure transformed samples before the first job"))
-    command = add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
-    command.set_defaults(engine="local")
+    add(lint, dataset, "read every shard, check every sample, name corrupt or odd ones")
     command = add(status, common, "sessions, memory and storage of a daemon")
     text = "only problems, each with its remedy; exit 1 if there is one"
     command.add_argument("--check", action="store_true", help=text)

@@ -1,7 +1,6 @@
 """`gyre lint`: reads every shard and checks every sample, and names corrupt and odd ones."""
 
 import argparse
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,11 +8,8 @@ from gyre_protos.text import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.engine import LOCAL, on_shards
 from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, size, stacked
 from gyre_client.display.progress import progress_bar
-from gyre_client.errors import CorruptSample
-from gyre_client.messages.requests import transform_list
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 100  # findings in the text for people; JSON has all that the daemon names
@@ -23,8 +19,6 @@ _KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"
 def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns the faults of a dataset; the exit status is 1 if there are any."""
     last, findings, num_left_out = pb.LintProgress(), list[pb.LintFinding](), 0
-    if args.engine != LOCAL:
-        return _output(*_on_nodes(connection, args))
     with progress_bar("passes over shards") as bar:
         for last in connection.lint(dataset_of(args)):
             findings += last.findings
@@ -33,30 +27,6 @@ def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             note = f"{num_found:,} found" if num_found else ""
             bar.update(last.num_scanned + last.num_checked, 2 * last.num_shards, note)
     return _output(last, findings, num_left_out)
-
-
-def _on_nodes(
-    connection: Connection, args: argparse.Namespace
-) -> tuple[pb.LintProgress, list[pb.LintFinding], int]:
-    """Returns the faults that nodes find, and the one that their shards make no one dataset."""
-    shards = importlib.import_module("gyre_client.prepare.shards")
-    with progress_bar("shards") as bar:
-        whole = shards.merged_findings(on_shards(("lint",), connection, args, None, bar))
-    findings = list(whole.findings)
-    if not whole.num_damaged:
-        try:
-            connection.describe(dataset_of(args), transforms=transform_list([]))
-        except CorruptSample as error:
-            shard, offset = error.facts.get("shard", ""), error.facts.get("offset", "")
-            findings.append(
-                pb.LintFinding(
-                    kind=pb.LintFinding.KIND_CORRUPT,
-                    shard=shard,
-                    offset=int(offset) if offset.isdecimal() else 0,
-                    reason=error.facts.get("reason", str(error)),
-                )
-            )
-    return whole, findings, whole.num_left_out
 
 
 def _output(

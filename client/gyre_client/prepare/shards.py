@@ -1,4 +1,4 @@
-"""Indexes, measures and checks the shards of a dataset in ranges, as units on Ray."""
+"""Indexes and measures the shards of a dataset in ranges, as units on Ray."""
 
 import hashlib
 import json
@@ -18,8 +18,7 @@ from gyre_client.transport.connection import Connection
 INDEX_DIR = "GYRE_INDEX_DIR"
 # Each unit lists all shards, so that there are not as many units as shards of a large dataset.
 _MAX_UNITS = 1000
-Work = Literal["index", "measure", "lint"]
-Finding = tuple[int, str, int, int | None, str]  # kind, shard, offset, sample id and reason
+Work = Literal["index", "measure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,8 @@ class ShardUnit:
     transforms: pb.TransformList | None
 
     def run(self, connection: Connection, advance: Callable[[int, int], None]) -> dict[str, Any]:
-        """Does the work on the shards, whose result is in files of the daemon, or findings."""
+        """Does the work on the shards, whose result is in files of the daemon."""
         shards = pb.ShardRange(first=self.first, stop=self.stop)
-        if self.work == "lint":
-            return self._checked(connection, shards)
         measures = self.work == "measure"
         progress = connection.index(
             self.dataset, shards=shards, transforms=self.transforms, measures=measures
@@ -45,24 +42,6 @@ class ShardUnit:
         for _ in progress:
             pass
         return {"samples": self.stop - self.first}
-
-    def _checked(self, connection: Connection, shards: pb.ShardRange) -> dict[str, Any]:
-        last, findings, num_left_out = pb.LintProgress(), list[Finding](), 0
-        for last in connection.lint(self.dataset, shards):
-            num_left_out += last.num_left_out
-            for each in last.findings:
-                sample_id = each.sample_id if each.HasField("sample_id") else None
-                findings.append((each.kind, each.shard, each.offset, sample_id, each.reason))
-        return {
-            "samples": self.stop - self.first,
-            "checked": last.num_samples,
-            "bytes": last.num_bytes,
-            "decoded": last.num_decoded,
-            "not_decoded": dict(last.not_decoded),
-            "damaged": last.num_damaged,
-            "left_out": num_left_out,
-            "findings": findings,
-        }
 
 
 def run_on_shards(
@@ -151,24 +130,3 @@ def _results(
         results = folder.results()
         folder.remove()
     return results
-
-
-def merged_findings(results: Mapping[int, Any]) -> pb.LintProgress:
-    """Returns the findings in all shards, as one call about all of them would."""
-    ordered = [results[number] for number in sorted(results)]
-    is_sound = not any(each["damaged"] for each in ordered)
-    num_shards = sum(each["samples"] for each in ordered)
-    whole = pb.LintProgress(num_scanned=num_shards, num_checked=num_shards, num_shards=num_shards)
-    for each in ordered:
-        for kind, shard, offset, sample_id, reason in each["findings"]:
-            finding = whole.findings.add(kind=kind, shard=shard, offset=offset, reason=reason)
-            if sample_id is not None and is_sound:
-                finding.sample_id = whole.num_samples + sample_id
-        whole.num_samples += each["checked"]
-        whole.num_bytes += each["bytes"]
-        whole.num_decoded += each["decoded"]
-        whole.num_left_out += each["left_out"]
-        whole.num_damaged += each["damaged"]
-        for reason, num in each["not_decoded"].items():
-            whole.not_decoded[reason] += num
-    return whole
