@@ -85,11 +85,11 @@ class RangeReader:
         plan = GroupPlan(step, ids[None], None, np.zeros(1, np.int64))
         if self._unmeasured:
             fetch, memory = await self._unmeasured.read_unmeasured(plan, claims)
-        else:
-            (fetch,) = self._fetcher.prepare(plan, 1)
-            memory = np.empty(fetch.layout.num_bytes, np.uint8)
-            await self._fetcher.fill(fetch, Staging.of(memory), self._flow)
-        return fetch.layout.batches[0], memory
+            return fetch.layout.batches[0], memory
+        (fetch,) = self._fetcher.prepare(plan, 1)
+        memory = np.empty(fetch.layout.num_bytes, np.uint8)
+        layout = await self._fetcher.fill(fetch, Staging.of(memory), self._flow)
+        return layout.batches[0], memory
 
     def _cut(self, ids: Int64Array) -> Iterator[Int64Array]:
         """Cut samples into batches."""
