@@ -54,8 +54,8 @@ from gyre_trainer.optimizers.stochastic import stochastically_rounded
 from gyre_trainer.rotation.rotated_module import (
     RotatedModule,
     RotationTarget,
+    adapt_library_models,
     num_hooks_inside,
-    refuse_own_saving,
     wrap,
 )
 from gyre_trainer.rotation.rule import RotationPolicy, Rule
@@ -285,10 +285,9 @@ def rotate_all(
             modules with a rule that have up to 4 million parameters, and the plan names larger
             ones; True every module, of any size.
         find_blocks: whether attention and MLPs whose code is in the table of known blocks rotate as
-            one (`gyre_trainer.layers.known_blocks`); those with packed layers, such as Phi-3's, and
-            attention whose query heads alone the ranks can share evenly, only where the policy
-            recomputes. All others rotate layer by layer, and the returned plan says why. False lets
-            all layers rotate one by one, which adapters that come later need, and
+            one (`gyre_trainer.layers.known_blocks`). All others, such as attention whose key/value
+            heads the ranks cannot share evenly, rotate layer by layer, and the returned plan says
+            why. False lets all layers rotate one by one, which adapters that come later need, and
             `quantize_frozen`.
         min_numel: a module whose largest parameter has fewer elements is replicated, unless it has
             a rule, and so are smaller parameters that a module reads: their hops would take longer
@@ -326,7 +325,6 @@ def rotate_all(
     blocks = KnownBlocks(
         model,
         target.num_slices,
-        regrouped=policy.recomputes,
         experts_alone=not find_blocks,
     )
     walk = _Walk(
@@ -340,7 +338,7 @@ def rotate_all(
         require_equal_models(model, mesh)
     else:
         _keep_whole(model, target)
-    refuse_own_saving(model)
+    adapt_library_models(model)
     for module, reason in blocks.reasons.items():
         note_layer_by_layer(module, reason, suggested_rule(module))
     plan = plan_of(model)

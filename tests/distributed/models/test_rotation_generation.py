@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
@@ -23,23 +24,35 @@ GENERATING = [family for family in FAMILIES if family != "Bert"]
 PROMPT = torch.randint(1, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
 
 
-def text(model: Any) -> Tensor:
-    """The likeliest tokens, with a cache."""
+def text(model: Any, *, use_cache: bool = True) -> Tensor:
+    """The likeliest tokens."""
     tokens: Tensor = model.eval().generate(
-        PROMPT, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
+        PROMPT, max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0
     )
     return tokens
 
 
 def texts(family: str) -> dict[str, Tensor]:
-    """What the rotated model writes, layer by layer and in blocks that were found."""
+    """What the rotated model writes: layer by layer with a cache, and in blocks without."""
     mesh, found = make_mesh("cpu"), {}
     for find_blocks in (False, True):
         model = made(family, use_cache=True)
         rules = None if find_blocks else RULES.get(family)
         rotate_all(model, mesh=mesh, rules=rules, find_blocks=find_blocks)
-        found["blocks" if find_blocks else "layers"] = text(model)
+        found["blocks" if find_blocks else "layers"] = text(model, use_cache=not find_blocks)
     return found
+
+
+def with_a_cache() -> None:
+    model = made("Llama", use_cache=True)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    assert model(input_ids=PROMPT).past_key_values is None  # as in training
+    with pytest.raises(RotationError, match=r"called with a DynamicCache.*use_cache=False"):
+        text(model)
+
+
+def test_blocks_make_no_cache_by_default_and_refuse_one(ranks: StartRanks) -> None:
+    ranks(2).run(with_a_cache)
 
 
 @pytest.mark.parametrize("family", GENERATING)

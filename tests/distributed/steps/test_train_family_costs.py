@@ -44,23 +44,6 @@ def test_a_dry_run_counts_what_is_read(ranks: StartRanks) -> None:
     assert dry_run(settings, Strategy.GYRE, 2).sent_bytes == sent
 
 
-def test_a_dry_run_counts_the_rows_of_packed_layers(ranks: StartRanks) -> None:
-    none = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 512} | none
-    gpt2["n_positions"] = 32  # each rank needs all of their rows
-    phi3 = LLAMA | {"model_type": "phi3", "num_hidden_layers": 1, "pad_token_id": 0}
-    families = {
-        "phi3": config({"model": {"config": phi3}, "memory": {"recompute": "block"}}),
-        "gpt2": config({"model": {"config": gpt2}, "memory": {"recompute": "block"}}),
-        "phi3, layer by layer": config({"model": {"config": phi3}}),
-    }
-    real = ranks(2).run(measured_by_family, families)[0]
-    for family, settings in families.items():
-        dry = dry_run(settings, Strategy.GYRE, 2)
-        assert (dry.timeline.peak_bytes, dry.sent_bytes) == real[family], family
-    assert real["phi3"][1] > real["phi3, layer by layer"][1]
-
-
 @pytest.mark.parametrize("frozen", ["int8", "nf4"])
 def test_a_dry_run_counts_the_codes_of_frozen_weights(frozen: str, ranks: StartRanks) -> None:
     settings = config(

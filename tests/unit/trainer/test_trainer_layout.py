@@ -39,31 +39,6 @@ def test_the_slices_together_are_the_parameters(num_slices: int) -> None:
     assert layout.numel(0) == max(layout.numel(index) for index in range(num_slices))
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_slice_has_its_part_of_each_section_and_a_shard_is_one_range(
-    num_slices: int, dim: int
-) -> None:
-    sections = (7, 4, 4)
-    shape = (15, 2) if dim == 0 else (2, 15)
-    layout = Layout((Cut("packed", shape, dim, sections=sections),), num_slices)
-    (cut,), whole = layout.cuts, torch.arange(30).view(shape)
-    slices = [
-        torch.cat([whole.narrow(dim, a, b - a) for a, b in layout.ranges(cut, index)], dim)
-        for index in range(num_slices)
-    ]
-    parts = [section.chunk(num_slices, dim) for section in torch.split(whole, list(sections), dim)]
-    for index, found in enumerate(slices):
-        expected = [chunks[index] for chunks in parts if index < len(chunks)]
-        assert torch.equal(found, torch.cat([whole.narrow(dim, 0, 0), *expected], dim))
-        assert layout.numel(index) == found.numel() <= layout.numel(0)
-        (view,) = layout.views(torch.empty(layout.numel(index)), index)
-        assert view.shape == found.shape
-    resting = [layout.at_rest.bounds(layout.at_rest.cuts[0], index) for index in range(num_slices)]
-    assert resting == [slice_bounds(15, index, num_slices) for index in range(num_slices)]
-    assert layout.at_rest.is_regrouped is False
-
-
 @pytest.mark.parametrize("num_rounds", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
 def test_the_pieces_together_are_the_slices(num_slices: int, num_rounds: int) -> None:

@@ -26,7 +26,6 @@ from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError, TrainError
 from gyre_trainer.inspection.agreement import refuse_together, refusing_together
-from gyre_trainer.rotation.caches import copies_of_caches, is_cache, kept_in_copies
 from gyre_trainer.rotation.call import Call, cast
 from gyre_trainer.rotation.output_reduction import SumOfOutputs
 from gyre_trainer.rotation.recomputation import (
@@ -97,7 +96,7 @@ def _recordable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, An
     def recordable(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.is_inference() else tensor
 
-    found: tuple[Any, Any] = tree_map_only(Tensor, recordable, (args, kwargs), is_leaf=is_cache)
+    found: tuple[Any, Any] = tree_map_only(Tensor, recordable, (args, kwargs))
     return found
 
 
@@ -237,7 +236,7 @@ def _own_slice_call(
     rotation = replace(rotation, policy=replace(rotation.policy, compiler=None))
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
-    flat, buffer = rotation.own_piece(0, forward=True)
+    flat, buffer = rotation.own_piece(0)
     own = flat.clone()
     if buffer is not None:
         rotation.sharded.ring.pool.put(buffer)
@@ -273,8 +272,7 @@ _TIMES_ROUNDING = 4.0
 def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module that computes something else when it rotates than it does as a whole.
 
-    Compared are the outputs, what is in caches, and, where gradients are enabled, those of inputs
-    and parameters. The caches of the call stay as they are.
+    Compared are the outputs and, where gradients are enabled, those of inputs and parameters.
     Every rank holds the whole module meanwhile. Dropout that the rule knows of drops nothing. A
     module that draws other random numbers in training, where its slices draw others, is compared in
     evaluation instead, with gradients; one that draws them there, too, is not, and a warning says
@@ -437,7 +435,7 @@ class _Results:
     """Outputs and gradients of one call, whole or rotated; gradients of shards are averaged.
 
     Attributes:
-        outputs: all tensors among the outputs, and those in caches.
+        outputs: all tensors among the outputs.
         input_grads: gradients by the names of inputs; None for no gradient.
         grads: those by the names of parameters.
     """
@@ -453,9 +451,8 @@ class _Results:
     ) -> None:
         """Call the module; as a whole in ``dtype``, or else in that of the policy."""
         self._rotation = rotation
-        args, kwargs = copies_of_caches((args, kwargs), rotation.name)
-        args, kwargs = tree_map(_leaf, (args, kwargs), is_leaf=is_cache)
-        leaves = tree_flatten((args, kwargs), is_leaf=is_cache)[0]
+        args, kwargs = tree_map(_leaf, (args, kwargs))
+        leaves = tree_flatten((args, kwargs))[0]
         inputs = [each for each in leaves if _takes_grad(each)]
         names = [cut.name for cut in rotation.layout.cuts]
         own = [parameter_at(rotation.module, name) for name in names]
@@ -469,14 +466,12 @@ class _Results:
             dtype = dtype or rotation.policy.compute_dtype
             local = {name: local_of(each) for name, each in others.items()}
             used = {name: cast(each, dtype) for name, each in {**whole, **local}.items()}
-            args, kwargs = tree_map_only(
-                Tensor, lambda each: cast(each, dtype), (args, kwargs), is_leaf=is_cache
-            )
+            args, kwargs = tree_map_only(Tensor, lambda each: cast(each, dtype), (args, kwargs))
             with swapped(rotation.module, used), _undropped(rotation, used):
                 output = rotation.forward(*args, **kwargs)
-        leaves = tree_flatten(output, is_leaf=is_cache)[0]
+        leaves = tree_flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.outputs = [tensor.detach() for tensor in tensors] + kept_in_copies((args, kwargs))
+        self.outputs = [tensor.detach() for tensor in tensors]
         trained_others = {name: each for name, each in others.items() if each.requires_grad}
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
         wanted = [

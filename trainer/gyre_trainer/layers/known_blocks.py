@@ -411,16 +411,13 @@ _BY_HEADS = (
 _BATCHED = ("attention_mask", "mask")
 
 
-def _attends(inputs: str, output: str, counts: str = "", *, packed: bool = False) -> AttentionRule:
+def _attends(inputs: str, output: str, counts: str = "") -> AttentionRule:
     """A row of attention; the number of heads is that of the module, so it has none here."""
     return AttentionRule(
         0,
         tuple(inputs.split()),
         output,
-        packed=packed,
-        counts=tuple(counts.split()),
-        kv_counts=("num_key_value_heads",),
-        groups=("num_key_value_groups",),
+        counts=(*counts.split(), "num_key_value_heads"),
         by_heads=_BY_HEADS,
         batched=_BATCHED,
         tables=("relative_attention_bias",),
@@ -431,7 +428,6 @@ def _attends(inputs: str, output: str, counts: str = "", *, packed: bool = False
 _SEQUENCES = ("0", "2"), ("0", "3"), ("1", "3"), ("1", "4")
 _MLPS = (
     MLPRule(ups=("gate_proj", "up_proj"), down="down_proj"),
-    MLPRule(ups=("gate_up_proj",), down="down_proj", num_packed=2),
     MLPRule(ups=("up_proj",), down="down_proj"),
     MLPRule(ups=("w1", "w3"), down="w2"),
     MLPRule(ups=("wi_0", "wi_1"), down="wo"),
@@ -446,11 +442,8 @@ _ATTENTIONS = (
     _attends("q_proj k_proj v_proj", "o_proj", "num_heads hidden_size"),
     _attends("q_proj k_proj v_proj", "out_proj", "num_heads embed_dim num_attention_heads"),
     _attends("q_proj k_proj v_proj", "dense"),
-    _attends("qkv_proj", "o_proj", "config.num_attention_heads", packed=True),
     _attends("qkv_proj", "out_proj"),
-    _attends("c_attn", "c_proj", "split_size num_heads", packed=True),
     _attends("query_key_value", "dense", "num_heads hidden_size"),
-    _attends("Wqkv", "out_proj", "n_heads hidden_size", packed=True),
     _attends("q k v", "o", "n_heads inner_dim"),
     _attends("query key value", "output", "n_heads inner_dim"),
     _attends("q_lin k_lin v_lin", "out_lin", "n_heads dim"),
@@ -494,22 +487,16 @@ class KnownBlocks:
 
     Attributes:
         num_slices: the size of the ring.
-        regrouped: whether rules count where rows travel once more before each pass: those with
-            packed parameters, and those where slices share key/value heads. Where nothing is
-            recomputed they cost more than they spare.
         experts_alone: whether stacked experts alone rotate as one, and no module with layers.
         reasons: why a module that has the layers of a row rotates layer by layer.
     """
 
     model: nn.Module
     num_slices: int
-    regrouped: bool = False
     experts_alone: bool = False
     reasons: dict[nn.Module, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        modules = list(self.model.modules())
-        self._shares_caches = not any(map(_has_cache_of_its_own, modules))
         self._num_places = _num_places(self.model)
 
     def rule_of(self, module: nn.Module) -> Rule | None:
@@ -538,10 +525,6 @@ class KnownBlocks:
             raise UnknownCode("its code is not among those that Gyre has trained")
         self._require_free(row, module)
         rule = _of_module(row, module)
-        if rule.caches_heads and not self._shares_caches:
-            raise RotationError("its model has a cache that slices cannot share")
-        if not self.regrouped and _is_regrouped(rule, self.num_slices):
-            raise RotationError("its packed layers, or heads, pay with recompute alone")
         rule.cuts(module, self.num_slices)
         return rule
 
@@ -606,8 +589,6 @@ def _of_module(row: Rule, module: nn.Module) -> Rule:
         row,
         num_kv_heads=_num_kv_heads(row, module),
         counts=_read(module, row.counts),
-        kv_counts=_read(module, row.kv_counts),
-        groups=_read(module, row.groups),
         tables=tuple(tables),
         drops_out=drops,
     )
@@ -636,14 +617,6 @@ def _num_kv_heads(row: AttentionRule, module: nn.Module) -> int:
     return first
 
 
-def _is_regrouped(rule: Rule, num_slices: int) -> bool:
-    if isinstance(rule, MLPRule):
-        return rule.num_packed > 1
-    if isinstance(rule, AttentionRule):
-        return rule.packed or rule.num_kv_heads % num_slices > 0
-    return False
-
-
 def _num_places(model: nn.Module) -> Counter[int]:
     """How many modules have each parameter, and each module with parameters, by its id."""
     found: Counter[int] = Counter()
@@ -653,15 +626,6 @@ def _num_places(model: nn.Module) -> Counter[int]:
         }
         found.update(modules | {id(each) for each in parameters_of(module).values()})
     return found
-
-
-def _has_cache_of_its_own(module: Any) -> bool:
-    """Whether it is a model of `transformers` whose cache slices cannot share.
-
-    Such a cache also has states of another kind, as those of Mamba or of convolutions.
-    """
-    supports = getattr(module, "_supports_default_dynamic_cache", None)
-    return supports is not None and not supports()
 
 
 def suggested_rule(module: nn.Module) -> str:

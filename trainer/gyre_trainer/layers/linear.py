@@ -7,7 +7,7 @@ Also here:
 The linear layers of a block: into a width that is cut, and out of it.
 
 A layer is an `nn.Linear`, or one of `transformers` that keeps its weight transposed, as GPT-2 has
-them. One layer may pack several, as sections one after the other.
+them.
 
 An embedding by rows of its vocabulary.
 
@@ -90,12 +90,8 @@ class SliceTransposed:
         return F.linear(x, self.weight.t(), self.bias)
 
 
-def projections(
-    module: nn.Module, inputs: tuple[str, ...], output: str, sections: tuple[int, ...] = ()
-) -> list[Cut]:
+def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
     """The cuts of linear layers into a common width, and of the layer ``output`` out of it.
-
-    Each of ``inputs`` has the given sections of output features; none where it is one layer.
 
     Raises:
         RotationError: one of them is missing or not linear.
@@ -107,12 +103,10 @@ def projections(
         if transposed:
             mix_in(layer, SliceTransposed, "Slice")
         weight, bias = layer.get_parameter("weight"), parameters_of(layer)["bias"]
-        own = () if closes else sections
         dim = int(closes != transposed)
-        weights.append(Cut(f"{name}.weight", tuple(weight.shape), dim, sections=own))
+        weights.append(Cut(f"{name}.weight", tuple(weight.shape), dim))
         if bias is not None:
-            shape = tuple(bias.shape)
-            biases.append(Cut(f"{name}.bias", shape, 0, padded=closes, sections=own))
+            biases.append(Cut(f"{name}.bias", tuple(bias.shape), 0, padded=closes))
     return weights + biases
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.linear import features_of, layer_of, projections
+from gyre_trainer.layers.linear import projections
 from gyre_trainer.rotation.recomputation import MASKS_ARGUMENT
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut
@@ -56,13 +56,10 @@ class MLPRule(Rule):
         drops_out: whether the forward may drop out, by modules or functions: its input before
             ``ups``, the hidden width, and the output. Slices of one call drop the same entries of
             input and output.
-        num_packed: how many layers each of ``ups`` packs, the features of one after those of the
-            other: 2 for gate and up.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
-    num_packed: int = 1
     drops_out: bool = False
 
     @property
@@ -73,24 +70,11 @@ class MLPRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
         self.require_known_dropout(module)
-        return projections(module, self.ups, self.down, self._sections(module))
+        return projections(module, self.ups, self.down)
 
     def require_known_dropout(self, module: nn.Module) -> None:
         """Refuse any dropout without ``drops_out``."""
         refuse_dropout(module, allows_plain=self.drops_out)
-
-    def _sections(self, module: nn.Module) -> tuple[int, ...]:
-        if self.num_packed == 1:
-            return ()
-        hidden, _ = features_of(layer_of(module, self.down))
-        for name in self.ups:
-            _, size = features_of(layer_of(module, name))
-            if size != self.num_packed * hidden:
-                raise RotationError(
-                    f"{type(module).__name__}.{name} has {size} output features, but the rule "
-                    f"needs {self.num_packed} times the {hidden} input features of {self.down}"
-                )
-        return (hidden,) * self.num_packed
 
     def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; dropout uses masks for its range of the width."""

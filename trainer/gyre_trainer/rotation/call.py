@@ -7,6 +7,7 @@ that is no container nothing has to be found out; torch's functions for nested o
 an operator does.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from gyre_trainer.comm.identity import path_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.caches import SharedCache, is_cache
 from gyre_trainer.rotation.output_reduction import DeferredGrads, DeferWeightGrads, RunningSum
 from gyre_trainer.rotation.recomputation import (
     Recomputation,
@@ -102,8 +102,14 @@ class Form:
         return [next(found) if spec is None else _nested(found, spec) for spec in self._specs]
 
 
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache of keys and values of `transformers`."""
+    library = sys.modules.get("transformers.cache_utils")
+    return library is not None and isinstance(value, library.Cache)
+
+
 def _flat(value: Any) -> tuple[list[Any], TreeSpec]:
-    return tree_flatten(value, is_leaf=is_cache)  # `transformers` registers some as containers
+    return tree_flatten(value, is_leaf=_is_cache)  # `transformers` registers some as containers
 
 
 def _nested(leaves: Iterator[Any], spec: TreeSpec) -> Any:
@@ -203,7 +209,7 @@ def is_constant(value: Any) -> bool:
 
 def may_be_returned(leaf: Any) -> bool:
     """Whether a leaf of an output has no tensors inside, which would be those of one slice."""
-    return leaf is Missing or isinstance(leaf, (Passed, *_CONSTANTS)) or is_cache(leaf)
+    return leaf is Missing or isinstance(leaf, (Passed, *_CONSTANTS))
 
 
 def _told_of_output(name: str, returned: str) -> str:
@@ -289,12 +295,10 @@ class Call:
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
-        self._caches: list[SharedCache] = []
-        self._share_caches()
-        # A cache is another object in every call, which no compiled graph would fit; masks are
-        # drawn in a way that none can have.
+        self._require_constants()
+        # masks are drawn in a way that no compiled graph can have
         draws = rotation.rule.drops_out and may_drop_out(rotation.module)
-        self._is_compiled = rotation.is_compiled and not (self._caches or draws)
+        self._is_compiled = rotation.is_compiled and not draws
         if self.recorded and rotation.sharded.replica_gradients is not None:
             rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
@@ -323,16 +327,10 @@ class Call:
         """The tensors among the arguments, before `detach_inputs`."""
         return self.tensors[len(self._rotation.layout.cuts) + self._num_replicated :]
 
-    def _share_caches(self) -> None:
-        """Share caches of keys and values; refuse other objects that every slice would change."""
-        rotation = self._rotation
-        for place, leaf in enumerate(self._leaves):
-            if rotation.rule.caches_heads and is_cache(leaf):
-                heads = rotation.rule.cached_heads(rotation.layout)
-                shared = SharedCache(leaf, heads, rotation.name, recorded=self.recorded)
-                self._leaves[place] = shared
-                self._caches.append(shared)
-            elif not is_constant(leaf) and not isinstance(leaf, SharedCache):
+    def _require_constants(self) -> None:
+        """Refuse objects that every slice would change, such as caches of keys and values."""
+        for leaf in self._leaves:
+            if not is_constant(leaf):
                 raise RotationError(
                     f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
                     "slice could change: the module runs once for every rank's slice. Call the "
@@ -453,12 +451,7 @@ class Call:
             weights[cut.name] = leaf
         inputs = self._inputs_of(index)
         others, given = inputs[: self._num_replicated], inputs[self._num_replicated :]
-        leaves = self._leaves
-        if self._caches:
-            leaves = [
-                leaf.of_slice(index) if isinstance(leaf, SharedCache) else leaf for leaf in leaves
-            ]
-        args, kwargs = self._arguments.call(leaves, given)
+        args, kwargs = self._arguments.call(self._leaves, given)
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
         with (
             swapped(rotation.module, weights | dict(zip(rotation.replicated, others, strict=True))),
@@ -498,10 +491,6 @@ class Call:
             odd = next((leaf for leaf in form.leaves if not may_be_returned(leaf)), None)
             if odd is not None:
                 raise RotationError(_told_of_output(self._rotation.name, type(odd).__name__))
-            for shared in self._caches:
-                form.leaves = [
-                    shared.cache if shared.is_copy(leaf) else leaf for leaf in form.leaves
-                ]
             self.output_form = form
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
@@ -529,11 +518,6 @@ class Call:
             grad if spec is None else with_spec(grad, spec)
             for grad, spec in zip(grads, specs, strict=True)
         ]
-
-    def merge_caches(self) -> None:
-        """Give the caller's caches what all slices have added to theirs."""
-        for shared in self._caches:
-            shared.merge()
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the inputs. Afterwards the call keeps nothing."""

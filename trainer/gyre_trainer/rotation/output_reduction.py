@@ -160,34 +160,6 @@ class ConcatenatedOutputs:
         return grad.narrow(self._dim, start, stop - start)
 
 
-class EqualParts:
-    """The slices' outputs are equally large and lie side by side along one dim."""
-
-    def __init__(self, dim: int, num_slices: int, dtype: torch.dtype) -> None:
-        self._dim = dim
-        self._num_slices = num_slices
-        self._dtype = dtype
-        self._whole: Tensor | None = None
-
-    def add(self, index: int, output: Tensor) -> None:
-        """Copy the output of slice ``index`` to its place."""
-        if self._whole is None:
-            shape = list(output.shape)
-            shape[self._dim] *= self._num_slices
-            self._whole = output.new_empty(shape, dtype=self._dtype)
-        self.grad_of_slice(index, self._whole).copy_(output)
-
-    def result(self) -> Tensor:
-        """The module's output."""
-        whole, self._whole = self._whole, None
-        assert whole is not None
-        return whole
-
-    def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
-        """The slice's own part of ``grad``."""
-        return grad.chunk(self._num_slices, self._dim)[index]
-
-
 _UNBIND = (torch.unbind, Tensor.unbind)
 _TRANSPOSE = (torch.t, Tensor.t)
 

@@ -53,7 +53,7 @@ from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.recomputation import Randomness, replay_of_layer
 from gyre_trainer.rotation.rule import Rotation
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.travel import GradientRing, RemoteSlices, to_shards
+from gyre_trainer.shards.travel import GradientRing, RemoteSlices
 from gyre_trainer.torch_internals import at_end_of_backward, storage_number, version_of
 
 
@@ -70,7 +70,7 @@ class SlicesInFlight:
         ring, pieces = rotation.sharded.ring, rotation.pieces
         self._pool = ring.pool
         forward = direction is Direction.CLOCKWISE
-        flat, self._buffer = rotation.own_piece(round_, forward=forward)
+        flat, self._buffer = rotation.own_piece(round_)
         self.own = pieces.piece(ring.rank, round_), flat
         hop = HopIdentity(rotation.number, forward, False, round_, 1)
         self.remote = RemoteSlices(ring, flat, pieces, direction, hop)
@@ -248,7 +248,6 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if call.recomputed:
         call.find_recomputations()
     outputs = _outputs(rotation, call)
-    call.merge_caches()
     return call.rebuild_output(outputs, given)
 
 
@@ -366,11 +365,8 @@ class RingPass:
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
     def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
-        flat = gradient_ring.finish()
-        if layout.is_regrouped:
-            flat = to_shards(layout, self._ring, flat)
-        flat = flat.to(self._rotation.sharded.flat.dtype)
-        return self._call.of_parameters(layout.in_rounds(1).at_rest.views(flat, self._ring.rank))
+        flat = gradient_ring.finish().to(self._rotation.sharded.flat.dtype)
+        return self._call.of_parameters(layout.in_rounds(1).views(flat, self._ring.rank))
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:

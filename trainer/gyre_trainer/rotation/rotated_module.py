@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, NamedTuple, Self, cast
 from weakref import WeakValueDictionary
 
@@ -252,12 +253,30 @@ def _refuse_to_pickle(_protocol: object) -> Any:
     )
 
 
-def refuse_own_saving(model: nn.Module) -> None:
-    """Let `save_pretrained` of the models of transformers inside name the function to use."""
+def adapt_library_models(model: nn.Module) -> None:
+    """Let the models of transformers inside save nothing, and make no cache unless asked to.
+
+    `save_pretrained` names the function to use. By default, models make a cache of keys and values
+    in each call, which blocks that rotate as one refuse: each slice would add its own heads.
+    """
     library: Any = sys.modules.get("transformers.modeling_utils")
+    rotated = (each for each in model.modules() if isinstance(each, RotatedModule))
+    has_blocks = any(each.rotation.rule.linear_in for each in rotated)
     for module in model.modules() if library else ():
         if isinstance(module, library.PreTrainedModel):
             cast("Any", module).save_pretrained = _refuse_save_pretrained
+            if has_blocks:
+                module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call a model without a cache of keys and values where the caller says nothing of one."""
+    given = kwargs.get("use_cache"), kwargs.get("past_key_values")
+    if given != (None, None) or "use_cache" not in signature(own_class(module).forward).parameters:
+        return None
+    return args, kwargs | {"use_cache": False}
 
 
 def _refuse_save_pretrained(*_args: object, **_options: object) -> None:

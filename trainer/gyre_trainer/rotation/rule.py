@@ -29,13 +29,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.output_reduction import DeferredGrads, OutputReduction, SumOfOutputs
 from gyre_trainer.rotation.recomputation import Masks, Undropped, dropout_inside, may_drop_out
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
-from gyre_trainer.shards.travel import meet, to_slice
 from gyre_trainer.torch_internals import parameters_of
 
 _CALLS: WeakKeyDictionary[type, FunctionType] = WeakKeyDictionary()
@@ -105,8 +103,6 @@ class Rule(ABC):
         divisible: whether any range of its one parameter can be a slice, so that a large slice may
             travel in pieces.
         recompute_pays: False if recomputation would save no memory.
-        caches_heads: whether the keys and values that a slice adds to a cache are those of its own
-            heads, so that slices can share a cache.
         linear_in: names of the parameters in which the outputs must be linear so that they add up;
             empty if that needs no check.
         drops_out: whether the forward may drop out; then the argument `MASKS_ARGUMENT` has the
@@ -117,7 +113,6 @@ class Rule(ABC):
     backward_reads_weights: ClassVar[bool] = True
     divisible: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = True
-    caches_heads: ClassVar[bool] = False
     drops_out: bool = False
 
     def dropping(
@@ -177,13 +172,6 @@ class Rule(ABC):
         It is a tensor, or tensors in tuples, lists and dicts, in the same form for every slice.
         """
         return current.forward(*args, **kwargs)
-
-    def cached_heads(self, layout: Layout) -> Sequence[Sequence[int]]:
-        """For each slice, which of as many equal parts of a cache's heads it has: one, its own.
-
-        Each part must be in a slice, and may be in several.
-        """
-        return [(index,) for index in range(layout.num_slices)]
 
     def output_reduction(
         self, position: int, layout: Layout, dtype: torch.dtype
@@ -430,46 +418,17 @@ class Rotation:
     @property
     def sends_copy(self) -> bool:
         """Whether the own slice travels from a buffer, not from where it rests."""
-        return self.travelling_dtype != self.sharded.flat.dtype or self.layout.is_regrouped
+        return self.travelling_dtype != self.sharded.flat.dtype
 
-    def own_piece(self, round_: int, *, forward: bool) -> tuple[Tensor, Tensor | None]:
+    def own_piece(self, round_: int) -> tuple[Tensor, Tensor | None]:
         """The own slice's piece of a round as it travels, and the pool's buffer that it is in.
 
-        Without a buffer the piece is a view of the own slice; else a copy in the dtype and the form
-        that travel, and the caller puts the buffer back. Collective where a parameter is packed.
-
-        Args:
-            round_: the number of the round.
-            forward: whether it is for the module's forward.
+        Without a buffer the piece is a view of the own slice. Else it is a copy in the dtype that
+        travels, and the caller puts the buffer back.
         """
-        flat = self.pieces.at_rest.piece_in(
-            self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
-        )
-        buffer = None
-        if self.travelling_dtype != flat.dtype:
-            buffer = self._take_buffer()
-            flat = buffer[: flat.numel()].copy_(flat)
-        return (
-            self._regrouped(flat, buffer, forward) if self.layout.is_regrouped else (flat, buffer)
-        )
-
-    def _regrouped(
-        self, resting: Tensor, buffer: Tensor | None, forward: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The own slice as it travels, of all ranks' shards, and the buffer that it is in.
-
-        ``buffer``, where ``resting`` may lie, is put back.
-        """
-        ring, hop = self.sharded.ring, HopIdentity(self.number, forward, False, 0, 0)
-        meet(ring, resting, hop)
-        own = self._take_buffer()
-        travelling = own[: self.layout.numel(ring.rank)]
-        to_slice(self.layout, ring, resting, travelling)
-        if buffer is not None:
-            ring.pool.put(buffer)
-        return travelling, own
-
-    def _take_buffer(self) -> Tensor:
-        """A buffer of the pool for a slice, in the dtype that travels."""
-        flat = self.sharded.flat
-        return self.sharded.ring.pool.take(self.pieces.numel(0), self.travelling_dtype, flat.device)
+        ring = self.sharded.ring
+        flat = self.pieces.piece_in(self.sharded.flat, self.pieces.piece(ring.rank, round_))
+        if not self.sends_copy:
+            return flat, None
+        buffer = ring.pool.take(self.pieces.numel(0), self.travelling_dtype, flat.device)
+        return buffer[: flat.numel()].copy_(flat), buffer

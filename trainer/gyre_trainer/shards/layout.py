@@ -41,24 +41,12 @@ class Cut:
         dim: the dim that is cut, as `torch.chunk` cuts.
         padded: whether the slice's forward sees this one-dim parameter whole, with zeros outside
             the slice's range. Outputs that add up contain such a bias once.
-        sections: sizes, along the cut dim, of the sections of a packed parameter; a slice has its
-            part of each. Empty for a parameter that is cut as one. See [Note: Packed parameters] in
-            `gyre_trainer.shards.travel`.
-        of_slices: for each slice, half-open ranges of the cut dim, which cover it; several slices
-            may have the same, whose gradients add up. Empty where a slice has its equal part.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int
     padded: bool = False
-    sections: tuple[int, ...] = ()
-    of_slices: tuple[tuple[tuple[int, int], ...], ...] = ()
-
-    @property
-    def rests_otherwise(self) -> bool:
-        """Whether a slice's part is another one than the shard that its owner keeps."""
-        return bool(self.sections or self.of_slices)
 
 
 @dataclass(frozen=True)
@@ -77,28 +65,6 @@ class Layout:
     def shapes(self) -> list[tuple[tuple[int, ...], int]]:
         """Shape and cut dim of each parameter, without the names."""
         return [(cut.shape, cut.dim) for cut in self.cuts]
-
-    @cached_property
-    def at_rest(self) -> "Layout":
-        """How ranks keep the slices: a shard is one range of its parameter, as DTensors are cut."""
-        if not any(cut.rests_otherwise for cut in self.cuts):
-            return self
-        resting = (replace(cut, sections=(), of_slices=()) for cut in self.cuts)
-        return replace(self, cuts=tuple(resting))
-
-    @cached_property
-    def is_regrouped(self) -> bool:
-        """Whether a slice travels in another form than its shards rest in."""
-        return self.num_slices > 1 and any(cut.rests_otherwise for cut in self.cuts)
-
-    @cached_property
-    def has_shared_rows(self) -> bool:
-        """Whether several slices have the same rows of a parameter."""
-        return any(
-            sum(stop - start for ranges in cut.of_slices for start, stop in ranges)
-            > cut.shape[cut.dim]
-            for cut in self.cuts
-        )
 
     def in_rounds(self, num_rounds: int) -> "Layout":
         """The same slices in ``num_rounds`` pieces each.
@@ -124,27 +90,12 @@ class Layout:
         return round_ * self.num_slices + index
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
-        """The half-open range of the cut dim that a piece holds, or the first of several."""
+        """The half-open range of the cut dim that a piece holds."""
         return self._bounds[cut.name][piece]
 
-    def ranges(self, cut: Cut, piece: int) -> list[tuple[int, int]]:
-        """All half-open ranges of the cut dim that a piece holds, such as one of each section."""
-        if cut.of_slices:
-            return list(cut.of_slices[piece])
-        if not cut.sections:
-            return [self.bounds(cut, piece)]
-        starts = accumulate(cut.sections, initial=0)
-        parts = [slice_bounds(size, piece, self.num_slices) for size in cut.sections]
-        return [
-            (offset + start, offset + stop)
-            for offset, (start, stop) in zip(starts, parts, strict=False)
-        ]
-
     def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
-        if cut.of_slices:
-            return cut.of_slices[piece][0]
         round_, index = divmod(piece, self.num_slices)
-        size = cut.sections[0] if cut.sections else cut.shape[cut.dim]
+        size = cut.shape[cut.dim]
         start, stop = slice_bounds(size, index, self.num_slices)
         largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
         return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
@@ -231,8 +182,8 @@ class Layout:
         return list(map(sum, self._sizes))
 
     def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
-        size = sum(stop - start for start, stop in self.ranges(cut, piece))
-        return (*cut.shape[: cut.dim], size, *cut.shape[cut.dim + 1 :])
+        start, stop = self.bounds(cut, piece)
+        return (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])
 
 
 def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class ShardedParameters:
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
         """Copy this rank's slice of ``sources``; fill it with NaN where they are on `meta`."""
-        self.layout = layout = layout.at_rest
+        self.layout = layout
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
         self.digests = [digest_of(source) for source in sources]

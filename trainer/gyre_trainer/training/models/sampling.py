@@ -159,7 +159,7 @@ class Sampler:
             max_new_tokens=self._sample.max_new_tokens,
             do_sample=draws,
             **({"temperature": self._sample.temperature} if draws else {}),
-            use_cache=True,
+            use_cache=False,
             pad_token_id=0,  # of texts that end before others; there are none
             logits_processor=LogitsProcessorList([_of_first_rank]),
         )
