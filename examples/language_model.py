@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from gyre_client import Loader
-from text_shards import docstrings  # type: ignore[import-not-found]  # beside this file
+from text_shards import docstrings  # type: ignore[import-not-found]  # next to this file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional

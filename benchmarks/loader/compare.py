@@ -181,7 +181,7 @@ def circumstances(command: str) -> list[str]:
 
 def main() -> None:
     """Compare on all workloads and print, or save, the tables."""
-    parser = argparse.ArgumentParser(description="Gyre's loader beside others.")
+    parser = argparse.ArgumentParser(description="Compare Gyre's loader with others.")
     parser.add_argument(
         "--full", action="store_true", help="all contenders, all data, three longer rounds"
     )

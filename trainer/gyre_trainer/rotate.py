@@ -471,7 +471,7 @@ def _require_no_hooks(module: nn.Module) -> None:
     if num_hooks_inside(module):
         raise RotationError(
             f"{type(module).__name__}: a hook is registered on a layer inside, and would be "
-            "called for each slice, with a part of what the layer computes. Remove it, register it "
+            "called for each slice, with a part of the layer's output. Remove it, register it "
             "on the module itself, or give no rule for the module"
         )
 

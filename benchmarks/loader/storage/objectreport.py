@@ -167,7 +167,7 @@ def _section(found: Findings) -> list[str]:
     note = (
         " Requests per sample count what was prefetched and not taken; CPU is that of reader, "
         "workers and daemon, in "
-        "microseconds, and the server's beside it. "
+        "microseconds, and the server's next to it. "
     )
     return [
         f"## {found.part}: every sample a request",

@@ -194,7 +194,7 @@ def refuse_together(rotation: Rotation, reason: str) -> None:
     mesh = parameter.device_mesh
     group, ring = ring_group(mesh), ring_of(mesh)
     refusing = torch.tensor([ring.rank + 1 if reason else 0], device=flat.device)
-    with ring.hang_diagnosis.collective("comparing what ranks say of a rotated module"):
+    with ring.hang_diagnosis.collective("comparing the ranks' checks of a rotated module"):
         dist.all_reduce(refusing, dist.ReduceOp.MAX, group=group)
         if not refusing.item():
             return

@@ -126,7 +126,7 @@ class RotationPlan:
             sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
             rule = each.rule or _WITHOUT_RULE[each.how]
             rows.append((each.path or "(model)", each.module_class, rule, *sizes))
-        again = "computed again in backward around what rotates"
+        again = "computed again in backward around the modules that rotate"
         large = "too large to be verified at its first calls, which verify=True does"
         return "\n".join(
             [
@@ -300,5 +300,5 @@ def _reason(module: nn.Module, entry: PlanEntry, kept: Mapping[str, str], *, is_
     if is_parametrized(module):
         return f"the weights of {entry.module_class} are computed from others"
     if is_known:
-        return f"{entry.module_class} has a forward of its own"
+        return f"{entry.module_class} has its own forward"
     return f"no rule is known for {entry.module_class}"

@@ -297,7 +297,7 @@ def verify_module(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, 
     if not is_compared:
         warnings.warn(
             f"{rotation.name} draws random numbers in evaluation, too, so it was not compared with "
-            "what it computes as a whole: test its rule with these numbers switched off, or pass "
+            "its result as a whole: test its rule with these numbers switched off, or pass "
             "verify=False",
             stacklevel=2,
         )
@@ -658,6 +658,6 @@ def _told_of_slices(module: RotatedModule) -> str:
     """What to do where the code of a module fails that rotates as a whole."""
     return (
         f"{module.rotation.name} rotates as a whole, by {type(module.rotation.rule).__name__}, so "
-        "its code runs with a slice of its parameters. If that is what fails, let the layers "
+        "its code runs with a slice of its parameters. If that fails, let the layers "
         "inside rotate one by one: no rule for the module, and find_blocks=False"
     )

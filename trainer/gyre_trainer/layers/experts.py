@@ -100,7 +100,7 @@ class CallOrder:
         if is_fake(called):
             self._is_known = True
             return
-        with ring_of(self._mesh).hang_diagnosis.collective("comparing what is called of experts"):
+        with ring_of(self._mesh).hang_diagnosis.collective("comparing calls of experts"):
             dist.all_reduce(called, dist.ReduceOp.MAX, group=ring_group(self._mesh))
         *others, expert, _ = called.gt(0).tolist()
         if expert:
@@ -195,7 +195,7 @@ class ExpertsRule(Rule):
     experts from them, or from the attribute ``count``; add nothing for a choice of that very
     number, which stands for experts elsewhere; and be linear in the last of the weights. Where it
     unbinds them with `unbind()`, an expert's gradient is formed in the ring's buffer; where it
-    indexes them, the gradients of all the slice's experts exist beside it.
+    indexes them, the gradients of all the slice's experts exist next to it.
 
     Attributes:
         weights: names of the parameters, each with the experts along its first dim.
@@ -419,7 +419,7 @@ def _mesh_of(experts: nn.Module) -> DeviceMesh:
 
 
 def _others(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
-    """The topmost modules beside the experts that are called and rotate, or have such inside.
+    """The topmost modules next to the experts that are called and rotate, or have such inside.
 
     One inside would be too late: what is around it may be computed again in backward.
     """

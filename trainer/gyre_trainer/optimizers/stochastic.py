@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gyre_trainer.optimizers.shard import load_as_saved
 from gyre_trainer.shards.layout import local_of, place_of
 
-_NUM_DROPPED_BITS = 16  # of float32, beside bfloat16
+_NUM_DROPPED_BITS = 16  # of float32, next to bfloat16
 _SEED, _COUNT = "rounding_seed", "num_rounded_steps"
 
 

@@ -473,7 +473,7 @@ class Call:
         if written is not None:
             raise RotationError(
                 f"{rotation.name} writes to a {type(written).__name__} that it is called with. It "
-                "runs once for every rank's slice, so what each slice writes would be lost. Return "
+                "runs once for every rank's slice, so the writes of a slice would be lost. Return "
                 "it, or let the layers inside rotate one by one (find_blocks=False, and no rule "
                 "for the module)"
             )

@@ -4,7 +4,7 @@ Weight gradients of linear layers, computed last in a slice's backward.
 
 A slice's gradient is still in flight to this rank while the slice's backward begins. So a linear
 layer only records the two matrices whose product is its weight's gradient. The product is formed
-when the gradient's buffer has arrived, straight into it: no weight's gradient exists beside the
+when the gradient's buffer has arrived, straight into it: no weight's gradient exists next to the
 buffer, and the hop is hidden behind the rest of the slice's backward. An operator that forms its
 weight's gradient in parts adds each part to the buffer at once, and so waits for the hop earlier.
 """
@@ -189,7 +189,7 @@ class WeightGradProduct(NamedTuple):
 
 @dataclass(slots=True)
 class DeferredGrads:
-    """What the slices' graphs of one call share beside autograd.
+    """What the slices' graphs of one call share next to autograd.
 
     Attributes:
         sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete

@@ -274,7 +274,8 @@ def _without_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call a model without a cache of keys and values where the caller says nothing of one."""
     given = kwargs.get("use_cache"), kwargs.get("past_key_values")
-    if given != (None, None) or "use_cache" not in signature(own_class(module).forward).parameters:
+    forward: Any = own_class(module).forward  # type: ignore[attr-defined]
+    if given != (None, None) or "use_cache" not in signature(forward).parameters:
         return None
     return args, kwargs | {"use_cache": False}
 
@@ -406,8 +407,8 @@ class RotatedModule(ShardedModule):
         if rotation.rule.linear_in and num_hooks_inside(rotation.module) > self.num_hooks:
             raise RotationError(
                 f"a hook was registered inside of {own_class(rotation.module).__name__} after it "
-                "was rotated as a whole: it would be called for each slice, with a part of what "
-                "the module computes. Register it on the module itself, or let the layers inside "
+                "was rotated as a whole: it would be called for each slice, with a part of "
+                "the output. Register it on the module itself, or let the layers inside "
                 "rotate one by one (find_blocks=False, and no rule for the module)."
             )
 
@@ -559,7 +560,7 @@ def require_own_forward(module: nn.Module) -> None:
     for name, each in module.named_modules():
         if sets_forward(each):
             raise RotationError(
-                f"{own_class(module).__name__}{'.' if name else ''}{name} has a forward that is "
+                f"{own_class(module).__name__}{'.' if name else ''}{name} has a forward "
                 "set on the instance, so no rule can be true of it. Remove it before rotating, or "
                 "give no rule for the module"
             )

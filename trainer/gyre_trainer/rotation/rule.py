@@ -293,7 +293,7 @@ class RotationPolicy:
             `compute_dtype`; without either, a module returns the dtype that it is called with.
         compiler: a backend of `torch.compile`, such as "inductor", for what a module with several
             parameters computes with a slice; None to run modules as they are. All slices of one
-            size share one compiled graph. Weight gradients are then formed beside the buffer that
+            size share one compiled graph. Weight gradients are then formed next to the buffer that
             travels, so they take memory of their own. Blocks that drop out run as they are in
             training.
     """

@@ -454,7 +454,7 @@ class _Backwards:
         number = int.from_bytes(self._order, "little")
         like = torch.empty(0, dtype=torch.int64, device=grad.device)
         extremes = on_device([number, -number, int(self.wrote)], like)
-        with self._diagnosis.collective("comparing what the replicas trained"):
+        with self._diagnosis.collective("comparing the modules that the replicas trained"):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         ring.checks.require(extremes[:2].sum(), 0, _refuse_order)
         ring.checks.require(extremes[2], 0, lambda _: self.compare())

@@ -149,7 +149,7 @@ class SliceGrad:
         """Add the product of two matrices to the gradient at ``position``.
 
         With ``entry``, add it to that matrix along the gradient's first dim. The product is not
-        formed as a whole beside the gradient.
+        formed as a whole next to the gradient.
         """
         part, empty = self._parts[position], self._empty[position]
         self._empty[position] = False
