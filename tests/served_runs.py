@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre_client.command.cli import main
-from gyre_trainer.training.records.history import committed, digest
+from gyre_trainer.training.history import committed, digest
 
 from tests.train_jobs import Job, Jobs
 

@@ -26,7 +26,7 @@ IMPORTS = (
     "torch._dynamo",
     "gyre_trainer.command",
     "gyre_trainer.training.train",
-    "gyre_trainer.training.records.recorder",
+    "gyre_trainer.training.recorder",
 )
 # What runs of transformers' models import, and exports: seconds of each launcher and each rank.
 LIBRARY_IMPORTS = (

@@ -8,7 +8,7 @@ import torch
 from gyre_trainer.accounting.baselines import data_parallel
 from gyre_trainer.rotate import SMALL_NUMEL, RotationPolicy, rotate
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.training.models.gpt import GPT, Block
+from gyre_trainer.training.gpt import GPT, Block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

@@ -24,7 +24,7 @@ from gyre_trainer.comm.ring import Leg, Stream, Work, ring_of
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
-from gyre_trainer.training.models.gpt import Block, GPTConfig
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore

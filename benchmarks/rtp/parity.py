@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks

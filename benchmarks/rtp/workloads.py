@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.head import linear_cross_entropy
-from gyre_trainer.training.models.gpt import Block, GPTConfig
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

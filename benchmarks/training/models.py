@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 from benchmarks.training import glyphs

@@ -33,7 +33,7 @@ PRELOADED = [
     "transformers.modeling_utils",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
-    "gyre_trainer.training.models.gpt",
+    "gyre_trainer.training.gpt",
     "gyre_trainer.pretrained",
 ]
 

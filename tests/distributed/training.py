@@ -14,7 +14,7 @@ from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rule import RotationPolicy
 from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.shards.layout import slice_bounds
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

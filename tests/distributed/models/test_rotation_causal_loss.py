@@ -18,7 +18,7 @@ from gyre_trainer.rotate import (
     rotate_all,
     token_log_probs,
 )
-from gyre_trainer.training.models.losses import loss_of
+from gyre_trainer.training.build import loss_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -10,9 +10,9 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
-from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.sampling import SampleConfig, Sampler
+from gyre_trainer.training.library import LibraryConfig
 from gyre_trainer.training.rank_context import RankContext
+from gyre_trainer.training.sampling import SampleConfig, Sampler
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks

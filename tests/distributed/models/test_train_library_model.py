@@ -13,10 +13,9 @@ from gyre_trainer.errors import CheckpointRejected, ConfigError
 from gyre_trainer.pretrained import save_pretrained
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.shards.layout import local_of
-from gyre_trainer.training.build import add_adapters, build_model
+from gyre_trainer.training.build import add_adapters, build_model, loss_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.rank_context import RankContext
 from gyre_trainer.training.step import Stepper, build_optimizers
 from safetensors.torch import load_file

@@ -22,7 +22,7 @@ from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.training.models.gpt import GPT
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -16,7 +16,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.initialisation import materialize
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import nn
 
 from tests.distributed.conftest import StartRanks

@@ -12,7 +12,7 @@ from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
-from gyre_trainer.training.models.gpt import Block, GPTConfig
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

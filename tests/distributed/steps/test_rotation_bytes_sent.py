@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 from gyre_trainer.rotation.rule import RotationPolicy
-from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.gpt import GPTConfig
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import (

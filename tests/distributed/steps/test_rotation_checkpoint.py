@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.training.models.gpt import GPT
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks

@@ -13,7 +13,7 @@ from gyre_trainer.shards.initialisation import materialize
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.gpt import GPT
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_trainer.training.records.history import committed, resumes
+from gyre_trainer.training.history import committed, resumes
 
 from tests.daemons import private_daemons
 from tests.preloaded.interpreter import Interpreter

@@ -17,7 +17,7 @@ import torch
 from gyre_client import Loader, detections, objects, padded, texts
 from gyre_client.errors import CorruptSample
 from gyre_daemon.transforms.transform import Field, Transform
-from gyre_trainer.training.checkpoints.run_checkpoints import SafePlanner, SafeReader
+from gyre_trainer.training.run_checkpoints import SafePlanner, SafeReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 

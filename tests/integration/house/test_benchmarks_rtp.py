@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.gpt import GPTConfig
 
 from benchmarks.rtp import adapters, gpu, models
 from benchmarks.rtp.contenders import Contender, How

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.training.records.history import Evaluation, Sample, committed, notes
+from gyre_trainer.training.history import Evaluation, Sample, committed, notes
 from safetensors.torch import load_file
 
 from tests.fenced import blocks

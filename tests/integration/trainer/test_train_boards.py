@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.records.boards import BoardsConfig, require_installed
+from gyre_trainer.training.boards import BoardsConfig, require_installed
 
 from tests.train_jobs import DEADLINE_S, TINY_GPT, Jobs, tiny_run
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
-from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState, latest
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.run_checkpoints import Checkpoints, TrainState, latest
 
 CONFIG = GPTConfig(
     vocab_size=32, num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=32, max_seq_len=8

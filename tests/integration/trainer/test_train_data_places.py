@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_client.command.cli import main
-from gyre_trainer.training.records.history import committed
+from gyre_trainer.training.history import committed
 
 from tests.conftest import StartDaemon
 from tests.train_jobs import DEADLINE_S, Job, Jobs, tiny_run

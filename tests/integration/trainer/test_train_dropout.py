@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gyre_trainer.training.records.history import committed
+from gyre_trainer.training.history import committed
 
 from tests.train_jobs import Jobs, tiny_run
 

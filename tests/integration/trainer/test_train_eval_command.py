@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train_jobs import DEADLINE_S, TINY_GPT, Jobs, tiny_run

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gyre_trainer.training.records.history import Evaluation, Sample, committed, notes
+from gyre_trainer.training.history import Evaluation, Sample, committed, notes
 
 from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate, load
-from gyre_trainer.training.models.library import LibraryConfig, library_config
-from gyre_trainer.training.records.history import Evaluation, committed, notes
+from gyre_trainer.training.history import Evaluation, committed, notes
+from gyre_trainer.training.library import LibraryConfig, library_config
 from gyre_trainer.training.step import build_optimizers
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_trainer.training.records.history import committed, digest
+from gyre_trainer.training.history import committed, digest
 
 from tests.conftest import StartDaemon
 from tests.mixtures import write_sources

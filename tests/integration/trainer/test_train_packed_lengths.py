@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_trainer.training.records.history import committed, digest
+from gyre_trainer.training.history import committed, digest
 
 from tests.conftest import StartDaemon, to_toml
 from tests.train_jobs import TINY_GPT, Jobs

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gyre_trainer.training.records.history import Sample, committed, notes
+from gyre_trainer.training.history import Sample, committed, notes
 
 from tests.train_jobs import Jobs, tiny_run
 

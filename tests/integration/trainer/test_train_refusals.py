@@ -8,7 +8,7 @@ import pytest
 from gyre_trainer.cli import main
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import load
-from gyre_trainer.training.records.recorder import RunFacts, RunRecorder
+from gyre_trainer.training.recorder import RunFacts, RunRecorder
 
 from tests.special_files import SPECIAL_FILES
 

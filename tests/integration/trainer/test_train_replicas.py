@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gyre_trainer.training.records.history import committed
+from gyre_trainer.training.history import committed
 
 from tests.train_jobs import Jobs, tiny_run
 

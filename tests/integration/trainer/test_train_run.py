@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gyre_client.page.training_run import TrainingRun
-from gyre_trainer.training.records.history import committed, digest, resumes
+from gyre_trainer.training.history import committed, digest, resumes
 
 from tests.served_runs import (
     BATCH_SIZE,

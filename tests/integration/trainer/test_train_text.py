@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import webdataset
-from gyre_trainer.training.records.history import committed
+from gyre_trainer.training.history import committed
 
 DOCUMENTS = [b"", b"a", b"some words", b"as many as fit", "longer, é: ".encode() * 20, b"z" * 256]
 CONFIG = """

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.training.models.library import LibraryConfig, library_model, objective_of
-from gyre_trainer.training.models.lora import Lora, adapt, save_adapters
+from gyre_trainer.training.library import LibraryConfig, library_model, objective_of
+from gyre_trainer.training.lora import Lora, adapt, save_adapters
 
 SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
 KEYS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ import torch
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build, load
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import LibraryConfig
 
 MINIMAL = """
 [run]

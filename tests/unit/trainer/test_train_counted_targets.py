@@ -3,11 +3,10 @@
 import pytest
 import torch
 from gyre_trainer.accounting.counters import Operations
-from gyre_trainer.training.build import plain
-from gyre_trainer.training.models.counted_targets import places_of_counted, weighted_cross_entropy
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.losses import loss_of
+from gyre_trainer.training.build import loss_of, plain
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import LibraryConfig
+from gyre_trainer.training.losses import places_of_counted, weighted_cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from gyre_trainer.errors import RecordsFailed
-from gyre_trainer.training.records import history as history_module
-from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
+from gyre_trainer.training import history as history_module
+from gyre_trainer.training.history import History, StepRecord, committed, digest, resumes
 
 RECORD = StepRecord(0, 0, 2.5, 1e-3, 64, 0.5, 0.1, digest([1, 2]))
 

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from gyre_trainer.training.checkpoints.manifest import data_of
 from gyre_trainer.training.config import DataConfig
+from gyre_trainer.training.manifest import data_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from gyre_trainer.errors import ConfigError, DataRejected
 from gyre_trainer.training.collate import Examples, collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.library import LibraryConfig, objective_of
+from gyre_trainer.training.library import LibraryConfig, objective_of
 from torch import Tensor
 
 LENGTH = 24

@@ -1,7 +1,7 @@
 import io
 
-from gyre_trainer.training.records.history import StepRecord
-from gyre_trainer.training.records.recorder import Progress, describe
+from gyre_trainer.training.history import StepRecord
+from gyre_trainer.training.recorder import Progress, describe
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from gyre_trainer.accounting.estimate import (
     ring_seconds,
     step_seconds,
 )
-from gyre_trainer.training.models.library import num_positions
+from gyre_trainer.training.library import num_positions
 
 MIB = 2**20
 NAMES = {each.name.lower(): each for each in Strategy}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_trainer.training.records.history import StepRecord
-from gyre_trainer.training.records.recorder import (
+from gyre_trainer.training.history import StepRecord
+from gyre_trainer.training.recorder import (
     Report,
     draw_loss,
     final_loss,

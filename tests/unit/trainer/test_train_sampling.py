@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import build
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.sampling import SampleConfig, Sampler, codec_of
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import LibraryConfig
+from gyre_trainer.training.sampling import SampleConfig, Sampler, codec_of
 
 GPT = {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 2, "hidden_dim": 32}
 

@@ -7,7 +7,7 @@ import scipy
 import torch
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.initialisation import Constant, Normal, Uniform, fill, materialize
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 CONFIG = GPTConfig(

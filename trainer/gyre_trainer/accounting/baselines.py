@@ -19,7 +19,7 @@ from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import add_adapters, blocks_of, plain, rotated, set_resting_dtype
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.gpt import GPT, Block, GPTConfig
+from gyre_trainer.training.gpt import GPT, Block, GPTConfig
 
 # DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the
 # comparison is fair only with the default.

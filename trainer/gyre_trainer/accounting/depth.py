@@ -27,7 +27,7 @@ from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
 from gyre_trainer.training.build import blocks_of, plain
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.gpt import GPTConfig
 
 Result = TypeVar("Result")
 Job = Callable[[], Result]

@@ -39,8 +39,8 @@ from gyre_trainer.torch_internals import tree_leaves, tree_map_only
 from gyre_trainer.training.build import encode_frozen, plain
 from gyre_trainer.training.collate import Examples, stand_in
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import library_config
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import library_config
 from gyre_trainer.training.step import Stepper
 
 _aten = torch.ops.aten

@@ -38,8 +38,8 @@ from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.training.build import encode_frozen, has_adapters, rotated
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import library_config, num_positions
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import library_config, num_positions
 
 _NUMBER = r"\b\d+\b"
 _Kind = tuple[str, str, int]

@@ -31,12 +31,12 @@ from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
 from gyre_trainer.rotation.rule import Recompute
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState, latest
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from gyre_trainer.training.models.lora import Lora, adapt
+from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.lora import Lora, adapt
 from gyre_trainer.training.rank_context import RankContext
+from gyre_trainer.training.run_checkpoints import Checkpoints, TrainState, latest
 from gyre_trainer.training.step import Stepper
 
 BATCH = 24  # samples; 1, 2, 3 and 8 ranks divide it

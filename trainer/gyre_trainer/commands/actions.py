@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.boards import require_installed
 from gyre_trainer.training.config import TrainConfig, load, of_model
 from gyre_trainer.training.config_file import require_writable
-from gyre_trainer.training.records.boards import require_installed
 
 if TYPE_CHECKING:
     from gyre_trainer.training.export import Export
@@ -93,7 +93,7 @@ def weights_to_evaluate(config: TrainConfig, options: argparse.Namespace) -> tup
             raise ConfigError(f"--weights {options.weights} is no folder")
         return options.weights, False
     # This imports torch.distributed.checkpoint, which takes a second.
-    from gyre_trainer.training.checkpoints import manifest, run_checkpoints  # noqa: PLC0415
+    from gyre_trainer.training import manifest, run_checkpoints  # noqa: PLC0415
 
     folder = Path(config.run.out) / "checkpoints"
     path: Path | None = options.checkpoint
@@ -177,7 +177,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     if options.resume == "":
         raise ConfigError("--resume is empty; name a checkpoint directory, or write --resume alone")
     # This imports torch.distributed.checkpoint, which takes a second.
-    from gyre_trainer.training.checkpoints import manifest, run_checkpoints  # noqa: PLC0415
+    from gyre_trainer.training import manifest, run_checkpoints  # noqa: PLC0415
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:

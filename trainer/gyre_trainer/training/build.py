@@ -14,11 +14,12 @@ from gyre_trainer.rotate import RotationPolicy, materialize, quantize_frozen, ro
 from gyre_trainer.shards.initialisation import allocate
 from gyre_trainer.shards.layout import local_of
 from gyre_trainer.torch_internals import parameters_of
-from gyre_trainer.training.checkpoints import run_checkpoints
+from gyre_trainer.training import run_checkpoints
 from gyre_trainer.training.config import ModelConfig, TrainConfig
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
-from gyre_trainer.training.models.lora import Lora, adapt, holds_adapters, load_adapters
+from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.library import LibraryConfig, layers_of, library_model
+from gyre_trainer.training.lora import Lora, adapt, holds_adapters, load_adapters
+from gyre_trainer.training.losses import LibraryLoss, Loss
 from gyre_trainer.training.rank_context import RankContext
 
 
@@ -29,6 +30,11 @@ def plain(model: ModelConfig) -> nn.Module:
         ConfigError: there is no such model of transformers.
     """
     return GPT(model) if isinstance(model, GPTConfig) else library_model(model)
+
+
+def loss_of(model: nn.Module) -> Loss:
+    """The loss of a GPT, or of a language model of `transformers`."""
+    return model.loss if isinstance(model, GPT) else LibraryLoss(model)
 
 
 def set_resting_dtype(model: nn.Module, config: TrainConfig) -> None:

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from gyre_trainer.errors import ConfigError, DataRejected
 from gyre_trainer.training.config import DataConfig, TrainConfig
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig, library_config, objective_of
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import LibraryConfig, library_config, objective_of
 
 END_OF_TEXT = 256
 

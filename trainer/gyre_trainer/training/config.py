@@ -20,6 +20,7 @@ from gyre_protos.text import counted
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training import config_file
+from gyre_trainer.training.boards import BoardsConfig
 from gyre_trainer.training.config_file import (
     AtLeast0,
     AtLeast1,
@@ -33,10 +34,9 @@ from gyre_trainer.training.config_file import (
     Seed,
     Text,
 )
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig
-from gyre_trainer.training.models.sampling import SampleConfig
-from gyre_trainer.training.records.boards import BoardsConfig
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.library import LibraryConfig
+from gyre_trainer.training.sampling import SampleConfig
 
 ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.build import build_model, restored
+from gyre_trainer.training.build import build_model, loss_of, restored
 from gyre_trainer.training.collate import Collates, collator_of
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.models.losses import Loss, loss_of
+from gyre_trainer.training.losses import Loss
 from gyre_trainer.training.rank_context import RankContext, join_job, open_loader, require_one_place
-from gyre_trainer.training.records.recorder import log_to
+from gyre_trainer.training.recorder import log_to
 from gyre_trainer.training.step import loss_sum
 
 

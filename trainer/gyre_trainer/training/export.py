@@ -7,11 +7,11 @@ import torch
 
 from gyre_trainer import pretrained
 from gyre_trainer.errors import CheckpointRejected, ConfigError
+from gyre_trainer.training import manifest, run_checkpoints
 from gyre_trainer.training.build import has_adapters, restored
-from gyre_trainer.training.checkpoints import manifest, run_checkpoints
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.models.library import LibraryConfig, objective_of
-from gyre_trainer.training.models.lora import save_adapters
+from gyre_trainer.training.library import LibraryConfig, objective_of
+from gyre_trainer.training.lora import save_adapters
 from gyre_trainer.training.rank_context import join_job
 
 

@@ -11,10 +11,10 @@ from torch.optim import AdamW, Optimizer
 
 from gyre_trainer.comm.ring import collective
 from gyre_trainer.rotate import Adafactor, AdamW8bit, Muon, no_sync, stochastically_rounded
-from gyre_trainer.training.build import blocks_of
+from gyre_trainer.training.build import blocks_of, loss_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import OptimizerConfig, TrainConfig, learning_rate
-from gyre_trainer.training.models.losses import Loss, loss_of
+from gyre_trainer.training.losses import Loss
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Gives the context that a step enters for a phase: "forward", "backward", "clip" or "update"."""

@@ -18,11 +18,10 @@ from gyre_trainer.comm.ring import Hop, collective
 from gyre_trainer.errors import CheckpointRejected, ConfigError, Diverged
 from gyre_trainer.layers.linear import num_weights
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.evaluation import in_eval_mode, loss_on_first
-from gyre_trainer.training.models.sampling import Sampler
+from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
     RankContext,
     join_job,
@@ -30,8 +29,9 @@ from gyre_trainer.training.rank_context import (
     peak_memory_bytes,
     require_one_place,
 )
-from gyre_trainer.training.records.history import StepStats, StepTimes
-from gyre_trainer.training.records.recorder import RunFacts, RunRecorder, log_to
+from gyre_trainer.training.recorder import RunFacts, RunRecorder, log_to
+from gyre_trainer.training.run_checkpoints import Checkpoints, TrainState
+from gyre_trainer.training.sampling import Sampler
 from gyre_trainer.training.step import Stepper
 
 

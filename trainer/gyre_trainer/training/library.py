@@ -16,8 +16,8 @@ from torch import nn
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
 from gyre_trainer.training.config_file import Objective
-from gyre_trainer.training.models.gpt import GPTConfig
-from gyre_trainer.training.models.lora import Lora
+from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.lora import Lora
 
 _BY_SCRIPT = (
     'train it by a script with rotate_all, as docs/rotate.md describes under "Your own model", or '

@@ -21,8 +21,8 @@ from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.tensor_files import read_regular
 from gyre_trainer.training.config_file import AtLeast1, NotNegative, Seed, Text
-from gyre_trainer.training.models.gpt import GPT, GPTConfig
-from gyre_trainer.training.models.library import LibraryConfig, num_positions, objective_of
+from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.library import LibraryConfig, num_positions, objective_of
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"

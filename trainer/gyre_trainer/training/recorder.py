@@ -20,10 +20,10 @@ import numpy.typing as npt
 from gyre_protos.text import counted, printable
 
 from gyre_trainer.errors import ConfigError, RecordsFailed
+from gyre_trainer.training import boards
 from gyre_trainer.training.config import TrainConfig, learning_rate
 from gyre_trainer.training.config_file import require_regular
-from gyre_trainer.training.records import boards
-from gyre_trainer.training.records.history import (
+from gyre_trainer.training.history import (
     Entry,
     Evaluation,
     GlobalStep,

@@ -63,10 +63,10 @@ from torch.serialization import _get_layout
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.shards.tensor_files import open_regular
-from gyre_trainer.training.checkpoints import manifest
-from gyre_trainer.training.checkpoints.manifest import Files, Manifest
+from gyre_trainer.training import manifest
 from gyre_trainer.training.config import ModelConfig, TrainConfig
 from gyre_trainer.training.config_file import require_regular
+from gyre_trainer.training.manifest import Files, Manifest
 
 _CLASSES = (
     _MEM_FORMAT_ENCODING,

@@ -18,7 +18,7 @@ from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.initialisation import Constant, Init, Normal
 from gyre_trainer.training.config_file import AtLeast1, NumLayers, RotaryBase
-from gyre_trainer.training.models.counted_targets import weighted_cross_entropy
+from gyre_trainer.training.losses import weighted_cross_entropy
 
 _INIT_STD = 0.02
 # Far more than any model has; torch cannot count the bytes of much larger ones.
