@@ -103,8 +103,6 @@ def main() -> int:
         "data.dataset": f'"{folder}/train"',
         "data.options": f"{{ transforms = [{chat}], pack = {{ {pack} }} }}",
         "eval.dataset": f'"{folder}/held-out"',
-        "sample.tokenizer": f'"{folder}/tokenizer.json"',
-        "sample.prompts": json.dumps([prompt(words) for words in held_out[:3]]),
     }
     overrides = [f"--set={name}={value}" for name, value in settings.items()]
     overrides += [f"--set={each}" for each in args.set]

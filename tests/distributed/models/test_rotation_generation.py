@@ -4,20 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.training.build import build_model
-from gyre_trainer.training.config import DataConfig, RunConfig, TrainConfig
-from gyre_trainer.training.library import LibraryConfig
-from gyre_trainer.training.rank_context import RankContext
-from gyre_trainer.training.sampling import SampleConfig, Sampler
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.models.families import FAMILIES, RULES, VOCABULARY, made
-from tests.distributed.training import whole_parameters
 
 GENERATING = [family for family in FAMILIES if family != "Bert"]
 # the longest prompt is as long as Mamba's convolution or longer
@@ -62,27 +55,3 @@ def test_a_family_generates_what_its_plain_model_does(ranks: StartRanks, family:
     for found in ranks(2).run(texts, family):
         for way, tokens in found.items():
             assert torch.equal(tokens, expected), way
-
-
-MAMBA = LibraryConfig(
-    config={"model_type": "mamba", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1}
-)
-
-
-def sampled() -> tuple[list[str], list[str]]:
-    """What a run samples of a rotated Mamba, and what one process samples of the same weights."""
-    context = RankContext(
-        dist.get_rank(), dist.get_world_size(), torch.device("cpu"), make_mesh("cpu")
-    )
-    config = TrainConfig(RunConfig("nowhere", 1), DataConfig("none", 6, 5), MAMBA)
-    model: Any = build_model(config, context).eval()
-    alone = type(made("Mamba"))(model.config)
-    alone.load_state_dict(whole_parameters(model), strict=False)  # without the tied head
-    alone.tie_weights()
-    sampler = Sampler(SampleConfig(("0 1", "+"), "bytes", max_new_tokens=6), MAMBA)
-    return sampler.texts(model), sampler.texts(alone.eval())
-
-
-def test_a_run_samples_of_a_model_without_keys_and_values(ranks: StartRanks) -> None:
-    for found, expected in ranks(2).run(sampled):
-        assert found == expected

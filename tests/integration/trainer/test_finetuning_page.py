@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_trainer.training.history import Evaluation, Sample, committed, notes
+from gyre_trainer.training.history import committed, evaluations
 from safetensors.torch import load_file
 
 from tests.fenced import blocks
@@ -86,7 +86,7 @@ def on_this_machine(language: str, name: str, folder: Path, short: str) -> Path:
     return path
 
 
-def test_the_configuration_trains_evaluates_samples_and_exports_adapters(
+def test_the_configuration_trains_evaluates_and_exports_adapters(
     tmp_path: Path, tiny_jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peft import PeftModel
@@ -102,8 +102,7 @@ def test_the_configuration_trains_evaluates_samples_and_exports_adapters(
     assert status == 0, errors
     history = run / "history.jsonl"
     assert len(list(committed(history))) == 4
-    assert list(notes(history, Evaluation))
-    assert list(notes(history, Sample))
+    assert evaluations(history)
     status, errors = tiny_jobs.ran("export", str(run), str(tmp_path / "adapters"))
     assert status == 0, errors
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "models/llama")

@@ -1,8 +1,8 @@
-"""Evaluations of `gyre-train run`, and the texts after them."""
+"""Evaluations of `gyre-train run`."""
 
 from pathlib import Path
 
-from gyre_trainer.training.history import Evaluation, Sample, committed, notes
+from gyre_trainer.training.history import committed, evaluations
 
 from tests.train_jobs import DEADLINE_S, Jobs, tiny_run
 
@@ -17,9 +17,7 @@ GPT2 = {
 }
 
 
-def test_evaluations_are_without_dropout_and_followed_by_texts(
-    tmp_path: Path, tiny_jobs: Jobs
-) -> None:
+def test_evaluations_are_without_dropout(tmp_path: Path, tiny_jobs: Jobs) -> None:
     (tmp_path / "train.toml").write_text(
         tiny_run(
             tmp_path,
@@ -28,7 +26,6 @@ def test_evaluations_are_without_dropout_and_followed_by_texts(
             model={"config": GPT2},
             optimizer={"lr": 1e-30, "min_lr": 0},
             eval={"dataset": str(tmp_path / "tokens.bin"), "every": 6, "batches": 1},
-            sample={"prompts": ["a b", "c"], "max_new_tokens": 3},
         )
     )
     job = tiny_jobs.start("run", str(tmp_path / "train.toml"), "--nproc=2")
@@ -36,14 +33,6 @@ def test_evaluations_are_without_dropout_and_followed_by_texts(
     assert job.wait(DEADLINE_S) == 0, errors
     history = tmp_path / "run/history.jsonl"
     assert [each.step for each in committed(history)] == list(range(12))
-    first, second = notes(history, Evaluation)
+    first, second = evaluations(history)
     assert (first.evaluated_at, second.evaluated_at) == (6, 12)
     assert first.eval_loss == second.eval_loss, "the weights stay, and dropout is off"
-    samples = notes(history, Sample)
-    assert [(each.sampled_at, each.prompt) for each in samples] == [
-        (step, prompt) for step in (6, 12) for prompt in ("a b", "c")
-    ]
-    assert samples[0].text == samples[2].text
-    assert "step 12: c | " in errors
-    job = tiny_jobs.start("run", str(tmp_path / "train.toml"), "--set=eval.every=0")
-    assert "`eval.every` is 0" in job.errors(DEADLINE_S)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.training.collate import collator_of
 from gyre_trainer.training.config import TrainConfig, learning_rate, load
-from gyre_trainer.training.history import Evaluation, committed, notes
+from gyre_trainer.training.history import committed, evaluations
 from gyre_trainer.training.library import LibraryConfig, library_config
 from gyre_trainer.training.step import build_optimizers
 from torch import Tensor
@@ -125,7 +125,7 @@ def test_a_family_is_trained_and_exported(family: str, tmp_path: Path, jobs: Job
     assert status == 0, errors
     losses = [each.loss for each in committed(tmp_path / "run/history.jsonl")]
     assert losses == pytest.approx(alone.train(), rel=1e-4)
-    (evaluated,) = notes(tmp_path / "run/history.jsonl", Evaluation)
+    (evaluated,) = evaluations(tmp_path / "run/history.jsonl")
     exported, told = auto.from_pretrained(out, output_loading_info=True)
     assert not any(told.values()), told
     with torch.no_grad():

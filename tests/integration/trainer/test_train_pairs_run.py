@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gyre_trainer.training.history import Sample, committed, notes
+from gyre_trainer.training.history import committed
 
 from tests.train_jobs import Jobs, tiny_run
 
@@ -43,11 +43,9 @@ def test_sources_and_targets_of_a_shard_are_learned(tmp_path: Path, tiny_jobs: J
             model={"config": T5},
             objective={"target_field": "tgt", "target_length": 4},
             eval={"dataset": str(tmp_path / "shards"), "every": 3, "batches": 1},
-            sample={"prompts": ["cdab"], "max_new_tokens": 2, "tokenizer": "bytes"},
         )
     )
     status, errors = tiny_jobs.ran("run", str(config), "--nproc=2")
     assert status == 0, errors
     records = committed(tmp_path / "run" / "history.jsonl")
     assert [each.num_targets for each in records] == [8, 8, 8], "a byte and the end, of 4 samples"
-    assert len(list(notes(tmp_path / "run" / "history.jsonl", Sample))) == 1

@@ -198,7 +198,7 @@ ODD = {kind: make for kind, make in SPECIAL_FILES.items() if kind != "a link to 
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
-@pytest.mark.parametrize("name", ["history.jsonl", "report.json", "loss.png"])
+@pytest.mark.parametrize("name", ["history.jsonl", "report.json"])
 def test_what_is_no_file_among_the_records_is_refused_at_once(
     config_path: Path, make: Callable[[Path], None], name: str
 ) -> None:

@@ -33,8 +33,8 @@ class BoardsConfig:
 class Board(Protocol):
     """One of them. Steps count from 1: a figure of step 1 is known when one step was taken."""
 
-    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
-        """Show figures and texts by their names."""
+    def add(self, step: int, shown: Mapping[str, float]) -> None:
+        """Show figures by their names."""
         ...
 
     def close(self) -> None:
@@ -96,10 +96,9 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
-    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
+    def add(self, step: int, shown: Mapping[str, float]) -> None:
         for name, value in shown.items():
-            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-            add(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -133,7 +132,7 @@ class _WeightsAndBiases:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def add(self, step: int, shown: Mapping[str, float | str]) -> None:
+    def add(self, step: int, shown: Mapping[str, float]) -> None:
         with self._telling():
             self._run.log({"step": step, **shown})
 

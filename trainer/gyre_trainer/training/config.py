@@ -36,7 +36,6 @@ from gyre_trainer.training.config_file import (
 )
 from gyre_trainer.training.gpt import GPTConfig
 from gyre_trainer.training.library import LibraryConfig
-from gyre_trainer.training.sampling import SampleConfig
 
 ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
@@ -247,7 +246,6 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     boards: BoardsConfig = dataclasses.field(default_factory=BoardsConfig)
 
     def __post_init__(self) -> None:
@@ -258,10 +256,6 @@ class TrainConfig:
                 compute_dtype="bfloat16" if on_cuda or self.run.device == "cuda" else "float32",
             )
             object.__setattr__(self, "precision", precision)
-        if self.sample.prompts and not self.eval.every:
-            raise ConfigError(
-                "`sample.prompts` are continued after each evaluation, but `eval.every` is 0"
-            )
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "

@@ -4,9 +4,8 @@ A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step
 then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
 one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
 STEP` prints, where STEP is the step of the data's order: that of the run, and those before it that
-`data.skip_steps` leaves out. Evaluations and samples have their own
-lines, to which the same rule applies. Boards, the progress line, the report and the plot show these
-lines and nothing else.
+`data.skip_steps` leaves out. Evaluations have their own lines, to which the same rule applies.
+Boards, the progress line and the report show these lines and nothing else.
 """
 
 import fcntl
@@ -17,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +57,8 @@ class StepRecord:
         return self.step + 1
 
     @property
-    def shown(self) -> dict[str, float | str]:
-        """Figures and texts for boards."""
+    def shown(self) -> dict[str, float]:
+        """Figures for boards."""
         elapsed_s = max(self.elapsed_s, 1e-9)
         return {
             "train/loss": self.loss,
@@ -87,41 +86,15 @@ class Evaluation:
         return self.evaluated_at
 
     @property
-    def shown(self) -> dict[str, float | str]:
-        """Figures and texts for boards."""
+    def shown(self) -> dict[str, float]:
+        """Figures for boards."""
         return {"eval/loss": self.eval_loss}
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One text of the model, as one line of the history.
-
-    Attributes:
-        sampled_at: the step whose weights they are, before it is taken.
-        prompt: what was continued.
-        text: the continuation.
-    """
-
-    sampled_at: int
-    prompt: str
-    text: str
-
-    @property
-    def board_step(self) -> int:
-        """The number of steps taken."""
-        return self.sampled_at
-
-    @property
-    def shown(self) -> dict[str, float | str]:
-        """Figures and texts for boards."""
-        return {f"sample/{self.prompt}": self.text}
-
-
-Entry = StepRecord | Evaluation | Sample
-Note = TypeVar("Note", Evaluation, Sample)
+Entry = StepRecord | Evaluation
 
 _NAMES = {field.name for field in fields(StepRecord)}
-_NUMBERS = (_NAMES | {"resumed_at", "evaluated_at", "eval_loss", "sampled_at"}) - {"sample_ids"}
+_NUMBERS = (_NAMES | {"resumed_at", "evaluated_at", "eval_loss"}) - {"sample_ids"}
 
 
 def digest(sample_ids: Sequence[int]) -> str:
@@ -161,7 +134,7 @@ class History:
         self._write({"resumed_at": step})
 
     def append(self, entries: Iterable[Entry]) -> None:
-        """Add steps, evaluations or samples."""
+        """Add steps or evaluations."""
         for entry in entries:
             self._write(asdict(entry))
         self._file.flush()
@@ -194,20 +167,19 @@ def committed(path: Path) -> list[StepRecord]:
     return records
 
 
-def notes(path: Path, kind: type[Note]) -> list[Note]:
-    """The evaluations, or the samples, of the weights that led to the newest ones.
+def evaluations(path: Path) -> list[Evaluation]:
+    """The evaluations of the weights that led to the newest ones.
 
     Raises:
         RecordsFailed: as `committed`.
     """
-    names = [field.name for field in fields(kind)]
-    found: list[dict[str, Any]] = []
+    found: list[Evaluation] = []
     for entry in _entries(path):
         if "resumed_at" in entry:
-            found = [each for each in found if each[names[0]] <= entry["resumed_at"]]
-        elif entry.keys() >= set(names):
-            found.append(entry)
-    return [kind(**{name: entry[name] for name in names}) for entry in found]
+            found = [each for each in found if each.evaluated_at <= entry["resumed_at"]]
+        elif entry.keys() >= {"evaluated_at", "eval_loss"}:
+            found.append(Evaluation(entry["evaluated_at"], entry["eval_loss"]))
+    return found
 
 
 def resumes(path: Path) -> list[int]:

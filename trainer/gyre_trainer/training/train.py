@@ -20,7 +20,7 @@ from gyre_trainer.layers.linear import num_weights
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import collator_of, stand_in
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.evaluation import in_eval_mode, loss_on_first
+from gyre_trainer.training.evaluation import loss_on_first
 from gyre_trainer.training.history import StepStats, StepTimes
 from gyre_trainer.training.rank_context import (
     RankContext,
@@ -31,7 +31,6 @@ from gyre_trainer.training.rank_context import (
 )
 from gyre_trainer.training.recorder import RunFacts, RunRecorder, log_to
 from gyre_trainer.training.run_checkpoints import Checkpoints, TrainState
-from gyre_trainer.training.sampling import Sampler
 from gyre_trainer.training.step import Stepper
 
 
@@ -84,7 +83,6 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context, weights), config)
         self._collator = collator_of(config)
-        self._sampler = Sampler(config.sample, config.model) if config.sample.prompts else None
         self._checkpoints = Checkpoints(config)
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
@@ -141,7 +139,7 @@ class Training:
         self._after_step()
 
     def finish(self) -> None:
-        """Write the report and the loss curve."""
+        """Write the report."""
         peaks = [0] * self._context.world_size
         with collective("the peaks of memory"):
             dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
@@ -162,8 +160,6 @@ class Training:
             self._record()
         if evaluates:
             self._evaluate()
-            with in_eval_mode(self._stepper.model):
-                self._sample()
         if saves:
             if self._recorder:
                 self._recorder.sync()
@@ -193,13 +189,6 @@ class Training:
         )
         if self._recorder:
             self._recorder.add_evaluation(self.step, loss)
-
-    def _sample(self) -> None:
-        """Record how the model continues the prompts."""
-        if self._sampler:
-            texts = self._sampler.texts(self._stepper.model)
-            if self._recorder:
-                self._recorder.add_samples(self.step, texts)
 
 
 def _seed(*numbers: int) -> None:
